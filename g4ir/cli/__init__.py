@@ -20,6 +20,7 @@ from g4ir.errors import G4Error, InputError
 from g4ir.parallel.group import TIMEOUT_S, join, launched
 from g4ir.ui import console
 
+from .config_file import with_defaults
 from .parser import Parser
 
 #: objects that are made before Python looks for garbage among them; its own number, 700, costs a
@@ -86,7 +87,10 @@ def parse(words: Sequence[str]) -> tuple[Parser, dict[str, Any]]:
     parser = values.pop("parser")
     values.pop("trace", None)
     explicit = {k: v for k, v in values.items() if v is not None and v != []}
-    return parser, parser.flags.parse_settings(explicit)
+    explicit = parser.flags.parse_settings(explicit)
+    if parser.flags.verb.from_environment:
+        explicit = with_defaults(parser, explicit)
+    return parser, explicit
 
 
 def all_verbs() -> Parser:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,10 +150,14 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
     engines_limit: Bytes | None = setting("size of the cache of such engines, such as 50GiB")
 
     def engines(
-        self, models: Sequence[str], draft: Draft | None = None, all_logits: bool = False
+        self,
+        models: Sequence[str],
+        draft: Draft | None = None,
+        all_logits: bool = False,
+        progress: Callable[[str], None] | None = None,
     ) -> list[str]:
         """Return the engines of models, built on first use, which may take minutes: flags are
-        checked before."""
+        checked before. `progress`: default: on stderr."""
         from g4ir.artefact.directory import is_engine
         from g4ir.builder.library import find_engine, refuse_options
 
@@ -167,9 +172,10 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
             refuse_options(engine, self.explicit & build_options)
         how: dict[str, Any] = {"revision": self.revision, "download": self._consent()}
         how["settled"] = partial(of_file, preset=self.preset)
-        with console.Progress() as progress:
+        shown: Any = nullcontext(progress) if progress else console.Progress()
+        with shown as callback:
             requests = ((m, self.options if is_engine(Path(m)) else needed) for m in models)
-            return [str(find_engine(*m, self.engines_limit, progress, **how)) for m in requests]
+            return [str(find_engine(*m, self.engines_limit, callback, **how)) for m in requests]
 
     def _consent(self) -> Callable[[Any], bool] | bool:
         """Return the function that decides on a download after it has printed its size: yes with
@@ -202,7 +208,12 @@ class OnEngine(Verb):
     engine: str = argument(f"{ANY_MODEL}; an engine is built of it on first use", "MODEL")
     first_use: FirstUse
 
-    def with_engine(self: V, draft: Draft | None = None, all_logits: bool = False) -> V:
+    def with_engine(
+        self: V,
+        draft: Draft | None = None,
+        all_logits: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> V:
         """Return the verb with MODEL replaced by an engine, built on first use."""
-        (engine,) = self.first_use.engines([self.engine], draft, all_logits)
+        (engine,) = self.first_use.engines([self.engine], draft, all_logits, progress)
         return replace(self, engine=engine)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from g4ir.errors import InputError, MissingError
 from g4ir.plan.gpus import parse_bytes
 from g4ir.ui import console
+from g4ir.weights.origin import AbsentWeights
 
 from . import USUAL
 from .common import Draft, Load, OnEngine
+from .models import named_model
 from .verb import flag, setting
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from g4ir.serve.server import Address
 
 
+LogFormat = Literal["text", "json"]
 http, access = partial(flag, title="HTTP"), partial(flag, title="access")
 scheduler = partial(flag, title="scheduler")
 
@@ -30,12 +34,15 @@ scheduler = partial(flag, title="scheduler")
 class Serve(OnEngine):
     """Answer HTTP requests until a signal."""
 
+    from_environment = True
+    config: str | None = http("YAML file of flags; flags and G4IR_FLAG variables win", None, "FILE")
     host: str = http("bind address (default 127.0.0.1)", "127.0.0.1", "NAME")
     port: int = http("port (default 8000; 0: any free port)", 8000, "N")
     served_name: list[str] = http("model name in the API (default: the name of MODEL)", (), "NAME")
     root_path: str = http("URL prefix under a proxy, such as /llm", "", "PATH")
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
     log_requests: bool = http("log a line per request, without texts", False)
+    log_format: LogFormat | None = http("log lines with time and level", None)
     api_key_file: str | None = access("file of accepted API keys, one per line", None, "FILE")
     allow_host: list[str] = access("extra Host header on a loopback address", (), "NAME")
     allow_origin: list[str] = access("origin whose web pages may call the API; *: any", (), "URL")
@@ -52,18 +59,27 @@ class Serve(OnEngine):
     draft: Draft
 
     def __call__(self) -> int:
+        console.use_format(self.log_format)
         app, address = self._server()
         from g4ir.serve import server
         from g4ir.serve.auth import is_loopback
 
-        engine = self.with_engine(self.draft).engine  # may build one: flags were checked before
-        server.check_engine(engine, self.load.trust)
+        self._check_model()
         if not (app.gate.keys or is_loopback(self.host)):
-            console.say(f"warning: {self.host} is open to others, and no --api-key-file is given")
+            console.say(f"{self.host} is open to others, and no --api-key-file is given", "warning")
 
         def loader() -> Engine:
             with console.Progress() as progress:
-                loaded = self.load.to_generate(engine, progress)
+
+                def report(message: str) -> None:
+                    app.progress = message
+                    progress(message)
+                    if app.draining:  # ends a build, which removes its files
+                        raise console.Ended(signal.SIGTERM)
+
+                engine = self.with_engine(self.draft, progress=report).engine
+                server.check_engine(engine, self.load.trust)
+                loaded = self.load.to_generate(engine, report)
             gc.set_threshold(*USUAL)
             return loaded
 
@@ -73,6 +89,18 @@ class Serve(OnEngine):
             # crash.
             console.leave(0)
         return 0
+
+    def _check_model(self) -> None:
+        """Raise for what is no model, or an engine that cannot be served, before the port is open:
+        a build takes minutes, in which health checks are answered."""
+        from g4ir.serve.server import check_engine
+
+        try:
+            model = named_model(self.engine)
+        except AbsentWeights:  # may be downloaded
+            return
+        if model.engine:
+            check_engine(self.engine, self.load.trust)
 
     def _server(self) -> tuple[Server, Address]:
         """Create the server from the flags."""

@@ -120,7 +120,10 @@ class Part:
 
 
 class Verb(Part):
-    """A verb of the command line."""
+    """A verb of the command line. `from_environment`: whether environment variables and the file of
+    its flag --config set its flags too."""
+
+    from_environment: ClassVar[bool] = False
 
     @classmethod
     def flags(cls, parser: argparse.ArgumentParser) -> Flags:

@@ -116,8 +116,8 @@ class Server:
     origins: tuple[str, ...] = ()
     #: path prefix behind a proxy, which may strip it or not
     root_path: str = ""
-    #: callback with a log line for each request
-    log: Callable[[str], None] | None = None
+    #: callback with the values of a log line for each request
+    log: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
@@ -125,6 +125,8 @@ class Server:
         self.service: AsyncEngine | None = None
         #: whether new requests are refused
         self.draining = False
+        #: how far the engine is, while it is built or loaded
+        self.progress = "the engine is being loaded"
         self._large = asyncio.Semaphore(1)
         self._media = MediaQueue(self.settings.waiting)
 
@@ -143,6 +145,8 @@ class Server:
     def app(self) -> Starlette:
         """Return the ASGI application."""
         paths: dict[str, tuple[str, Handler]] = {
+            "/livez": ("GET", self.live),
+            "/readyz": ("GET", self.health),
             "/health": ("GET", self.health),
             "/version": ("GET", self.version),
             "/metrics": ("GET", self.get_metrics),
@@ -220,6 +224,10 @@ class Server:
         self._ready()
         return _json({"status": "ok"})
 
+    async def live(self, request: Request) -> Response:
+        """Liveness check: 200 as long as the process answers."""
+        return _json({"status": "ok"})
+
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})
 
@@ -273,7 +281,7 @@ class Server:
         if self.draining:
             raise ending()
         if self.prompts is None or self.service is None:
-            raise later(503, "loading", "the engine is being loaded")
+            raise later(503, "loading", self.progress)
         if not self.service.alive:
             raise later(503, "engine_ended", "the engine has ended; start the server again")
         return self.prompts, self.service

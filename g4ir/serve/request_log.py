@@ -20,10 +20,10 @@ HEADERS = ("X-Request-Id", "request-id")
 
 @dataclass
 class RequestLog:
-    """ASGI middleware. log: callback with a line without any text of a request; None: no log."""
+    """ASGI middleware. log: callback with values that have no text of a request; None: no log."""
 
     app: ASGIApp
-    log: Callable[[str], None] | None = None
+    log: Callable[..., None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,6 +49,6 @@ class RequestLog:
         finally:
             if self.log and scope["method"] != "GET":
                 values |= {"sent": sent, "seconds": round(time.monotonic() - began, 4)}
-                words = " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
                 path = ascii(scope["path"])[1:-1][:100]
-                self.log(f"{number} {scope['method']} {path} {status} {words}")
+                head = {"id": number, "method": scope["method"], "path": path, "status": status}
+                self.log("request", **head, **{k: v for k, v in values.items() if v is not None})

@@ -112,7 +112,7 @@ class ServerProcess(uvicorn.Server):
         self,
         server: Server,
         address: Address,
-        log: Callable[[str], None],
+        log: Callable[..., None],
         loader: Callable[[], Engine],
     ) -> None:
         self.server, self.address, self.log = server, address, log
@@ -206,9 +206,12 @@ class ServerProcess(uvicorn.Server):
     def drain(self, seconds: float) -> None:
         """Wait `seconds` for running answers, cancel the others, and exit."""
         end, service = time.monotonic() + seconds, self.server.service
+        if service:
+            self.log("draining", running=len(self.server_state.tasks), seconds=seconds)
         while self.server_state.tasks and time.monotonic() < end:
             time.sleep(0.01)
         if service:
+            self.log("ended", cancelled=len(self.server_state.tasks))
             service.close()
         self.should_exit = True
 
@@ -223,7 +226,7 @@ class ServerProcess(uvicorn.Server):
             self.log(service.scheduler.prefiller.capacity())
             self.log("ready")
         except BaseException as e:
-            self.error = e
+            self.error = None if isinstance(e, console.Ended) else e
             self.should_exit = True
 
 
@@ -237,11 +240,11 @@ def check_engine(path: str | Path, trust: bool = False) -> None:
 
 
 def serve(
-    server: Server, address: Address, loader: Callable[[], Engine], log: Callable[[str], None]
+    server: Server, address: Address, loader: Callable[[], Engine], log: Callable[..., None]
 ) -> bool:
     """Serve until a signal; raises the errors of loading and listening. Returns whether the engine
-    is still loading: that thread cannot be stopped, so the process should exit without waiting for
-    it."""
+    was not loaded yet: a thread that loads cannot be stopped, so the process should exit without
+    waiting for it."""
     process = ServerProcess(server, address, log, loader)
     try:
         process.run()
@@ -253,4 +256,4 @@ def serve(
             server.service.engine.close()
     if process.error:
         raise process.error
-    return process.loading.is_alive()
+    return server.service is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -14,12 +15,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
 from g4ir.errors import G4Error
 
+#: (level, message, values) -> line
+LineFormat = Callable[[str, str, Mapping[str, Any]], str]
 QUIET_S = 2.0  # nothing is said about what takes no longer
 PERIOD_S = 1.0  # between two lines of one stage
 #: as sysexits.h and shells have them
@@ -32,10 +36,44 @@ SPEC_RULES = logging.getLogger("g4ir.spec.rules")
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
 
-def say(line: str) -> None:
+def say(message: str, level: str = "info", **values: Any) -> None:
     """Print one line on stderr, in place of a progress line if there is one."""
     Progress.clear()
-    _write(f"g4ir: {line}\n")
+    _write(f"{_format[0](level, message, values)}\n")
+
+
+def plain_line(level: str, message: str, values: Mapping[str, Any]) -> str:
+    """Return a line for a terminal."""
+    level = "" if level == "info" else f"{level}: "
+    return " ".join([f"g4ir: {level}{message}", *(f"{k}={v}" for k, v in values.items())])
+
+
+def text_line(level: str, message: str, values: Mapping[str, Any]) -> str:
+    """Return a line with the time (UTC) and the level."""
+    words = (f"{k}={v}" for k, v in values.items())
+    return " ".join([f"{_now()} {level.upper():7} {message}", *words])
+
+
+def json_line(level: str, message: str, values: Mapping[str, Any]) -> str:
+    """Return a line of JSON."""
+    return json.dumps({"time": _now(), "level": level, "message": message, **values}, default=str)
+
+
+def _now() -> str:
+    now = datetime.now(timezone.utc)
+    return f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03d}Z"
+
+
+#: name -> format of lines on stderr
+FORMATS: Mapping[str, LineFormat] = {"text": text_line, "json": json_line}
+
+
+def use_format(name: str | None) -> None:
+    """Write lines on stderr in a format of FORMATS from now on; None: for a terminal."""
+    _format[0] = FORMATS[name] if name else plain_line
+
+
+_format: list[LineFormat] = [plain_line]
 
 
 def interactive() -> bool:
@@ -100,12 +138,12 @@ class Progress:
             seconds, message = time.monotonic() - start, self._message
             if seconds < QUIET_S or not message or Progress.paused:
                 continue
-            line = f"g4ir: {message} ({seconds:.0f} s)"
+            line = f"{message} ({seconds:.0f} s)"
             if _on_terminal():
                 Progress._on_line = True
-                _write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+                _write(f"\r\x1b[Kg4ir: {line}"[: shutil.get_terminal_size().columns + 3])
             elif message != printed:
-                _write(f"{line}\n")
+                say(line)
             printed = message
 
 
@@ -122,7 +160,7 @@ def _write(text: str) -> None:
 
 class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{record.levelname.lower()}: {record.getMessage()}")
+        say(record.getMessage(), record.levelname.lower())
 
 
 @contextlib.contextmanager
@@ -131,6 +169,7 @@ def logs() -> Iterator[None]:
     spec: `spec_warnings` turns them on in verbs that take in a spec."""
     logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
+    use_format(None)
     SPEC_RULES.setLevel(logging.ERROR)
     try:
         yield
@@ -270,7 +309,7 @@ def report(error: BaseException, trace: bool) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if text:
-        say(text)
+        say(text.removeprefix("error: "), "error" if text.startswith("error: ") else "info")
     return code
 
 

@@ -123,7 +123,8 @@ def running(
     gate, made = gate or Auth(hosts=("localhost",)), AsyncEngineConfig(**settings)
     server = Server(NAME, gate, made, config or SchedulerConfig(), **(options or {}))
     said: list[str] = []
-    process = ServerProcess(server, address or Address(port=0), said.append, loader)
+    log = lambda line, **values: said.append(line)  # noqa: E731
+    process = ServerProcess(server, address or Address(port=0), log, loader)
     thread = threading.Thread(target=process.run)
     thread.start()
     eventually(lambda: process.started or process.should_exit)

@@ -85,10 +85,14 @@ def test_while_the_engine_is_loading(engine_folder: Path) -> None:
     with running(loader) as r, r.client() as client:
         for got in (client.get("/health"), client.post(CHAT, json=SHORT)):
             assert failed(got, 503, "loading").headers["retry-after"] == "1"
+        r.server.progress = "building e: 40 %"
+        assert "40 %" in failed(client.get("/readyz"), 503, "loading").text
+        assert client.get("/livez").status_code == 200
         assert client.get("/v1/models").json()["data"][0]["id"] == NAME
         assert client.get("/metrics").status_code == 200
         go.set()
         eventually(lambda: client.get("/health").status_code == 200)
+        assert client.get("/readyz").json() == client.get("/livez").json() == {"status": "ok"}
         assert client.post(CHAT, json=SHORT).status_code == 200
 
 
@@ -285,9 +289,37 @@ def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
     assert process.stderr.read() == "g4ir: ended while the engine was being loaded\n"
 
 
+BUILDING = """
+import sys, time
+from g4ir.cli import main
+from g4ir.cli.common import FirstUse
+
+def engines(self, models, draft, all_logits, progress):
+    while True:
+        progress("building tiny: weights")
+        time.sleep(0.01)
+
+FirstUse.engines = engines
+sys.exit(main(["serve", "tiny-ple", "--port", "0", "--log-format", "json"]))
+"""
+
+
+def test_while_an_engine_is_built() -> None:
+    """The port is open, and a signal ends the build; every line of the log is JSON."""
+    process = launched("-c", BUILDING)
+    url = json.loads(process.stderr.readline())["message"].removeprefix("listening at ")
+    with httpx.Client(base_url=url, timeout=WAIT) as client:
+        eventually(lambda: "building tiny: weights" in client.get("/readyz").text)
+        assert client.get("/livez").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT) == 0
+    (line,) = map(json.loads, process.stderr)
+    assert line["message"] == "ended while the engine was being loaded"
+
+
 def test_an_engine_that_cannot_be_loaded() -> None:
     loader = Mock(side_effect=EngineError("no such engine"))
-    process = ServerProcess(Server(NAME), Address(port=0), lambda line: None, loader)
+    process = ServerProcess(Server(NAME), Address(port=0), Mock(), loader)
     process.load(loader)
     assert process.should_exit and isinstance(process.error, EngineError)
 
