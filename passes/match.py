@@ -9,7 +9,7 @@ from g4ir.errors import InputError, VerifyError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ir.rewrite import splice_all
 from g4ir.ops import OPS
-from g4ir.ops.codecs import AS_BYTES, FORMAT_OF
+from g4ir.ops.codecs import FORMAT_OF, JOINED_AS_BYTES
 
 #: callback(value name, what a pass did there or why it did nothing)
 Note = Callable[[str, str], None]
@@ -148,7 +148,7 @@ def format_of(g: Graph, w: Value) -> tuple[object, ...] | None:
     if producer is None or producer.op != "dequantize":
         return None
     types = tuple(v.type for v in producer.inputs)
-    if FORMAT_OF[types[0].dtype] in AS_BYTES:
+    if FORMAT_OF[types[0].dtype] in JOINED_AS_BYTES:
         types = OPS["as_bytes"].infer_types(types, {})
     parts = ((t.dtype, t.shape[1:]) for t in types)
     return (*parts, *producer.attrs.items())
@@ -177,7 +177,7 @@ def pack(
 
 def _to_int8(b: Builder, pair: tuple[Value, ...]) -> tuple[Value, ...]:
     """Convert codes and scales to int8 if their format supports it."""
-    if FORMAT_OF[pair[0].type.dtype] not in AS_BYTES:
+    if FORMAT_OF[pair[0].type.dtype] not in JOINED_AS_BYTES:
         return pair
     ends = (v.name.rpartition(".") for v in pair)
     return b.emit_all("as_bytes", *pair, name=[f"{weight}.bytes.{end}" for weight, _, end in ends])

@@ -98,10 +98,17 @@ def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes [N, K] as i32 [N, K * bits / 32], low bits first, each + 2^(bits - 1)."""
-    each = 32 // bits
-    stored = (codes.to(torch.int64) + (1 << bits - 1)).unflatten(-1, (-1, each))
-    made = (stored << torch.arange(each) * bits).sum(-1)
+    stored = codes.to(torch.int64) + (1 << bits - 1)
+    flat = (stored[..., None] >> torch.arange(bits) & 1).flatten(1)
+    flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 32)).unflatten(1, (-1, 32))
+    made = (flat << torch.arange(32)).sum(-1)
     return torch.where(made >= 1 << 31, made - (1 << 32), made).to(torch.int32)
+
+
+def from_words(stored: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+    flat = (stored[..., None] >> torch.arange(32) & 1).flatten(1)[:, : width * bits]
+    values = (flat.unflatten(1, (width, bits)) << torch.arange(bits)).sum(-1)
+    return values.float() - (1 << bits - 1)
 
 
 def grouped(w: torch.Tensor, group: int) -> torch.Tensor:
@@ -124,19 +131,33 @@ def packed_weight(bits: int, group: int, dtype: str = "float32") -> Pack:
     return pack
 
 
-def zeroed_weight(group: int) -> Pack:
-    """pack-quantized, 4 bits, with zero points, which are packed along the output axis."""
+def bits_by_module(groups: Mapping[str, Any]) -> Pack:
+    """pack-quantized by config_groups, each of which has one pattern as its target; of several
+    that match, the first in the alphabet counts."""
+    by_pattern = {g["targets"][0]: g["weights"] for g in groups.values()}
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        by = by_pattern[min(p for p in by_pattern if re.match(p[3:], module))]
+        args = by["num_bits"], by.get("group_size", 0)
+        return (packed_weight if by["symmetric"] else zeroed_weight)(*args)(module, w)
+
+    return pack
+
+
+def zeroed_weight(bits: int, group: int) -> Pack:
+    """pack-quantized with zero points, which are packed along the output axis."""
 
     def pack(module: str, w: torch.Tensor) -> Tensors:
         x = grouped(w, group)
         low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
-        scale = (high - low) / 15
-        zero = (-8 - low / scale).round().clamp(-8, 7)
-        codes = (x / scale[..., None] + zero[..., None]).round().clamp(-8, 7).flatten(-2)
+        top = 1 << bits - 1
+        scale = (high - low) / (2 * top - 1)
+        zero = (-top - low / scale).round().clamp(-top, top - 1)
+        codes = (x / scale[..., None] + zero[..., None]).round().clamp(-top, top - 1).flatten(-2)
         return {
-            f"{module}.weight_packed": words(codes, 4),
+            f"{module}.weight_packed": words(codes, bits),
             f"{module}.weight_scale": scale,
-            f"{module}.weight_zero_point": words(zero.t(), 4).t(),
+            f"{module}.weight_zero_point": words(zero.t(), bits).t(),
             f"{module}.weight_shape": torch.tensor(w.shape),
         }
 
@@ -215,9 +236,7 @@ def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> 
     if codes is None:
         codes = named["weight"].float()
     else:
-        bits = 32 * codes.shape[1] // shape[1]
-        at = torch.arange(32 // bits) * bits
-        codes = ((codes[..., None] >> at & (1 << bits) - 1) - (1 << bits - 1)).flatten(1).float()
+        codes = from_words(codes, 32 * codes.shape[1] // shape[1], shape[1])
     scale = scale.view(-1, 1) if scale.dim() < 2 else scale
     spread = scale.repeat_interleave(rows or shape[0], 0)[: shape[0]]
     return codes * spread.repeat_interleave(columns or shape[1], 1)[:, : shape[1]]

@@ -72,6 +72,8 @@ _GROUPS = {
     torch.int32: (256, 2),
     torch.int16: (256, 2),
     torch.uint16: (32, 1),
+    torch.uint32: (32, 1),
+    torch.uint64: (32, 1),
 }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .base import upcast
@@ -64,21 +65,25 @@ FORMATS = {
     "int5": QuantFormat("u16", 15, LAYOUTS["int5"]),
     "uint5": QuantFormat("i16", 31, LAYOUTS["uint5"], MINIMA_GROUP, 2),
     "int4": QuantFormat("u8", 8, LAYOUTS["int4"]),
+    "int3": QuantFormat("u32", 3, LAYOUTS["int3"]),
+    "int2": QuantFormat("u64", 1, LAYOUTS["int2"]),
     "uint4": QuantFormat("i32", 15, LAYOUTS["uint4"], MINIMA_GROUP, 2),
     "fp8": QuantFormat("f8e4m3", 448, LAYOUTS["fp8"]),
 }
 #: dtype of codes -> name of the format
 FORMAT_OF = {f.codes: name for name, f in FORMATS.items()}
 #: dtype of codes whose blocks are one byte -> values in it
-PACKED = {f.codes: f.block_values for f in FORMATS.values() if f.block_elements == 1}
+PACKED = {f.codes: f.block_values for f in FORMATS.values() if f.layout.nbytes == 1}
 #: format of quantised activations -> values that share a scale, 0: the row
 ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: formats whose scales minimise the weighted error of calibrated weights
 CALIBRATED = ("int4", "uint4", "uint5")
 #: formats that are converted to int8 for matmuls that do not support them
-AS_BYTES = ("int6", "int5")
+AS_BYTES = ("int6", "int5", "int3", "int2")
+#: formats that are also converted where a sibling of another format is packed with them
+JOINED_AS_BYTES = ("int6", "int5")
 #: format -> format with the same codes as 8-bit integers
-SAME_CODES = {"int5": "int8"}
+SAME_CODES = {"int5": "int8", "int3": "int8", "int2": "int8"}
 #: xor between code + 8 and two's complement, for both codes of a byte
 COMPLEMENT = 0x88
 
@@ -128,6 +133,25 @@ def pack_codes(values: Any, fmt: str, integers: Any = None) -> Any:
     data = (values + layout.zero).to(torch.uint8).unflatten(-1, (-1, layout.values))
     fields = {} if integers is None else {"integers": integers.unflatten(-1, (data.shape[-2], -1))}
     return layout.write(data, **fields).flatten(-2).view(torch_dtype(FORMATS[fmt].codes))
+
+
+def integer_format(bits: int, width: int, group: int = 0) -> str:
+    """Return the format of the fewest bits for integers of `bits` bits in rows of `width` values,
+    in groups of `group` that share a scale (0: the row)."""
+    for name in ("int2", "int3", "int4", "int5", "int6"):
+        layout = FORMATS[name].layout
+        fits = name != "int6" or (group or width) % layout.values == 0
+        if 1 << bits - 1 <= layout.zero and width % layout.values == 0 and fits:
+            return name
+    return "int8"
+
+
+def pack_integers(values: Any, fmt: str) -> Any:
+    """Pack integers i8 [.., K] into a format that `integer_format` returns."""
+    if fmt == "int8":
+        return values
+    integers = torch.ones_like(values[..., ::INT6_GROUP]).view(torch.uint8)
+    return pack_codes(values, fmt, integers if fmt == "int6" else None)
 
 
 def unpack_codes(codes: Any) -> Any:
@@ -248,11 +272,16 @@ def _int6(y: Any) -> Any:
     return pack_codes(values.flatten(-2), "int6", shared)[:, None]
 
 
+def _integers(form: str, y: Any) -> Any:
+    """Return the codes of y [n, G, g], already divided by its scales, packed [n, 1, elements]."""
+    zero = FORMATS[form].layout.zero
+    return pack_codes(y.round().clamp(-zero, zero - 1).flatten(-2), form)[:, None]
+
+
 _CODES: dict[str, Callable[[Any], Any]] = {
     "int8": lambda y: y.round().clamp(-127, 127).to(torch.int8),
     "int6": _int6,
-    "int5": lambda y: pack_codes(y.round().clamp(-16, 15).flatten(-2), "int5")[:, None],
-    "int4": lambda y: pack_codes(y.round().clamp(-8, 7).flatten(-2), "int4")[:, None],
+    **{form: partial(_integers, form) for form in ("int5", "int4", "int3", "int2")},
     "fp8": lambda y: y.clamp(-448, 448).to(torch.float8_e4m3fn),
 }
 

@@ -51,8 +51,8 @@ class Bits:
 @dataclass(frozen=True)
 class Layout:
     """A block of `values` values, each stored as value + `zero`. `fields` maps a name to (bytes,
-    bits), in order: `low` and `high` are the values' bits, `high` from bit 4 on; `integers`, which
-    values share, and `scales` are bytes."""
+    bits), in order: `low` and `high` are the values' bits, `high` those above `low`; `integers`,
+    which values share, and `scales` are bytes."""
 
     values: int
     zero: int
@@ -61,6 +61,10 @@ class Layout:
     @property
     def nbytes(self) -> int:
         return sum(nbytes for nbytes, _ in self.fields.values())
+
+    @property
+    def low_width(self) -> int:
+        return self.fields["low"][1].width
 
     def split(self, blocks: Any) -> dict[str, Any]:
         """Return the fields of blocks [.., nbytes], as views."""
@@ -71,12 +75,12 @@ class Layout:
         """Return the values of blocks [.., nbytes], with `zero` added: u8 [.., values]."""
         parts = self.split(blocks)
         low, *high = (self.fields[n][1].read(parts[n]) for n in ("low", "high") if n in parts)
-        return low | high[0] << 4 if high else low
+        return low | high[0] << self.low_width if high else low
 
     def write(self, values: Any, **shared: Any) -> Any:
         """Pack values u8 [.., values], `zero` already added, and the bytes of the other fields into
         blocks u8 [.., nbytes]."""
-        parts = {"low": values, "high": values >> 4}
+        parts = {"low": values, "high": values >> self.low_width}
         for name in parts.keys() & self.fields.keys():
             bits = self.fields[name][1]
             shared[name] = bits.write(parts[name] & (1 << bits.width) - 1)
@@ -116,6 +120,18 @@ def in_order(width: int) -> Bits:
     return Bits(width, (8 // width,), (width,))
 
 
+def unpack_dense(data: Any, width: int) -> Any:
+    """Unpack values of 1 to 8 bits that follow each other without padding, low bits first, also
+    across bytes: u8 [.., bytes] to u8 [.., 8 values per `width` bytes]; a partial rest is cut."""
+    if 8 % width == 0:
+        return in_order(width).read(data)
+    whole = data[..., : data.shape[-1] // width * width].unflatten(-1, (-1, width)).to(torch.int16)
+    after = torch.nn.functional.pad(whole[..., 1:], (0, 1))
+    pairs, starts = whole | after << 8, range(0, 8 * width, width)
+    values = [pairs[..., at // 8] >> at % 8 & (1 << width) - 1 for at in starts]
+    return torch.stack(values, -1).to(torch.uint8).flatten(-2)
+
+
 def halves(n: int) -> Bits:
     """n values in the low nibbles of bytes, the next n in the high ones."""
     return Bits(4, (2, n), (4, 0))
@@ -132,7 +148,9 @@ def _layout(values: int, zero: int = 0, **fields: tuple[int, Bits] | int) -> Lay
     return Layout(values, zero, bits)
 
 
-BYTES, PAIRS, SINGLE = Bits(8, (), ()), in_order(4), in_order(1)
+BYTES, PAIRS, FOURS, SINGLE = Bits(8, (), ()), in_order(4), in_order(2), in_order(1)
+#: one bit of each of 32 values: that of value 16 a + 4 t + c is bit 4 a + c of byte t
+THIRD = Bits(1, (2, 4, 4), (4, 0, 1))
 #: 2 bits of each of 128 values, one of each of 256; values with indices equal mod 32 share a byte
 QUARTERS, EIGHTHS = Bits(2, (4, 32), (2, 0)), Bits(1, (8, 32), (1, 0))
 
@@ -140,6 +158,8 @@ LAYOUTS = {
     # g4ir's
     "int8": _layout(1, low=1),
     "fp8": _layout(1, low=1),
+    "int2": _layout(32, 2, low=(8, FOURS)),
+    "int3": _layout(32, 4, low=(8, FOURS), high=(4, THIRD)),
     "int4": _layout(2, 8, low=(1, PAIRS)),
     "int5": _layout(32, 16, low=(16, PAIRS), high=(4, fifth(32))),
     "int6": _layout(128, 32, low=(64, halves(64)), high=(32, QUARTERS), integers=8),
@@ -157,5 +177,5 @@ LAYOUTS = {
     "IQ4_NL": _layout(32, scales=2, low=(16, halves(16))),
     "IQ4_XS": _layout(256, scales=2, integers=6, low=(128, halves(16))),
     # the integers of a block of IQ4_XS, which multiply its scale
-    "IQ4_XS integers": _layout(8, 32, high=(2, in_order(2)), low=(4, PAIRS)),
+    "IQ4_XS integers": _layout(8, 32, high=(2, FOURS), low=(4, PAIRS)),
 }

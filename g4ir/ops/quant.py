@@ -14,6 +14,7 @@ from .codecs import (
     INT6_GROUP,
     PACKED,
     PIECE,
+    SAME_CODES,
     TILE,
     WORD,
     apply_scales,
@@ -101,6 +102,8 @@ class quantize:
         "f32[2,256] {form='uint5', group=128, scale='f16'}",
         "f32[4,48] {form='fp8', group=0, scale='f32'}",
         "f32[4,96] {form='int5', group=32, scale='f16'}",
+        "f32[4,96] {form='int3', group=32, scale='f16'}",
+        "f32[4,96] {form='int2', group=0, scale='bf16'}",
     )
 
 
@@ -131,6 +134,8 @@ class dequantize:
         "i32[3,70]@-2147483648:2147483648 f32[3,4]",
         "i16[2,86]@-32768:32768 f16[2,4]",
         "u16[2,30]@0:65536 f16[2,3]",
+        "u32[2,9]@0:4294967296 f16[2,3]",
+        "u64[2,3]@0:9223372036854775807 f16[2,3]",
         "f8e4m3[4,48] f32[4,2]",
         to="f32",
     )
@@ -151,8 +156,8 @@ class dense:
 
 @op
 class as_bytes:
-    """int6 to int8 with a scale per 16 values, int5 to int8 with the same scales; folded at build,
-    for targets that support neither"""
+    """int6 to int8 with a scale per 16 values; int5, int3 and int2 to int8 with the same scales;
+    folded at build, for targets that do not support them"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 
@@ -162,12 +167,12 @@ class as_bytes:
         fmt, size = FORMAT_OF[codes.dtype], _values(codes)
         require(fmt in AS_BYTES, f"as_bytes: codes {codes} are {fmt}")
         *lead, _ = codes.shape
-        shared = scales if fmt == "int5" else Type("f32", (*lead, size // INT6_GROUP))
+        shared = scales if fmt in SAME_CODES else Type("f32", (*lead, size // INT6_GROUP))
         return Type("i8", (*lead, size)), shared
 
     @staticmethod
     def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
-        if FORMAT_OF[dtype_name(codes.dtype)] == "int5":
+        if FORMAT_OF[dtype_name(codes.dtype)] in SAME_CODES:
             return unpack_codes(codes), scales
         (integers,) = shared_integers(codes)
         return unpack_codes(codes), apply_scales(integers, upcast(scales))
@@ -176,6 +181,8 @@ class as_bytes:
     samples = cases(
         "i64[2,3,26]@-4611686018427387904:4611686018427387904 f32[2,3,2]",
         "u16[2,3,20]@0:65536 f32[2,3,2]",
+        "u32[2,3,6]@0:4294967296 f32[2,3,2]",
+        "u64[2,3,2]@0:9223372036854775807 f32[2,3,2]",
     )
 
 
@@ -349,6 +356,8 @@ class embedding_quantized:
         "i64[11,13]@-4611686018427387904:4611686018427387904 f32[11,1] i64[2,3]@0:11 {scale=16.0}",
         "i16[11,86]@-32768:32768 f32[11,2] i64[2,3]@0:11 {scale=16.0}",
         "u16[11,20]@0:65536 f16[11,2] i64[2,3]@0:11 {scale=16.0}",
+        "u32[11,6]@0:4294967296 f16[11,2] i64[2,3]@0:11 {scale=16.0}",
+        "u64[11,2]@0:9223372036854775807 f16[11,1] i64[2,3]@0:11 {scale=16.0}",
         to="f32",
     )
 

@@ -68,14 +68,16 @@ class Scheme:
         return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
-#: default scheme of each format; int4 has bf16 scales as in QAT checkpoints; the last four are
-#: GGUF's Q6_K, Q5_K, Q4_K and Q5_0
+#: default scheme of each format; int4 has bf16 scales as in QAT checkpoints; int6, uint5, uint4 and
+#: int5 are GGUF's Q6_K, Q5_K, Q4_K and Q5_0; int3 and int2 are for weights trained in so few bits
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int4": Scheme("int4", 32, "bf16"),
     "fp8": Scheme("fp8", 0, None),
     **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")},
     "int5": Scheme("int5", 32, "f16"),
+    "int3": Scheme("int3", 32, "f16"),
+    "int2": Scheme("int2", 32, "f16"),
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _FormatName = Annotated[str, OneOf(tuple(SCHEMES))]

@@ -15,7 +15,8 @@ from typing import Annotated
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.codecs import dequantize_codes
+from g4ir.ops.codecs import FORMATS, dequantize_codes, pack_integers
+from g4ir.ops.layouts import unpack_dense
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
@@ -270,6 +271,22 @@ def _stored_scales(
         return grid.spread(stored, shape, ids)
 
     return read
+
+
+def packed_integers(data: torch.Tensor, bits: int, width: int, fmt: str) -> torch.Tensor:
+    """Return codes of a format that `integer_format` chose for rows of `width` integers, stored
+    densely in words or bytes [.., n] as integer + 2^(bits-1), low bits first."""
+    raw = data.contiguous().view(torch.uint8)
+    if fmt == f"int{bits}" and bits in (2, 4):  # the same bytes
+        raw = raw if raw.data_ptr() % 8 == raw.storage_offset() % 8 == 0 else raw.clone()
+        return raw[..., : width * bits // 8].contiguous().view(torch_dtype(FORMATS[fmt].codes))
+    values = unpack_dense(raw, bits)[..., :width] - (1 << bits - 1)  # modulo 256
+    return pack_integers(values.view(torch.int8), fmt)
+
+
+def subtract_zeros(codes: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return codes [.., K] minus the zero point of their group, [.., G]."""
+    return (codes.unflatten(-1, (zeros.shape[-1], -1)) - zeros[..., None]).flatten(-2)
 
 
 def as_it_is(t: torch.Tensor) -> torch.Tensor:

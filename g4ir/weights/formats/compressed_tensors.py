@@ -1,21 +1,22 @@
 """compressed-tensors: `config_groups` say which modules are quantised and how; scales multiply.
 
 Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
-bits first, so that the bytes of 4-bit rows are those of ops/codecs.py; int8 and e4m3 lie as they
-are. Activations are not rounded.
+bits first, also across words; the bytes of 2- and 4-bit rows are those of ops/codecs.py. int8 and
+e4m3 lie as they are. With zero points z the codes are q - z, of one bit more. Activations are not
+rounded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.codecs import unpack_codes
+from g4ir.ops.codecs import integer_format, pack_integers
 from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
 from g4ir.weights.tensorfile import broken, quoted
@@ -34,15 +35,17 @@ from .base import (
     coded_weight,
     e4m3,
     invalid,
+    packed_integers,
     quantised_weight,
     read_modules,
     require,
     selector,
+    subtract_zeros,
 )
 
 PACKED = "pack-quantized"
 READ = {
-    (PACKED, "int"): (4, 8),
+    (PACKED, "int"): range(1, 9),
     ("int-quantized", "int"): (8,),
     ("naive-quantized", "int"): (8,),
     ("float-quantized", "float"): (8,),
@@ -127,15 +130,15 @@ class CompressedTensorsConfig:
     use_optimized_inference: Any = None
 
 
+#: a target's modules, and how they are quantised
+_Group = tuple[Selects, QuantArgs, str]
+
+
 def read(tree: Node, files: Files) -> QuantisedTensors:
     config: CompressedTensorsConfig = build(CompressedTensorsConfig, tree, KEY)
     where = str(tree.where)
     _check(config, where)
-    groups = [
-        (selector(group.targets, where), group.weights, group.format or config.format)
-        for group in config.config_groups.values()
-        if group.weights
-    ]
+    groups = _by_priority(config, where)
     take = partial(_take, files, selector(config.ignore or (), where), groups)
     tensors = read_modules(files, SUFFIXES, take, dict.fromkeys(ACTIVATIONS, NOT_ROUNDED))
     module_groups = config.config_groups.values()
@@ -144,6 +147,20 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
     if config.kv_cache_scheme is not None:
         log.warning("%s: kv_cache_scheme is left out: caches are not rounded", where)
     return tensors
+
+
+def _by_priority(config: CompressedTensorsConfig, where: str) -> list[_Group]:
+    """Return each target with its group's settings in the library's order: names before patterns,
+    each sorted (`match_targets` of compressed_tensors/utils/match.py)."""
+    targets = {
+        target: (group.weights, group.format or config.format)
+        for group in config.config_groups.values()
+        if group.weights
+        for target in group.targets
+    }
+    selector(tuple(targets), where)  # too many patterns
+    ordered = sorted(targets, key=lambda t: ("re:" in t, t))
+    return [(selector((t,), where), *targets[t]) for t in ordered]
 
 
 def _check(config: CompressedTensorsConfig, where: str) -> None:
@@ -167,7 +184,7 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
     if args is None:
         raise _unread(where, "weights", None)
     bits = READ.get((layout, args.type))
-    symmetric = args.symmetric or (layout, args.num_bits) == (PACKED, 4)
+    symmetric = args.symmetric or (layout == PACKED and args.num_bits < 8)
     for key, value, is_read in (
         ("format", layout, bits is not None),
         ("num_bits", args.num_bits, args.num_bits in (bits or ())),
@@ -183,10 +200,6 @@ def _unread(where: str, key: str, value: Any) -> WeightsError:
     return broken(where, f"{key} {quoted(value)} is not read", OTHERWISE)
 
 
-#: modules of a group, and how they are quantised
-_Group = tuple[Selects, QuantArgs, str]
-
-
 def _take(
     files: Files, ignore: Selects, groups: list[_Group], module: str, parts: Mapping[str, TensorRef]
 ) -> ModuleWeight | None:
@@ -194,7 +207,8 @@ def _take(
     plain = parts.get(WEIGHT)
     if SCALE not in parts and plain and len(plain[1].shape) != 2:
         kind = ""
-    chosen = next((group for group in groups if group[0](module, kind)), None)
+    by_name, by_class = ([g for g in groups if g[0](*key)] for key in ((module, ""), ("", kind)))
+    chosen = next(iter((*by_name, *by_class)), None)
     ignored = ignore(module, kind)
     ref = next(parts[s] for s in SUFFIXES if s in parts)
     if SCALE not in parts and WORDS not in parts:
@@ -235,19 +249,21 @@ def _weight(
 def _packed(
     files: Files, parts: Mapping[str, TensorRef], args: QuantArgs, grid: ScaleBlocks
 ) -> StoredWeight:
-    """Return a weight of 4 or 8 bits in words of 32; with zero points its codes are int8."""
+    """Return a weight of 1 to 8 bits in words of 32, in as few bits as there is a format for."""
     codes, bits = parts[WORDS], args.num_bits
     require(codes, ["I32"])
-    *rows, words = codes[1].shape or (0,)
-    shape = (*rows, words * 32 // bits)
-    require(parts[SHAPE], ["I64", "I32"], (len(shape),))
-    stated = tuple(files.rows(parts[SHAPE]).tolist())
-    if stated != shape:
-        raise invalid(parts[SHAPE], f"says {list(stated)}, weight_packed {list(shape)}")
+    require(parts[SHAPE], ["I64", "I32"], (len(codes[1].shape),))
+    shape = tuple(map(int, files.rows(parts[SHAPE])))
+    words = (*shape[:-1], -(-shape[-1] * bits // 32)) if shape else ()
+    if words != codes[1].shape or min(shape, default=0) < 1:
+        expected = f"weight_packed {list(codes[1].shape)} of {bits} bits"
+        raise invalid(parts[SHAPE], f"says {list(shape)}, which is not the shape of {expected}")
     _divides(codes, shape, args)
-    name = "int4" if bits == 4 and args.symmetric else "int8"
-    weight = coded_weight(files, name, shape, codes, parts[SCALE], grid, _FROM_WORDS[bits])
-    return weight if args.symmetric else _with_zeros(files, weight, parts[ZERO], grid)
+    width, asymmetric = shape[-1], not args.symmetric
+    name = integer_format(bits + asymmetric, width, grid.group(shape))
+    convert = partial(packed_integers, bits=bits, width=width, fmt="int8" if asymmetric else name)
+    weight = coded_weight(files, name, shape, codes, parts[SCALE], grid, convert)
+    return _with_zeros(files, weight, parts[ZERO], grid, bits) if asymmetric else weight
 
 
 def _divides(codes: TensorRef, shape: tuple[int, ...], args: QuantArgs) -> None:
@@ -256,29 +272,21 @@ def _divides(codes: TensorRef, shape: tuple[int, ...], args: QuantArgs) -> None:
         raise invalid(codes, f"groups of {group} do not divide rows of {shape[-1]}", FIX)
 
 
-def _bytes(words: torch.Tensor) -> torch.Tensor:
-    return words.contiguous().view(torch.uint8)
-
-
-def _int8(words: torch.Tensor) -> torch.Tensor:
-    return (_bytes(words) ^ 128).view(torch.int8)
-
-
-_FROM_WORDS: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {4: _bytes, 8: _int8}
-
-
-def _with_zeros(files: Files, w: StoredWeight, zeros: TensorRef, grid: ScaleBlocks) -> StoredWeight:
-    """Apply zero points, packed along the output axis as i32 [N/8, G]: int8 codes q - z."""
+def _with_zeros(
+    files: Files, w: StoredWeight, zeros: TensorRef, grid: ScaleBlocks, bits: int
+) -> StoredWeight:
+    """Apply zero points, packed along the output axis as i32 [N*b/32, G]: codes q - z."""
     n, groups = grid.shape(w.shape)[-2:]
     if len(w.shape) != 2:
         raise invalid(zeros, "zero points of stacked experts are not read", OTHERWISE)
-    require(zeros, ["I32"], (-(-n // 8), groups))
+    require(zeros, ["I32"], (-(-n * bits // 32), groups))
+    scheme = w.scheme
+    assert scheme
 
     def codes(ids: torch.Tensor | None) -> torch.Tensor:
-        z = unpack_codes(_bytes(files.rows(zeros).t()))[:, :n].t()
-        q = unpack_codes(w.parts[CODES](ids))
-        z = grid.spread(z, w.shape, ids)
-        return (q.unflatten(-1, (z.shape[-1], -1)) - z[..., None]).flatten(-2)
+        z = packed_integers(files.rows(zeros).t(), bits, n, "int8").t()
+        return pack_integers(
+            subtract_zeros(w.parts[CODES](ids), grid.spread(z, w.shape, ids)), scheme.form
+        )
 
-    assert w.scheme
-    return quantised_weight(w.scheme, w.shape, codes, w.parts[SCALES], w.release, files.dtype)
+    return quantised_weight(scheme, w.shape, codes, w.parts[SCALES], w.release, files.dtype)

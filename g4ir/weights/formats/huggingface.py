@@ -15,13 +15,14 @@ in words of 32 bits, low bits first. No scheme of ours has both in 16 bits: weig
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from g4ir.ops.layouts import PAIRS, in_order
+from g4ir.ops.codecs import integer_format
+from g4ir.ops.layouts import in_order
 from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Node, OneOf, Range, build
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
@@ -43,6 +44,7 @@ from .base import (
     e4m3,
     excluded,
     invalid,
+    packed_integers,
     plain_name,
     read_modules,
     require,
@@ -169,13 +171,15 @@ def _take_mobile(
     for ref in ranges:
         ignored[ref[1].name] = ROUNDED if ref in rounded else "0: activations are not rounded"
     bits = config.bits(module, where)
-    if bits not in FORMS:
+    if bits not in MOBILE_DTYPES:
         raise broken(where, f"{KEY}: num_bits {bits} of {module}: expected 2, 4 or 8", FIX)
-    layout = FORMS[bits]
-    require(codes, [layout.dtype])
-    shape = (*codes[1].shape[:-1], codes[1].shape[-1] * layout.packed) if codes[1].shape else ()
+    require(codes, [MOBILE_DTYPES[bits]])
+    shape = (*codes[1].shape[:-1], codes[1].shape[-1] * 8 // bits) if codes[1].shape else ()
+    width = shape[-1] if shape else 1
+    name = integer_format(bits, width)
+    convert = partial(packed_integers, bits=bits, width=width, fmt=name) if bits < 8 else as_it_is
     grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
-    weight = coded_weight(files, layout.name, shape, codes, scales, grid, layout.convert, None)
+    weight = coded_weight(files, name, shape, codes, scales, grid, convert, None)
     fault = str(invalid(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
     return codes, replace(weight, fault=fault)
 
@@ -195,27 +199,8 @@ def _is_set(files: Files, ref: TensorRef) -> bool:
     return float(files.rows(ref).flatten()[0]) != 0
 
 
-def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
-    """Return bytes of four 2-bit codes as bytes of two 4-bit codes: code + 2 becomes code + 8."""
-    codes: torch.Tensor = PAIRS.write(in_order(2).read(t) + 6)
-    return codes
-
-
-@dataclass(frozen=True)
-class MobileFormat:
-    """Packing of codes in a file: dtype, codes per element, canonical format and conversion."""
-
-    dtype: str
-    packed: int
-    name: str
-    convert: Callable[[torch.Tensor], torch.Tensor]
-
-
-FORMS: Mapping[int, MobileFormat] = {
-    2: MobileFormat("U8", 4, "int4", _from_2_bits),
-    4: MobileFormat("U8", 2, "int4", as_it_is),
-    8: MobileFormat("I8", 1, "int8", as_it_is),
-}
+#: bits of mobile codes -> dtype of the file
+MOBILE_DTYPES: Mapping[int, str] = {2: "U8", 4: "U8", 8: "I8"}
 
 
 MLX_KEY, NEEDED = "quantization", {"group_size", "bits"}
