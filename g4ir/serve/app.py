@@ -120,7 +120,7 @@ class Server:
     log: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
-        self.metrics, self.created = Metrics(), int(time.time())
+        self.metrics, self.created = Metrics(self.name), int(time.time())
         self.prompts: Prompts | None = None
         self.service: AsyncEngine | None = None
         #: whether new requests are refused
@@ -174,10 +174,16 @@ class Server:
         mounted = [Mount(self.root_path, routes=routes)] if self.root_path else []
         handlers: Any = {HTTPException: self._unknown}
         cors: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": HEADERS}
-        around = [Middleware(RequestLog, log=self.log)]
+        around = [Middleware(RequestLog, log=self.log, count=self._count)]
         if self.origins:
             around.append(Middleware(CORSMiddleware, allow_origins=self.origins, **cors))
         return Starlette(routes=[*mounted, *routes], exception_handlers=handlers, middleware=around)
+
+    def _count(self, path: str, status: int) -> None:
+        """Count a response by its path, if that is one of this server."""
+        path = path.removeprefix(self.root_path)
+        known = path if path in self._paths else "other"
+        self.metrics.responses.labels(known, str(status or 499)).inc()
 
     def _route(self, handler: Handler, path: str) -> Handler:
         """Wrap a handler with authentication and JSON errors."""

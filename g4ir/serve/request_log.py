@@ -20,10 +20,12 @@ HEADERS = ("X-Request-Id", "request-id")
 
 @dataclass
 class RequestLog:
-    """ASGI middleware. log: callback with values that have no text of a request; None: no log."""
+    """ASGI middleware. log: callback with values that have no text of a request; None: no log.
+    count: callback with the path and status of each response, 0 for none."""
 
     app: ASGIApp
     log: Callable[..., None] | None = None
+    count: Callable[[str, int], None] = lambda path, status: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +49,7 @@ class RequestLog:
         try:
             await self.app(scope, receive, answered)
         finally:
+            self.count(scope["path"], status)
             if self.log and scope["method"] != "GET":
                 values |= {"sent": sent, "seconds": round(time.monotonic() - began, 4)}
                 path = ascii(scope["path"])[1:-1][:100]

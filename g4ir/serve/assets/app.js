@@ -142,11 +142,11 @@ function tell(words, live = "polite") {
 
 function fullness(metrics) {
   const number = (name) => {
-    const found = metrics.match(new RegExp(`^g4ir_${name} (\\S+)$`, "m"));
-    return found ? Number(found[1]) : 0;
+    const found = metrics.matchAll(new RegExp(`^g4ir_${name}(?:{.*})? (\\S+)$`, "gm"));
+    return [...found].reduce((sum, [, value]) => sum + Number(value), 0);
   };
   const waiting = number("num_requests_waiting");
-  const slots = `${number("num_requests_running")} of ${number("rows")} slots busy`;
+  const slots = `${number("num_requests_running")} of ${number("slots")} slots busy`;
   return waiting ? `${slots}, ${waiting} waiting` : slots;
 }
 
