@@ -18,7 +18,7 @@ from g4ir.ui import console
 from g4ir.ui.files import read_table
 
 from . import talking
-from .common import Draft, Load, OnEngine, emit
+from .common import Draft, Load, OnDisk, OnEngine, emit
 from .verb import flag, json_flag
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Chat(OnEngine):
     media: list[tuple[str, str]] = flag("KIND of the first message", (), "FILE", each=KINDS)
     sampling: talking.Sampling
     draft: Draft
+    disk: OnDisk
 
     def __call__(self) -> int:
         if sys.stdin is None:
@@ -52,7 +53,7 @@ class Chat(OnEngine):
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,
-            talking.open_chat(engine, self.draft, self.talk, self.sampling) as talk,
+            talking.open_chat(engine, self.draft, self.disk, self.talk, self.sampling) as talk,
         ):
             progress.stop()
             return self._with(talk)

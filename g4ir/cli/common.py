@@ -18,7 +18,7 @@ from g4ir.plan.presets import find_preset
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui import console
 
-from .verb import ANY_MODEL, PRESET, Bytes, Part, Verb, argument, flag, options, setting
+from .verb import ANY_MODEL, PRESET, Bytes, Part, Size, Verb, argument, flag, options, setting
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -138,6 +138,12 @@ class Draft(Part, title="speculative decoding"):
 
         off = self.draft_tokens == 0
         return {"draft": NO_DRAFT if off else SpeculativeConfig(self.draft, self.draft_tokens or 0)}
+
+
+class OnDisk(Part, title="prefix cache"):
+    """The prefix cache that outlives the process."""
+
+    prefix_disk: Size = flag("keep prompts on disk, at most so much (such as 4GiB)", 0, "BYTES")
 
 
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):

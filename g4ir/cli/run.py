@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, encode_options
 from g4ir.ui import console
 
-from .common import Draft, Load, OnEngine, emit, output
+from .common import Draft, Load, OnDisk, OnEngine, emit, output
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import Text, TokenIds, argument, flag, flag_of, json_flag, setting
 
@@ -48,6 +48,7 @@ class Run(OnEngine):
     bos: bool | None = setting("off: no <bos> before a raw prompt")
     sampling: Sampling
     draft: Draft
+    disk: OnDisk
 
     def __post_init__(self) -> None:
         if self.text is not None:  # a copy of the verb has it as its prompt
@@ -100,7 +101,7 @@ class Run(OnEngine):
         from g4ir.engine.scheduler import SchedulerConfig
         from g4ir.generate.offline import OfflineEngine, check_flags
 
-        config = SchedulerConfig(**self.draft.scheduler())
+        config = SchedulerConfig(prefix_disk=self.disk.prefix_disk, **self.draft.scheduler())
         flags = {k: vars(self)[k] for k in ("bos", "stop", *SETTING_KINDS)}
         flags |= self.sampling.settings()
         check_flags(flags)
@@ -155,7 +156,7 @@ class Run(OnEngine):
 
     def _chat(self, engine: Engine) -> int:
         """Answer the prompt as a user message."""
-        with open_chat(engine, self.draft, self.talk, self.sampling) as talk:
+        with open_chat(engine, self.draft, self.disk, self.talk, self.sampling) as talk:
             talk.stop_ids = frozenset(self.stop or ())
             for kind, path in self.media:
                 talk.attach(kind, path, **encode_options(kind, vars(self)))

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from g4ir.errors import InputError, MissingError
-from g4ir.plan.gpus import parse_bytes
 from g4ir.ui import console
 from g4ir.weights.origin import AbsentWeights
 
 from . import USUAL
-from .common import Draft, Load, OnEngine
+from .common import Draft, Load, OnDisk, OnEngine
 from .models import named_model
-from .verb import flag, setting
+from .verb import Size, flag, setting
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -50,13 +49,14 @@ class Serve(OnEngine):
     tls_key: str | None = access("private key of the certificate (PEM)", None, "FILE")
     queue: int = scheduler("maximum number of waiting requests (default 64)", 64, "N")
     max_gap: float = scheduler("inter-token latency bound in prefill (default 100)", 100.0, "MS")
-    prefix_memory: str | None = scheduler("prefix cache size, such as 4GiB; 0: none", None, "BYTES")
+    prefix_memory: Size | None = scheduler("prefix cache size in memory; 0: none", None, "BYTES")
     chunk_tokens: int | None = setting("prefill tokens between two decode steps")
     max_body: int = setting("maximum size of a request body in MiB", 32)
     drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
     page: bool = setting("off: no web page at /", True)
     load: Load
     draft: Draft
+    disk: OnDisk
 
     def __call__(self) -> int:
         console.use_format(self.log_format)
@@ -120,10 +120,6 @@ class Serve(OnEngine):
             raise InputError(f"--max-body {self.max_body}: expected at least 1 MiB")
         max_bytes = self.max_body << 20
         keys = read_keys(self.api_key_file) if self.api_key_file else ()
-        memory = None
-        if self.prefix_memory is not None:
-            none = self.prefix_memory.strip() == "0"
-            memory = 0 if none else parse_bytes(self.prefix_memory, "--prefix-memory")
         default = Path(self.engine).resolve().name.removesuffix(".gguf")
         name, *aliases = self.served_name or [default]
         if not self.max_gap > 0:
@@ -131,7 +127,8 @@ class Serve(OnEngine):
         config = SchedulerConfig(
             chunk_tokens=self.chunk_tokens,
             max_gap_ms=self.max_gap,
-            prefix_bytes=memory,
+            prefix_bytes=self.prefix_memory,
+            prefix_disk=self.disk.prefix_disk,
             **self.draft.scheduler(),
         )
         app = Server(

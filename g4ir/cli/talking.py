@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError
 from g4ir.ui import console
 
-from .common import Draft
+from .common import Draft, OnDisk
 from .verb import Part, Text, flag
 
 if TYPE_CHECKING:
@@ -58,13 +58,14 @@ class Sampling(Part, title="sampling"):
 
 @contextmanager
 def open_chat(
-    engine: Engine, draft: Draft, talk: Talk, sampling: Sampling
+    engine: Engine, draft: Draft, disk: OnDisk, talk: Talk, sampling: Sampling
 ) -> Iterator[ChatSession]:
     """Open a conversation with the flags' settings, for the duration of a context."""
     from g4ir.engine.scheduler import SchedulerConfig
     from g4ir.generate.conversation import ChatSession
 
-    with closing(ChatSession(engine, SchedulerConfig(**draft.scheduler()))) as session:
+    config = SchedulerConfig(prefix_disk=disk.prefix_disk, **draft.scheduler())
+    with closing(ChatSession(engine, config)) as session:
         if session.template.note:
             console.say(f"note: {session.template.note}")
         session.set_system(talk.system or "")

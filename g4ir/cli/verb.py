@@ -49,6 +49,11 @@ def utf8(word: str, flag: str = "") -> str:
         return word
 
 
+def size(text: str, flag: str) -> int:
+    """`4GiB` -> bytes; 0 is allowed."""
+    return 0 if text.strip() == "0" else parse_bytes(text, flag)
+
+
 def token_ids(text: str, flag: str) -> list[int]:
     """`2,5,7` -> [2, 5, 7]"""
     words = text.replace(",", " ").split()
@@ -63,6 +68,7 @@ Text = Annotated[str, utf8]
 Count = Annotated[int, parse_count]
 Counts = Annotated[list[int], parse_counts]
 Bytes = Annotated[int, parse_bytes]
+Size = Annotated[int, size]
 TokenIds = Annotated[list[int], token_ids]
 
 

@@ -15,6 +15,14 @@ class HiddenStates:
         #: int64 [batch]: a row's length before the first of its states, and at the last
         self._before, self._after = torch.zeros(2, batch, dtype=torch.int64)
 
+    @classmethod
+    def single(cls, state: torch.Tensor | None, length: torch.Tensor) -> HiddenStates:
+        """Return those of one sequence, whose newest token has this state [1, 1, hidden]."""
+        hidden = cls(1)
+        if state is not None:
+            hidden.states, hidden._before, hidden._after = state, length - 1, length
+        return hidden
+
     def available(self, length: torch.Tensor) -> torch.Tensor:
         """Return bool [batch]: whether the state of a row's newest token is available."""
         return (self._before < length) & (length <= self._after) & (length > 0)

@@ -13,6 +13,7 @@ many, `prefill_batch` computes them.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from g4ir.ui.units import size_text
 from .batch import Batch
 from .inputs import padded, row_prompt
 from .parts import EngineParts
+from .prefix_disk import Keys, PrefixDisk
 from .requests import Request
 from .session import Session, Snapshot
 
@@ -39,8 +41,6 @@ from .session import Session, Snapshot
 MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
 #: minimum shared prefix, in tokens, of two prompts for the end of it to be cached
 MIN_FORK = 64
-#: prefix-cache key: token ids; for soft tokens, negative numbers from a digest of their medium
-Keys = tuple[int, ...]
 #: a prompt and its keys
 Prompt = tuple[Request, Keys]
 #: bytes of one key in the prefix cache, in addition to the snapshot
@@ -95,52 +95,76 @@ def shared_length(a: Keys, b: Keys) -> int:
 
 
 class PrefixCache:
-    """LRU cache of one-row session snapshots, keyed by salt and tokens."""
+    """LRU cache of one-row session snapshots, keyed by salt and tokens, and optionally one on disk
+    behind it. `lookup` is thread-safe."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.nbytes = max_bytes, 0
+    def __init__(self, max_bytes: int, disk: PrefixDisk | None = None) -> None:
+        self.max_bytes, self.nbytes, self.disk = max_bytes, 0, disk
         #: number of snapshots refused as larger than the cache
         self.too_large = 0
         self._entries: OrderedDict[tuple[str, Keys], tuple[Snapshot, int]] = OrderedDict()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def store(self, salt: str, keys: Keys, session: Session) -> bool:
-        """Store a snapshot of the session, which holds `keys`; return False if it is too large."""
+        """Store a snapshot of the session, which holds `keys`; return False if it is too large for
+        the memory."""
         key = (salt, keys)
         if key in self._entries:
             self._entries.move_to_end(key)
             return True
         size = session.nbytes(int(session.length.max())) + KEY_BYTES * len(keys)
-        if size > self.max_bytes:
+        fits = size <= self.max_bytes
+        if not fits:
             self.too_large += 1
-            return False
-        while self.nbytes + size > self.max_bytes:
-            self.nbytes -= self._entries.popitem(last=False)[1][1]
-        self._entries[key] = session.snapshot(), size
-        self.nbytes += size
-        return True
+            if not self.disk:
+                return False
+        snapshot = session.snapshot()
+        self.used(salt, keys, snapshot)
+        with self._lock:
+            while fits and self.nbytes + size > self.max_bytes:
+                self.nbytes -= self._entries.popitem(last=False)[1][1]
+            if fits:
+                self._entries[key] = snapshot, size
+                self.nbytes += size
+        return fits
+
+    def used(self, salt: str, keys: Keys, snapshot: Snapshot) -> None:
+        """Write a new or used snapshot to the disk in the background, if it is not there."""
+        if self.disk:
+            self.disk.store(salt, keys, snapshot)
 
     def lookup(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
-        """Return length and snapshot of the longest cached proper prefix of `keys`; or 0, None."""
-        prefixes = (k for s, k in self._entries if s == salt and len(k) < len(keys))
-        matches = [k for k in prefixes if keys[: len(k)] == k]
-        if not matches:
-            return 0, None
-        key = salt, max(matches, key=len)
-        self._entries.move_to_end(key)
-        return len(key[1]), self._entries[key][0]
+        """Return length and snapshot of the longest cached proper prefix of `keys`, or on disk of
+        all; or 0, None."""
+        with self._lock:
+            prefixes = (k for s, k in self._entries if s == salt and len(k) < len(keys))
+            match = max((k for k in prefixes if keys[: len(k)] == k), key=len, default=())
+            snapshot = self._entries[salt, match][0] if match else None
+            if match:
+                self._entries.move_to_end((salt, match))
+        if self.disk and len(match) < len(keys) - 1:
+            length, stored = self.disk.lookup(salt, keys, len(match))
+            if stored:
+                return length, stored
+        return len(match), snapshot
 
     def clear(self) -> None:
-        self._entries.clear()
-        self.nbytes = 0
+        with self._lock:
+            self._entries.clear()
+            self.nbytes = 0
+        if self.disk:
+            self.disk.close()
 
 
 class Prefiller:
     """A one-row session for prefill, and the prefix cache."""
 
-    def __init__(self, engine: EngineParts, prefix_bytes: int | None = None) -> None:
+    def __init__(
+        self, engine: EngineParts, prefix_bytes: int | None = None, disk_bytes: int = 0
+    ) -> None:
         self.engine = engine
         self.placeholder_ids = placeholders(engine.spec.tokens, engine.media.kinds)
         #: tokens of the current prompt that were reused, not computed
@@ -150,7 +174,9 @@ class Prefiller:
         self._session: Session | None = None
         #: salt and keys of the session's tokens, if the next prompt may reuse them
         self._reusable: tuple[str, Keys] = ("", ())
-        self.prefixes = PrefixCache(self._default_bytes() if prefix_bytes is None else prefix_bytes)
+        disk = PrefixDisk(engine, disk_bytes) if disk_bytes else None
+        max_bytes = self._default_bytes() if prefix_bytes is None else prefix_bytes
+        self.prefixes = PrefixCache(max_bytes, disk)
 
     def _default_bytes(self) -> int:
         """Return a quarter of the free memory, or MIN_PROMPTS long prompts if they fit in half."""
@@ -169,15 +195,16 @@ class Prefiller:
         return self.session.nbytes(self._long_prompt) + KEY_BYTES * self._long_prompt
 
     def capacity(self) -> str:
-        """Return a log line: the prefix cache's size and how many long prompts fit."""
+        """Return log lines: the prefix cache's size and how many long prompts fit."""
+        disk = f"\n{self.prefixes.disk.capacity()}" if self.prefixes.disk else ""
         max_bytes, one = self.prefixes.max_bytes, size_text(self.prompt_bytes)
         if not max_bytes:
-            return "prefix cache: off"
+            return f"prefix cache: off{disk}"
         count, long = max_bytes // self.prompt_bytes, f"{self._long_prompt} tokens"
         fits = f"room for {count} prompts of {long} ({one} each)"
         if not count:
             fits = f"too small for a prompt of {long}, which takes {one}"
-        return f"prefix cache: {size_text(max_bytes)}, {fits}"
+        return f"prefix cache: {size_text(max_bytes)}, {fits}{disk}"
 
     @property
     def session(self) -> Session:
@@ -228,6 +255,7 @@ class Prefiller:
         count, lengths, earlier = 0, list[int](), list[Keys]()
         for request, keys in prompts if sizes else ():
             num_cached = self.prefixes.lookup(request.salt, keys)[0] if request.reuse else 0
+            num_cached = min(num_cached, len(keys) - 1)
             if request.reuse and any(
                 shared_length(keys, k) >= num_cached + MIN_FORK for k in earlier
             ):
@@ -285,7 +313,8 @@ class Prefiller:
             piece = prompt.piece(start, min(m for m in (stop, *marks) if m > start))
             logits = self.session.prefill_piece(prompt, piece, on_logits)
             start = self.num_computed
-            if start in marks and request.reuse:
+            ends = start == len(keys) and self.prefixes.disk and not request.marks
+            if request.reuse and (start in marks or ends):
                 self.prefixes.store(request.salt, keys[:start], self.session)
             yield logits
 
@@ -300,15 +329,28 @@ class Prefiller:
         before = reusable[: self.num_computed] if salt == request.salt else ()
         common = prompt.boundary(min(shared_length(before, keys), len(keys) - 1))
         length, snapshot = self.prefixes.lookup(request.salt, keys)
-        if common and common >= length:
+        if common and common >= min(length, len(keys) - 1):
             with suppress(InputError):  # the ring has overwritten the next token's window
                 self.session.truncate(common)
                 return common, 0
         self.session.reset()
         if snapshot:
-            self.session.restore(snapshot)
-            self.restored += 1
+            length = self._restore(request, prompt, keys[:length], snapshot)
         return length, common if common >= length + MIN_FORK else 0
+
+    def _restore(self, request: Request, prompt: TokenBatch, keys: Keys, snapshot: Snapshot) -> int:
+        """Restore a snapshot of these keys, of all but the prompt's last token; return their
+        number."""
+        length = prompt.boundary(min(len(keys), len(request.tokens) - 1))
+        try:
+            self.session.restore(snapshot)
+            self.session.truncate(length)
+        except InputError:  # written by another version, or a ring has no slot for that
+            self.session.reset()
+            return 0
+        self.restored += 1
+        self.prefixes.used(request.salt, keys, snapshot)
+        return length
 
     def borrow_session(self, batch: Batch[Any]) -> None:
         """Take over the batch's unused one-row session, if there is none yet."""

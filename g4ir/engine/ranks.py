@@ -24,9 +24,11 @@ from .parts import EngineParts
 #: RPC that loads an engine; every other RPC has the name of the method it calls
 LOAD = "load"
 #: methods of runtimes and states that are called on every rank
-CALLS = frozenset({"zero", "clear", "copy", "put", "close", "run", "run_watched", "watch_cache"})
+CALLS = frozenset(
+    {"zero", "clear", "copy", "restore", "close", "run", "run_watched", "watch_cache"}
+)
 #: methods that return an object with one instance per rank
-MAKERS = frozenset({"new_state", "kept", "interpreter"})
+MAKERS = frozenset({"new_state", "snapshot", "interpreter"})
 
 #: callback(rank, name, tensor); may modify the tensor in place
 See = Callable[[int, str, torch.Tensor], None]

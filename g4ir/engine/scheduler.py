@@ -54,6 +54,9 @@ from .requests import (
 from .session import Session
 from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCosts, resolve_draft
 
+#: field of SchedulerConfig -> its minimum
+MINIMUMS = {"chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "prefix_disk": 0, "draft_rows": 1}
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -63,9 +66,9 @@ class SchedulerConfig:
     tokens of a running sequence: chunks are shortened to meet it, and several short prompts are
     prefilled if there is time (chunk_size.py). The batch shrinks after `patience` steps for which
     a smaller bucket would have been enough. `prefix_bytes`: size of the prefix cache (default: from
-    free memory). `draft`: speculative decoding, while at most `draft_rows` sequences decode: with
-    more, the extra tokens cost more than reading the weights; 0 tokens: as many as the engine
-    verifies."""
+    free memory), `prefix_disk` of the one on disk (0: none). `draft`: speculative decoding, while
+    at most `draft_rows` sequences decode: with more, the extra tokens cost more than reading the
+    weights; 0 tokens: as many as the engine verifies."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
@@ -73,11 +76,12 @@ class SchedulerConfig:
     max_gap_ms: float = math.inf
     patience: int = 16
     prefix_bytes: int | None = None
+    prefix_disk: int = 0
     draft: SpeculativeConfig = NO_DRAFT
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        check_minimums(vars(self), chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        check_minimums(vars(self), **MINIMUMS)
         if not self.max_gap_ms > 0:
             raise InputError(f"max_gap_ms {self.max_gap_ms}: expected more than 0 milliseconds")
 
@@ -95,7 +99,7 @@ class Scheduler:
         self.max_batch = engine.limits.max_batch
         sizes = checked_buckets(config.buckets, self.max_batch)
         self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
-        self.prefiller = Prefiller(engine, config.prefix_bytes)
+        self.prefiller = Prefiller(engine, config.prefix_bytes, config.prefix_disk)
         self.prefixes, self.totals = self.prefiller.prefixes, Totals()
         chunk = engine.limits.prefill_chunk
         max_chunk = min(config.chunk_tokens or chunk, chunk)
@@ -145,7 +149,10 @@ class Scheduler:
         stops = s.stop if s.ignore_eos else s.stop | self._eos
         params = [replace(s, seed=(seed + i) % SEEDS, suppress=never) for i in range(request.n)]
         samplers = [Sampler(p, request.tokens, stops) for p in params]
-        return RequestHandle(request, self.prefiller.keys(request), samplers)
+        keys = self.prefiller.keys(request)
+        if request.reuse and self.prefixes.disk:  # reads files, which would delay a step
+            self.prefixes.lookup(request.salt, keys)
+        return RequestHandle(request, keys, samplers)
 
     def submit(self, request: Request) -> RequestHandle:
         """Check a request and put it in the queue."""

@@ -201,6 +201,11 @@ class Session:
                 f"restore: a snapshot of {len(snapshot.length)} rows; the session has {self.batch}"
             )
         if snapshot.caches:
+            views, tensors = self.state.views(snapshot.caches.context), snapshot.caches.tensors
+            if {n: (t.dtype, t.shape) for n, t in views.items()} != {
+                n: (t.dtype, t.shape) for n, t in tensors.items()
+            }:
+                raise InputError(f"restore: a snapshot of other caches than {self.engine.path}")
             self.state.restore(snapshot.caches)
         self.length, self._written = snapshot.length.clone(), snapshot.written.clone()
         self.hidden = snapshot.hidden.copy(snapshot.length)

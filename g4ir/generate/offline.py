@@ -227,7 +227,8 @@ class OfflineEngine:
             sampling = replace(sampling, seed=random_seed() if sampling.temperature else None)
         stops = frozenset([*stop, *self.engine.stop_ids()])
         sampling = replace(sampling, stop=stops, ignore_eos=True)
-        prompt, reuse = tuple(tokens), asked.line is not None
+        disk = bool(self.scheduler.config.prefix_disk)
+        prompt, reuse = tuple(tokens), disk or asked.line is not None
         return replace(
             asked, tokens=prompt, max_new_tokens=count, sampling=sampling, reuse=reuse, notes=notes
         )
