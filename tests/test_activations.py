@@ -108,7 +108,7 @@ IDS = range(3, 31)
 SHORT = [[first, first + 97, first + 31] for first in range(3, 43)]
 CASES = [
     ("tiny-ple", "int4", "int8"),
-    ("tiny-moe", "int8", "fp8"),
+    pytest.param("tiny-moe", "int8", "fp8", marks=pytest.mark.full),
     pytest.param("tiny-dense", "fp8", "fp8", marks=pytest.mark.full),
     pytest.param("tiny-moe", "int4", "int8", marks=pytest.mark.full),
 ]

@@ -43,10 +43,10 @@ def test_the_most_useful_comes_first(tmp_path: Path) -> None:
     assert built < next(i for i, n in enumerate(names) if "_decode[" in n)
 
 
-def test_a_dry_run_in_part(tmp_path: Path, full: bool) -> None:
+@pytest.mark.full
+def test_a_dry_run_in_part(tmp_path: Path) -> None:
     """What is measured and kept of one tiny variant with one row."""
-    peers = "transformers or " if full else ""
-    some = f"test_preflight or (1 and (built or {peers}_decode))"
+    some = "test_preflight or (1 and (built or transformers or _decode))"
     code, text = run(tmp_path, "--dry-run", "--variants", "tiny-moe", "-k", some)
     assert code == 0, text
     found = read_results(tmp_path / "results.jsonl")
@@ -56,9 +56,8 @@ def test_a_dry_run_in_part(tmp_path: Path, full: bool) -> None:
     decode = found["test_decode.py::test_decode[tiny-moe-1]"]
     assert {*decode} == {"decode c32", "agreement", "prefill 24"}
     assert decode["agreement"]["cosine"] > 0.9999
-    if full:
-        made = found["test_peers.py::test_transformers[tiny-moe-1]"]
-        assert made["hf-static c32"]["cosine"] > 0.9999
+    made = found["test_peers.py::test_transformers[tiny-moe-1]"]
+    assert made["hf-static c32"]["cosine"] > 0.9999
     assert "prefill 24" in (tmp_path / "report.md").read_text()
 
 

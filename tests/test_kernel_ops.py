@@ -162,7 +162,7 @@ def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        *short(*MODELS[2:3], of=MODELS),
+        *short(of=MODELS),
         *short((CODED[0], "off"), of=[(name, "off") for name in CODED]),
     ],
 )

@@ -53,6 +53,7 @@ def weights_held(row: str, folder: Path) -> int:
     return int(said[-1])
 
 
+@pytest.mark.full
 def test_experts_of_4_bits_are_in_a_plan_once(tmp_path: Path) -> None:
     """Also where a step gathers them and a chunk multiplies all: products of constants have a
     layout of their own."""
