@@ -21,9 +21,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.model.tensors import text_tensors
-from g4ir.ops.layouts import LAYOUTS, in_six_bits, six_bits
+from g4ir.ops.codecs import FORMATS, PAIRS_OF_INTEGERS
+from g4ir.ops.layouts import LAYOUTS
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
+from g4ir.weights.gguf.blocks import CODED
 from g4ir.weights.random import distribution, random_weights
 
 #: name and shape of a tensor -> its type in the file
@@ -101,10 +103,11 @@ def blocks(kind: str, bare: str, shape: tuple[int, ...], seed: int) -> Any:
     middle = CASES["middles"].get(kind)
     for at, scale in zip(offsets(kind), (d, d * (middle or 1)), strict=False):
         raw[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(count, 2)
-    if middle:  # each scale of 32 codes is that of their minimum too
+    if middle and "integers" in LAYOUTS[kind].fields:  # a scale is that of the minimum too
         integers = LAYOUTS[kind].split(torch.from_numpy(raw))["integers"]
-        scales, _ = six_bits(integers)
-        integers[:] = in_six_bits(scales, scales)
+        unpack, pack = PAIRS_OF_INTEGERS[FORMATS[CODED[kind].scheme.form].shared]
+        scales, _ = unpack(integers)
+        integers[:] = pack(scales, scales)
     return raw.reshape(*shape[:-1], -1)
 
 

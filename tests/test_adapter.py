@@ -231,7 +231,7 @@ def test_refused(dense: Path, tmp_path: Path, case: str) -> None:
     assert c["says"] in str(e.value) and str(folder) in str(e.value) and "fix:" in str(e.value)
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
 def test_gguf_files(tmp_path: Path, kind: str) -> None:
     spec, name = load_spec("tiny-dense"), f"{TARGETS[0]}.weight"
     base = find_origin(bare_file(tmp_path / "a.gguf", spec, kind=kind)).open(spec, (), "f32")

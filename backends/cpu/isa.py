@@ -15,6 +15,11 @@ KERNEL_FORMATS = {
     "i32": "UINT4",
     "i16": "UINT5",
     "u16": "INT5",
+    "b2": "INT3K",
+    "b16": "UINT2",
+    "b8": "IQ4",
+    "b4": "MIN4",
+    "b1": "MIN5",
 }
 #: ISA extensions, any set of which allows integer dot products with tiles; and per format
 _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})

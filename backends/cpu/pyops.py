@@ -17,7 +17,14 @@ from g4ir.errors import MissingError
 from g4ir.ops.attention import attend as attend_all
 from g4ir.ops.attention import attention, slot_positions, visible
 from g4ir.ops.base import upcast
-from g4ir.ops.codecs import TILE, dequantize_codes, fake_quantize_values, from_tiles, values_per_row
+from g4ir.ops.codecs import (
+    FORMATS,
+    TILE,
+    dequantize_codes,
+    fake_quantize_values,
+    from_tiles,
+    values_per_row,
+)
 from g4ir.ops.kv_quant import dequantize_rows
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import local_expert_index
@@ -65,15 +72,8 @@ _ARGUMENTS = {
 }
 #: dtype of a quantised weight -> minimum group size, scales per group
 _GROUPS = {
-    torch.int8: (16, 1),
-    torch.uint8: (32, 1),
-    torch.float8_e4m3fn: (16, 1),
-    torch.int64: (128, 1),
-    torch.int32: (256, 2),
-    torch.int16: (256, 2),
-    torch.uint16: (32, 1),
-    torch.uint32: (32, 1),
-    torch.uint64: (32, 1),
+    torch_dtype(f.codes): (16 if f.block_values == 1 else max(32, f.block_values), f.scales)
+    for f in FORMATS.values()
 }
 
 

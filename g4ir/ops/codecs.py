@@ -4,11 +4,13 @@ w = round(code * scale) in every format, rounded once to the model's dtype. Code
 `f8e4m3` [.., K], or packed into blocks (layouts.py) of elements of a dtype that identifies the
 format. Scales are [.., G]: one for K/G consecutive codes.
 
-A code of `int6` is a product of a 6-bit value and an 8-bit integer that 16 values share.
+A code of `int6` and `int3k` is a product of a value and an 8-bit integer that 16 values share. The
+bits of `iq4` are indices of a table of values.
 
-`uint4` and `uint5` have minima: w = round(code * scale - integer * minimum). A code is the product
-of an unsigned value and a 6-bit integer; 32 values share it and the 6-bit integer of their minimum.
-Scales are pairs, [.., 2G]: a scale and a minimum.
+Formats with minima: w = round(code * scale - integer * minimum). A code is the product of an
+unsigned value and an integer; the values that share it share the integer of their minimum too (32
+in `uint4` and `uint5`, 16 in `uint2`; `min4` and `min5` have no integers). Scales are pairs,
+[.., 2G]: a scale and a minimum.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from .base import upcast
-from .layouts import LAYOUTS, Layout, in_six_bits, six_bits
+from .layouts import LAYOUTS, Layout, in_nibble_pairs, in_six_bits, nibble_pairs, six_bits
 from .types import ITEMSIZE, dtype_name, torch, torch_dtype
 
 #: elements that `quantize` processes at once: they fit into a core's cache
@@ -29,13 +31,17 @@ PIECE = 1 << 18
 @dataclass(frozen=True)
 class QuantFormat:
     """A quantised format: dtype of its codes, largest code, bit layout, `share`: group sizes are
-    multiples of it, `scales` per group: 1, or 2 with a minimum."""
+    multiples of it, `scales` per group: 1, or 2 with a minimum. `shared` values share an integer up
+    to `max_integer`. `table`: the values of the stored bits, ascending."""
 
     codes: str
     largest: float
     layout: Layout
     share: int = 1
     scales: int = 1
+    shared: int = 0
+    max_integer: int = 1
+    table: tuple[int, ...] = ()
 
     @property
     def block_values(self) -> int:
@@ -55,19 +61,24 @@ class QuantFormat:
         return 0 if partial else blocks * self.block_values
 
 
-#: `int6`: values that share an integer, the largest value and integer
-INT6_GROUP, INT6_MAX, INT6_MAX_INTEGER = 16, 31, 127
-#: formats with minima: values that share integers, the largest integer
-MINIMA_GROUP, SIX_BITS_MAX = 32, 63
+#: values of `iq4`, ggml's IQ4_NL
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+#: values of a block of the C kernels
+MINIMA_GROUP = 32
 FORMATS = {
     "int8": QuantFormat("i8", 127, LAYOUTS["int8"]),
-    "int6": QuantFormat("i64", INT6_MAX * INT6_MAX_INTEGER, LAYOUTS["int6"], INT6_GROUP),
+    "int6": QuantFormat("i64", 31 * 127, LAYOUTS["int6"], 16, shared=16, max_integer=127),
     "int5": QuantFormat("u16", 15, LAYOUTS["int5"]),
-    "uint5": QuantFormat("i16", 31, LAYOUTS["uint5"], MINIMA_GROUP, 2),
+    "uint5": QuantFormat("i16", 31, LAYOUTS["uint5"], 32, 2, 32, 63),
+    "min5": QuantFormat("b1", 31, LAYOUTS["min5"], 32, 2),
     "int4": QuantFormat("u8", 8, LAYOUTS["int4"]),
     "int3": QuantFormat("u32", 3, LAYOUTS["int3"]),
     "int2": QuantFormat("u64", 1, LAYOUTS["int2"]),
-    "uint4": QuantFormat("i32", 15, LAYOUTS["uint4"], MINIMA_GROUP, 2),
+    "uint4": QuantFormat("i32", 15, LAYOUTS["uint4"], 32, 2, 32, 63),
+    "min4": QuantFormat("b4", 15, LAYOUTS["min4"], 32, 2),
+    "iq4": QuantFormat("b8", 127, LAYOUTS["iq4"], 32, table=_IQ4),
+    "int3k": QuantFormat("b2", 3 * 31, LAYOUTS["int3k"], 16, shared=16, max_integer=31),
+    "uint2": QuantFormat("b16", 3, LAYOUTS["uint2"], 16, 2, 16, 15),
     "fp8": QuantFormat("f8e4m3", 448, LAYOUTS["fp8"]),
 }
 #: dtype of codes -> name of the format
@@ -79,11 +90,11 @@ ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: formats whose scales minimise the weighted error of calibrated weights
 CALIBRATED = ("int4", "uint4", "uint5")
 #: formats that are converted to int8 for matmuls that do not support them
-AS_BYTES = ("int6", "int5", "int3", "int2")
+AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2")
 #: formats that are also converted where a sibling of another format is packed with them
-JOINED_AS_BYTES = ("int6", "int5")
+JOINED_AS_BYTES = ("int6", "int5", "iq4", "int3k")
 #: format -> format with the same codes as 8-bit integers
-SAME_CODES = {"int5": "int8", "int3": "int8", "int2": "int8"}
+SAME_CODES = dict.fromkeys(("int5", "iq4", "int3", "int2"), "int8")
 #: xor between code + 8 and two's complement, for both codes of a byte
 COMPLEMENT = 0x88
 
@@ -100,16 +111,15 @@ def dequantize_codes(codes: Any, scales: Any, dtype: Any) -> Any:
     """Return the weight in a dtype; in float64 if the scales are."""
     fmt = _format_of(codes)
     values, factors, minima = unpack_codes(codes), upcast(scales), None
-    minimum_integers: list[Any] = []
     if fmt.scales > 1:
         factors, minima = factors.unflatten(-1, (-1, 2)).unbind(-1)
-    if "integers" in fmt.layout.fields:
-        integers, *minimum_integers = shared_integers(codes)
-        values = apply_scales(values.to(torch.int16), integers)
+    integers = shared_integers(codes)
+    if integers:
+        values = apply_scales(values.to(torch.int16), integers[0])
     w = apply_scales(values.to(factors.dtype), factors)
-    for integers in minimum_integers:
-        below = apply_scales(integers.to(w.dtype), minima)
-        w = (w.unflatten(-1, (-1, MINIMA_GROUP)) - below[..., None]).flatten(-2)
+    if minima is not None:
+        below = apply_scales(integers[1].to(w.dtype), minima) if integers else minima
+        w = (w.unflatten(-1, (below.shape[-1], -1)) - below[..., None]).flatten(-2)
     return w if w.dtype == torch.float64 else w.to(dtype)
 
 
@@ -130,6 +140,8 @@ def pack_codes(values: Any, fmt: str, integers: Any = None) -> Any:
     """Pack values [.., K], and the bytes of their shared integers if the format has them, into
     codes [.., K / block_values * block_elements]."""
     layout = FORMATS[fmt].layout
+    if FORMATS[fmt].table:
+        values = torch.bucketize(values, torch.tensor(FORMATS[fmt].table).to(values))
     data = (values + layout.zero).to(torch.uint8).unflatten(-1, (-1, layout.values))
     fields = {} if integers is None else {"integers": integers.unflatten(-1, (data.shape[-2], -1))}
     return layout.write(data, **fields).flatten(-2).view(torch_dtype(FORMATS[fmt].codes))
@@ -150,8 +162,8 @@ def pack_integers(values: Any, fmt: str) -> Any:
     """Pack integers i8 [.., K] into a format that `integer_format` returns."""
     if fmt == "int8":
         return values
-    integers = torch.ones_like(values[..., ::INT6_GROUP]).view(torch.uint8)
-    return pack_codes(values, fmt, integers if fmt == "int6" else None)
+    integers = torch.ones_like(values[..., :: FORMATS[fmt].shared or 1]).view(torch.uint8)
+    return pack_codes(values, fmt, integers if FORMATS[fmt].shared else None)
 
 
 def unpack_codes(codes: Any) -> Any:
@@ -160,15 +172,28 @@ def unpack_codes(codes: Any) -> Any:
     if fmt.block_values == 1:
         return codes
     values = fmt.layout.read(_blocks(codes, fmt)).flatten(-2)
+    if fmt.table:
+        return torch.tensor(fmt.table, dtype=torch.int8, device=codes.device)[values.int()]
     return values.to(torch.int8) - fmt.layout.zero if fmt.layout.zero else values
 
 
 def shared_integers(codes: Any) -> tuple[Any, ...]:
-    """Return the shared integers: for int6 i8 [.., K/16]; for formats with minima those of scales
-    and of minima, u8 [.., K/32] each."""
+    """Return the shared integers [.., K/shared], if the format has them: i8; for formats with
+    minima those of scales and of minima, u8 each."""
     fmt = _format_of(codes)
+    if not fmt.shared:
+        return ()
     data = fmt.layout.split(_blocks(codes, fmt))["integers"].flatten(-2)
-    return six_bits(data) if fmt.scales > 1 else (data.view(torch.int8),)
+    return PAIRS_OF_INTEGERS[fmt.shared][0](data) if fmt.scales > 1 else (data.view(torch.int8),)
+
+
+#: values that share integers -> how pairs of these are unpacked and packed
+PAIRS_OF_INTEGERS = {32: (six_bits, in_six_bits), 16: (nibble_pairs, in_nibble_pairs)}
+
+
+def take_rows(codes: Any, ids: Any) -> Any:
+    """Gather rows of codes [N, E]; torch indexes bytes in every format."""
+    return codes.view(torch.uint8)[ids].view(codes.dtype)
 
 
 def _format_of(codes: Any) -> QuantFormat:
@@ -262,14 +287,23 @@ def quantize_values(
     return (codes.to(w.dtype) if fmt == "fp8" and w.dtype == torch.float64 else codes), stored
 
 
-def _int6(y: Any) -> Any:
-    """Return int6 codes of y [n, G, g], already divided by its scales, packed row by row [n, 1,
-    bytes]."""
-    shared = y.flatten(-2).unflatten(-1, (-1, INT6_GROUP))
-    integers = (shared.abs().amax(-1) / INT6_MAX).ceil().clamp(1, INT6_MAX_INTEGER)
-    values = (shared / integers[..., None]).round().clamp(-INT6_MAX - 1, INT6_MAX)
+def _with_integers(name: str, y: Any) -> Any:
+    """Return codes of y [n, G, g], already divided by its scales, with an integer that some values
+    share; packed row by row [n, 1, elements]."""
+    fmt = FORMATS[name]
+    max_value = fmt.largest // fmt.max_integer
+    shared = y.flatten(-2).unflatten(-1, (-1, fmt.shared))
+    integers = (shared.abs().amax(-1) / max_value).ceil().clamp(1, fmt.max_integer)
+    values = (shared / integers[..., None]).round().clamp(-max_value - 1, max_value)
     shared = integers.to(torch.int8).view(torch.uint8)
-    return pack_codes(values.flatten(-2), "int6", shared)[:, None]
+    return pack_codes(values.flatten(-2), name, shared)[:, None]
+
+
+def _from_table(y: Any) -> Any:
+    """Return iq4 codes of y [n, G, g], already divided by its scales: the nearest values."""
+    table = torch.tensor(_IQ4).to(y)
+    nearest = torch.bucketize(y.flatten(-2), (table[1:] + table[:-1]) / 2)
+    return pack_codes(table[nearest], "iq4")[:, None]
 
 
 def _integers(form: str, y: Any) -> Any:
@@ -280,8 +314,9 @@ def _integers(form: str, y: Any) -> Any:
 
 _CODES: dict[str, Callable[[Any], Any]] = {
     "int8": lambda y: y.round().clamp(-127, 127).to(torch.int8),
-    "int6": _int6,
+    **{form: partial(_with_integers, form) for form in ("int6", "int3k")},
     **{form: partial(_integers, form) for form in ("int5", "int4", "int3", "int2")},
+    "iq4": _from_table,
     "fp8": lambda y: y.clamp(-448, 448).to(torch.float8_e4m3fn),
 }
 
@@ -290,28 +325,33 @@ def _quantize_with_minima(
     x: Any, fmt: str, scale_dtype: Any, dtype: Any, moments: Any = None
 ) -> tuple[Any, Any]:
     """Return the codes of groups x [n, G, g], and their scales and minima rounded to `dtype`."""
-    parts, max_value = x.unflatten(-1, (-1, MINIMA_GROUP)), FORMATS[fmt].largest
+    max_value, max_integer = FORMATS[fmt].largest, FORMATS[fmt].max_integer
+    shared = FORMATS[fmt].shared or x.shape[-1]
+    parts = x.unflatten(-1, (-1, shared))
     if moments is None:
         targets = _fit_scale_minimum(parts, max_value)
     else:
-        targets = _fit_weighted_scale_minimum(
-            parts, max_value, moments.unflatten(-1, (-1, MINIMA_GROUP))
-        )
-    pairs = [_round_scales(t.amax(-1) / SIX_BITS_MAX, dtype) for t in targets]
-    integers = [
-        (t / p[..., None]).round().clamp(0, SIX_BITS_MAX)
-        for t, p in zip(targets, pairs, strict=True)
-    ]
-    step, minimum = (i * p[..., None] for i, p in zip(integers, pairs, strict=True))
-    values = _values_above(parts, step, minimum, max_value)
-    six_bit_integers = in_six_bits(*(i.flatten(1) for i in integers))
-    return pack_codes(values.flatten(1), fmt, six_bit_integers), torch.stack(pairs, -1).flatten(
-        1
-    ).to(scale_dtype)
+        by = moments.unflatten(-1, (-1, shared))
+        targets = _fit_weighted_scale_minimum(parts, max_value, by)
+    if not FORMATS[fmt].shared:
+        pairs = [t.squeeze(-1).to(dtype).to(t.dtype) for t in targets]
+        step, minimum = (p[..., None] for p in pairs)
+        values, packed = _values_above(parts, step, minimum, max_value), None
+    else:
+        pairs = [_round_scales(t.amax(-1) / max_integer, dtype) for t in targets]
+        integers = [
+            (t / p[..., None]).round().clamp(0, max_integer)
+            for t, p in zip(targets, pairs, strict=True)
+        ]
+        step, minimum = (i * p[..., None] for i, p in zip(integers, pairs, strict=True))
+        values = _values_above(parts, step, minimum, max_value)
+        packed = PAIRS_OF_INTEGERS[shared][1](*(i.flatten(1) for i in integers))
+    codes = pack_codes(values.flatten(1), fmt, packed)
+    return codes, torch.stack(pairs, -1).flatten(1).to(scale_dtype)
 
 
 def _values_above(x: Any, step: Any, minimum: Any, max_value: float) -> Any:
-    """Return the values in 0..max_value with value * step - minimum nearest to x [.., 32]."""
+    """Return the values in 0..max_value with value * step - minimum nearest to x [.., n]."""
     divisor = step.where(step > 0, 1.0)
     return ((x + minimum[..., None]) / divisor[..., None]).round().clamp(0, max_value)
 
@@ -319,8 +359,8 @@ def _values_above(x: Any, step: Any, minimum: Any, max_value: float) -> Any:
 def _fit_scale_minimum(
     x: Any, max_value: float, share: float = 1.0, moments: Any = None
 ) -> tuple[Any, Any]:
-    """Return a scale and a minimum [..] for x [.., 32]: those that cover `share` of its range,
-    refined by a few least squares fits with fixed values, weighted by `moments` [.., 32] if
+    """Return a scale and a minimum [..] for x [.., n]: those that cover `share` of its range,
+    refined by a few least squares fits with fixed values, weighted by `moments` [.., n] if
     passed."""
 
     def mean(t: Any) -> Any:

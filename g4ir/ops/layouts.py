@@ -115,6 +115,16 @@ def in_six_bits(scales: Any, minima: Any) -> Any:
     return torch.cat((*first, last), -1).flatten(-2)
 
 
+def nibble_pairs(data: Any) -> tuple[Any, Any]:
+    """Unpack bytes into the low 4 bits (of a scale) and the high ones (of a minimum)."""
+    return data & 15, data >> 4
+
+
+def in_nibble_pairs(scales: Any, minima: Any) -> Any:
+    """Pack what `nibble_pairs` unpacks."""
+    return scales.to(torch.uint8) | minima.to(torch.uint8) << 4
+
+
 def in_order(width: int) -> Bits:
     """Values of 1, 2, 4 or 8 bits in order, the first in the lowest bits."""
     return Bits(width, (8 // width,), (width,))
@@ -153,6 +163,8 @@ BYTES, PAIRS, FOURS, SINGLE = Bits(8, (), ()), in_order(4), in_order(2), in_orde
 THIRD = Bits(1, (2, 4, 4), (4, 0, 1))
 #: 2 bits of each of 128 values, one of each of 256; values with indices equal mod 32 share a byte
 QUARTERS, EIGHTHS = Bits(2, (4, 32), (2, 0)), Bits(1, (8, 32), (1, 0))
+#: one bit of each of 128 values: that of value 32 b + 16 h + i is bit b + 4 h of byte i
+THIRDS = Bits(1, (4, 2, 16), (1, 4, 0))
 
 LAYOUTS = {
     # g4ir's
@@ -162,7 +174,12 @@ LAYOUTS = {
     "int3": _layout(32, 4, low=(8, FOURS), high=(4, THIRD)),
     "int4": _layout(2, 8, low=(1, PAIRS)),
     "int5": _layout(32, 16, low=(16, PAIRS), high=(4, fifth(32))),
+    "int3k": _layout(128, 4, low=(32, QUARTERS), high=(16, THIRDS), integers=8),
     "int6": _layout(128, 32, low=(64, halves(64)), high=(32, QUARTERS), integers=8),
+    "iq4": _layout(32, low=(16, PAIRS)),
+    "min4": _layout(32, low=(16, PAIRS)),
+    "min5": _layout(32, low=(16, PAIRS), high=(4, fifth(32))),
+    "uint2": _layout(128, low=(32, QUARTERS), integers=8),
     "uint4": _layout(256, low=(128, PAIRS), integers=12),
     "uint5": _layout(256, low=(128, PAIRS), high=(32, fifth(256)), integers=12),
     # GGUF's
@@ -171,11 +188,14 @@ LAYOUTS = {
     "Q4_1": _layout(32, scales=4, low=(16, halves(16))),
     "Q5_0": _layout(32, 16, scales=2, high=(4, SINGLE), low=(16, halves(16))),
     "Q5_1": _layout(32, scales=4, high=(4, SINGLE), low=(16, halves(16))),
+    "Q2_K": _layout(256, integers=16, low=(64, QUARTERS), scales=4),
+    "Q3_K": _layout(256, 4, high=(32, EIGHTHS), low=(64, QUARTERS), integers=12, scales=2),
     "Q4_K": _layout(256, scales=4, integers=12, low=(128, halves(32))),
     "Q5_K": _layout(256, scales=4, integers=12, high=(32, EIGHTHS), low=(128, halves(32))),
     "Q6_K": _layout(256, 32, low=(128, halves(64)), high=(64, QUARTERS), integers=16, scales=2),
     "IQ4_NL": _layout(32, scales=2, low=(16, halves(16))),
     "IQ4_XS": _layout(256, scales=2, integers=6, low=(128, halves(16))),
-    # the integers of a block of IQ4_XS, which multiply its scale
+    # the integers of a block of Q3_K and of IQ4_XS, which multiply its scale
+    "Q3_K integers": _layout(16, 32, low=(8, halves(8)), high=(4, Bits(2, (4, 4), (2, 0)))),
     "IQ4_XS integers": _layout(8, 32, high=(2, FOURS), low=(4, PAIRS)),
 }

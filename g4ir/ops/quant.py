@@ -11,10 +11,8 @@ from .codecs import (
     AS_BYTES,
     FORMAT_OF,
     FORMATS,
-    INT6_GROUP,
     PACKED,
     PIECE,
-    SAME_CODES,
     TILE,
     WORD,
     apply_scales,
@@ -27,10 +25,11 @@ from .codecs import (
     quantize_values,
     rows_from_tiles,
     shared_integers,
+    take_rows,
     to_tiles,
     unpack_codes,
 )
-from .types import FLOATS, ITEMSIZE, Type, Types, dtype_name, torch, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
 
 
 def _values(codes: Type) -> int:
@@ -53,10 +52,11 @@ class quantize:
     """codes, scales of a weight: `group` consecutive values share a scale; group 0: the row
 
     Scales are rounded to the dtype `scale` before codes are computed. int8 and fp8 divide a group's
-    absolute maximum by the largest code; int6 then takes the smallest shared integers that avoid
-    clipping; int4 takes the scale that reproduces the weight exactly, if there is one (weights
-    trained on that grid), else one of small squared error (codecs.py: `int4_scales`); formats with
-    minima fit scales and minima by least squares, then round them to integers.
+    absolute maximum by the largest code; int6 and int3k then take the smallest shared integers that
+    avoid clipping; iq4 takes the nearest values of its table; int4 takes the scale that reproduces
+    the weight exactly, if there is one (weights trained on that grid), else one of small squared
+    error (codecs.py: `int4_scales`); formats with minima fit scales and minima by least squares,
+    then round them to integers, if they have such.
     """
 
     budget = MOVES
@@ -104,6 +104,11 @@ class quantize:
         "f32[4,96] {form='int5', group=32, scale='f16'}",
         "f32[4,96] {form='int3', group=32, scale='f16'}",
         "f32[4,96] {form='int2', group=0, scale='bf16'}",
+        "f32[4,96] {form='iq4', group=32, scale='f16'}",
+        "f32[2,256] {form='int3k', group=128, scale='f16'}",
+        "f32[2,256] {form='uint2', group=256, scale='f32'}",
+        "f32[2,64] {form='min4', group=32, scale='f32'}",
+        "f32[2,64] {form='min5', group=0, scale='f16'}",
     )
 
 
@@ -156,8 +161,8 @@ class dense:
 
 @op
 class as_bytes:
-    """int6 to int8 with a scale per 16 values; int5, int3 and int2 to int8 with the same scales;
-    folded at build, for targets that do not support them"""
+    """int6 and int3k to int8 with a scale per 16 values; int5, int3, int2 and iq4 to int8 with the
+    same scales; folded at build, for targets that do not support them"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 
@@ -167,15 +172,15 @@ class as_bytes:
         fmt, size = FORMAT_OF[codes.dtype], _values(codes)
         require(fmt in AS_BYTES, f"as_bytes: codes {codes} are {fmt}")
         *lead, _ = codes.shape
-        shared = scales if fmt in SAME_CODES else Type("f32", (*lead, size // INT6_GROUP))
-        return Type("i8", (*lead, size)), shared
+        shared = FORMATS[fmt].shared
+        return Type("i8", (*lead, size)), Type("f32", (*lead, size // shared)) if shared else scales
 
     @staticmethod
     def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
-        if FORMAT_OF[dtype_name(codes.dtype)] in SAME_CODES:
-            return unpack_codes(codes), scales
-        (integers,) = shared_integers(codes)
-        return unpack_codes(codes), apply_scales(integers, upcast(scales))
+        values = unpack_codes(codes)
+        for integers in shared_integers(codes):
+            scales = apply_scales(integers, upcast(scales))
+        return values, scales
 
     flops = free
     samples = cases(
@@ -340,7 +345,7 @@ class embedding_quantized:
 
     @staticmethod
     def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
-        rows = dequantize_codes(codes[ids], scales[ids], torch_dtype(to))
+        rows = dequantize_codes(take_rows(codes, ids), scales[ids], torch_dtype(to))
         return rows * torch.tensor(scale).to(rows.dtype)
 
     @staticmethod

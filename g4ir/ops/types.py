@@ -40,6 +40,12 @@ _DTYPES = {
     "i8": ("int8", 1),
     "u8": ("uint8", 1),
     "bool": ("bool", 1),
+    # codes of weights, as bits that torch copies and computes nothing with
+    "b16": ("bits16", 2),
+    "b8": ("bits8", 1),
+    "b4": ("bits4x2", 1),
+    "b2": ("bits2x4", 1),
+    "b1": ("bits1x8", 1),
 }
 TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}

@@ -68,16 +68,15 @@ class Scheme:
         return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
-#: default scheme of each format; int4 has bf16 scales as in QAT checkpoints; int6, uint5, uint4 and
-#: int5 are GGUF's Q6_K, Q5_K, Q4_K and Q5_0; int3 and int2 are for weights trained in so few bits
+#: default scheme of each format; int4 has bf16 scales as in QAT checkpoints; int3 and int2 are for
+#: weights trained in so few bits; the others are GGUF's Q6_K, Q5_K, Q4_K, Q3_K (int3k), Q2_K, Q5_0,
+#: IQ4_NL, Q4_1 and Q5_1
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int4": Scheme("int4", 32, "bf16"),
     "fp8": Scheme("fp8", 0, None),
-    **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")},
-    "int5": Scheme("int5", 32, "f16"),
-    "int3": Scheme("int3", 32, "f16"),
-    "int2": Scheme("int2", 32, "f16"),
+    **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4", "int3k", "uint2")},
+    **{form: Scheme(form, 32, "f16") for form in ("int5", "iq4", "min4", "min5", "int3", "int2")},
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _FormatName = Annotated[str, OneOf(tuple(SCHEMES))]

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -37,6 +37,9 @@ TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
 #: every dtype of the format; the model itself accepts only FLOATS
 BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
 TORCH: dict[str, str] = {name: row[1] for name, row in TABLES["dtypes"].items() if row[1:]}
+#: dtypes that engines store as another one: name -> the dtype in the file, torch's name
+RAW: dict[str, tuple[str, str]] = TABLES["raw"]
+TORCH |= {name: torch_name for name, (_, torch_name) in RAW.items()}
 FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
@@ -64,7 +67,7 @@ class Entry:
     """One tensor of a file; `start` and `end` are absolute byte offsets in the file."""
 
     name: str
-    dtype: str  # a key of BITS
+    dtype: str  # a key of BITS or RAW
     shape: tuple[int, ...]
     start: int
     end: int
@@ -106,7 +109,9 @@ def read_header(path: Path) -> Header:
     table = parse_json(path, raw)
     metadata = _metadata(path, table.pop("__metadata__", {}))
     data = LENGTH_BYTES + len(raw)
-    entries = [_entry(path, name, fields, data) for name, fields in table.items()]
+    entries = [
+        _as_raw(_entry(path, name, fields, data), metadata) for name, fields in table.items()
+    ]
     _check_layout(path, sorted(entries, key=lambda e: (e.start, e.end)), data, status.st_size)
     return Header(path, status.st_size, identity(status), {e.name: e for e in entries}, metadata)
 
@@ -190,6 +195,12 @@ def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
     return Entry(name, dtype, tuple(shape), data + at[0], data + at[1])
 
 
+def _as_raw(entry: Entry, metadata: Mapping[str, str]) -> Entry:
+    """Return the entry with the dtype of RAW that the metadata has for it, if it has one."""
+    raw = metadata.get(entry.name, "")
+    return replace(entry, dtype=raw) if RAW.get(raw, ("",))[0] == entry.dtype else entry
+
+
 def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> None:
     at, before = data, "the header"
     for entry in entries:
@@ -240,7 +251,7 @@ def torch_dtype(entry: Entry) -> torch.dtype:
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Return a key of BITS."""
+    """Return a key of BITS or RAW."""
     return CODES[str(dtype).removeprefix("torch.")]
 
 
@@ -295,14 +306,19 @@ class FileTensor:
     """A tensor to write: dtype code, shape, and a function that returns it or yields pieces of
     rows."""
 
-    code: str  # a key of BITS
+    code: str  # a key of BITS or RAW
     shape: tuple[int, ...]
     makes: Sequence[Callable[[], TensorPieces]]
     release: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * BITS[self.code] // 8
+        return prod(self.shape) * BITS[self.stored] // 8
+
+    @property
+    def stored(self) -> str:
+        """The dtype in the file, a key of BITS."""
+        return RAW[self.code][0] if self.code in RAW else self.code
 
     @classmethod
     def of(cls, t: torch.Tensor) -> FileTensor:
@@ -352,12 +368,14 @@ def file_layout(
 ) -> tuple[list[str], bytes, int]:
     """Return the order of a file's tensors, its header, and its size in bytes. Tensors of a
     multiple of ALIGNED bytes come first, so that they are aligned."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    raw_dtypes = {name: t.code for name, t in tensors.items() if t.code in RAW}
+    metadata = {**(metadata or {}), **raw_dtypes}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     names = sorted(tensors, key=lambda name: tensors[name].nbytes % ALIGNED > 0)
     ends = [0, *accumulate(tensors[name].nbytes for name in names)]
     for name, span in zip(names, pairwise(ends), strict=True):
         t = tensors[name]
-        header[name] = {"dtype": t.code, "shape": list(t.shape), "data_offsets": list(span)}
+        header[name] = {"dtype": t.stored, "shape": list(t.shape), "data_offsets": list(span)}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     start = len(raw).to_bytes(LENGTH_BYTES, "little") + raw

@@ -67,14 +67,14 @@ ALWAYS amx_product(const int form, const int rows, const int parts, const coded 
         left += BLOCK;
         BOTH {
             const row_sums *made = room[s].sums[done % AMX_RING];
-            row_floats factor[2], below;
+            row_floats factor[2], below[2];
             block_factors(form, codes_at(form, of + s, done), done % BLOCKS_OF(form), scale[s], least[s],
-                          factor, &below);
+                          factor, below);
             UNROLLED for (int r = 0; r < rows; r++) {
                 const digits *d = x[r] + done;
                 row_sums digit[2] = {made[r * parts], made[r * parts + parts - 1]};
                 digit[parts - 1] += d->both;
-                if (minima) sum[s][r] = multiply_add(-below, all_rows(d->sum), sum[s][r]);
+                if (minima) sum[s][r] = multiply_add(-below[0], all_rows(d->sum), sum[s][r]);
                 sum[s][r] = multiply_add(total_of(form, parts, digit), factor[0] * d->unit, sum[s][r]);
             }
         }

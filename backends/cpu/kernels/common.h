@@ -27,6 +27,11 @@
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
 
+/* Values of 4-bit codes: themselves, and those of IQ4 (g4ir/ops/codecs.py). */
+static const int8_t TABLE[2][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 #ifdef __AVX512F__

@@ -68,47 +68,60 @@ static inline void read_halves(const half_block *halves, float *to) {
     read_int8(codes, to);
 }
 
-static inline void read_int4(const uint8_t *p, float *to) {
+/* 4-bit values minus `zero`; IQ4: the table's. */
+static inline void read_int4(const int form, const uint8_t *p, uint8_t zero, float *to) {
     half_block codes[2];
     memcpy(codes, p, HALF);
-    codes[1] = (codes[0] >> 4) - 8;
-    codes[0] = (codes[0] & 15) - 8;
+    codes[1] = (codes[0] >> 4) - zero;
+    codes[0] = (codes[0] & 15) - zero;
+    for (int j = 0; form == IQ4 && j < HALF; j++)
+        codes[0][j] = (uint8_t)TABLE[1][codes[0][j]], codes[1][j] = (uint8_t)TABLE[1][codes[1][j]];
     read_halves(codes, to);
 }
 
-static inline void read_int5(const uint8_t *p, float *to) {
+static inline void read_int5(const uint8_t *p, uint8_t zero, float *to) {
     uint32_t high;
     half_words low;
     memcpy(&low, p, HALF), memcpy(&high, p + HALF, sizeof high);
     half_words upper = (half_words){high, high >> 2, high >> 4, high >> 6};
-    half_block codes[2] = {(half_block)(low & 0x0f0f0f0f | (upper & 0x01010101) << 4) - 16,
-                           (half_block)(low >> 4 & 0x0f0f0f0f | (upper >> 1 & 0x01010101) << 4) - 16};
+    half_block codes[2] = {(half_block)(low & 0x0f0f0f0f | (upper & 0x01010101) << 4) - zero,
+                           (half_block)(low >> 4 & 0x0f0f0f0f | (upper >> 1 & 0x01010101) << 4) - zero};
     read_halves(codes, to);
 }
 
 typedef uint32_t block_words __attribute__((vector_size(BLOCK)));
 typedef uint8_t block_bytes __attribute__((vector_size(BLOCK)));
 
-/* Block b of a group of four: values times the integer scale of their half block. */
-static inline void read_int6(const uint8_t *p, int b, float *to) {
-    const int8_t *shared = (const int8_t *)p + SIXES_SHARED + 2 * b;
-    block_words low, high;
-    memcpy(&low, p + b % 2 * BLOCK, BLOCK);
-    memcpy(&high, p + SIXES_HIGH, BLOCK);
-    low = low >> b / 2 * 4 & 0x0f0f0f0f;
-    high = (high >> b * 2 & 0x03030303) << 4;
-    block_bytes numbers = (block_bytes)(low | high) - 32;
+/* Block b of a group of four: values times the integer scale of their half block (4 bits of UINT2's bytes). */
+static inline void read_in_halves(const int form, const uint8_t *p, int b, float *to) {
+    const int at = form == INT6 ? SIXES_SHARED : form == INT3K ? THREES_SHARED : TWOS_SHARED;
+    const int8_t *shared = (const int8_t *)p + at + 2 * b;
+    block_words low, high = {0};
+    memcpy(&low, form == INT6 ? p + b % 2 * BLOCK : p, BLOCK);
+    if (form == INT6) {
+        memcpy(&high, p + SIXES_HIGH, BLOCK);
+        low = low >> b / 2 * 4 & 0x0f0f0f0f;
+        high = (high >> b * 2 & 0x03030303) << 4;
+    } else
+        low = low >> b * 2 & 0x03030303;
+    if (form == INT3K) {
+        half_words upper;
+        memcpy(&upper, p + THREES_HIGH, HALF);
+        half_words upper_halves[2] = {(upper >> b & 0x01010101) << 2, (upper >> (b + 4) & 0x01010101) << 2};
+        memcpy(&high, upper_halves, BLOCK);
+    }
+    block_bytes numbers = (block_bytes)(low | high) - (uint8_t)(form == INT6 ? 32 : form == INT3K ? 4 : 0);
     read_int8((const uint8_t *)&numbers, to);
-    float first = shared[0], second = shared[1];
+    float first = form == UINT2 ? shared[0] & 15 : shared[0], second = form == UINT2 ? shared[1] & 15 : shared[1];
     for (int j = 0; j < BLOCK; j++) to[j] *= j < HALF ? first : second;
 }
 
 /* Address of the codes of block i of a row. */
 static inline void read_block(const int form, const uint8_t *row, int64_t i, float *to) {
     const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
-    if (form == INT4) read_int4(p, to);
-    else if (form == INT5) read_int5(p, to);
-    else if (form == INT6) read_int6(p, i % BLOCKS_OF(form), to);
+    if (form == INT4 || form == IQ4 || form == MIN4) read_int4(form, p, form == INT4 ? 8 : 0, to);
+    else if (form == INT5 || form == MIN5) read_int5(p, form == INT5 ? 16 : 0, to);
+    else if (HALVES(form)) read_in_halves(form, p, i % BLOCKS_OF(form), to);
     else if (form == FP8) read_fp8(p, to);
     else read_int8(p, to);
 }
@@ -157,21 +170,35 @@ static inline void write_block(const float *v, void *y, int dtype, int64_t at) {
         for (int j = 0; j < BLOCK; j++) ((bf16 *)y)[at + j] = narrow(v[j]);
 }
 
+/* An empty asm that claims to modify the value keeps the compiler from reordering or fusing operations. */
+#define AS_IT_IS(V) __asm__("" : "+m"(V))
+
+/* Subtracts the minima of block i of a row's codes; `least`: the group's. */
+static inline void subtract_minima(const uint8_t *row, int64_t i, float least, float *v) {
+    const uint8_t *shared = row + i / 4 * TWOS_BYTES + TWOS_SHARED + i % 4 * 2;
+    float below[2] = {least, least};
+    if (FORM == UINT2) below[0] *= shared[0] >> 4, below[1] *= shared[1] >> 4;
+    for (int j = 0; j < BLOCK; j++) v[j] -= below[j / HALF];
+}
+
 static void decode_blocks(const rows_to_decode *d, int64_t first, int64_t last) {
-    int64_t each = d->k / d->groups, bytes = d->k / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM);
+    const int per_group = 1 + MINIMA(FORM);
+    int64_t each = d->k / d->groups * per_group, bytes = d->k / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM);
     for (int64_t o = first; o < last; o++)
         for (int64_t i = 0; i < d->k; i += BLOCK) {
             float v[BLOCK];
-            float s = load(d->scales, o * d->groups + i / each, d->scales_dtype);
-            float t = load(d->scales, o * d->groups + (i + HALF) / each, d->scales_dtype);
+            int64_t at = o * d->groups + i / each * per_group;
+            float s = load(d->scales, at, d->scales_dtype), t = s;
+            if (!MINIMA(FORM)) t = load(d->scales, o * d->groups + (i + HALF) / each, d->scales_dtype);
             read_block(FORM, d->codes + o * bytes, i / BLOCK, v);
             for (int j = 0; j < BLOCK; j++) v[j] *= j < HALF ? s : t;
+            if (MINIMA(FORM)) {
+                AS_IT_IS(v);
+                subtract_minima(d->codes + o * bytes, i / BLOCK, load(d->scales, at + 1, d->scales_dtype), v);
+            }
             write_block(v, d->y, d->dtype, o * d->k + i);
         }
 }
-
-/* An empty asm that claims to modify the value keeps the compiler from reordering or fusing operations. */
-#define AS_IT_IS(V) __asm__("" : "+m"(V))
 
 /* Scale and minimum of a super-block, and the integer scales and minima of its blocks. */
 typedef struct {
@@ -207,9 +234,10 @@ static void decode_above(const rows_to_decode *d, int64_t first, int64_t last) {
 }
 
 #ifdef __AVX512BW__
-/* bf16 values of the sixteen codes from `first` on. */
+/* bf16 values of the sixteen codes from `first` on, or of the table's. */
 static inline __m256i values_of(float first, float scale, float least) {
-    __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m128i bytes = _mm_loadu_si128((const __m128i *)TABLE[FORM == IQ4]);
+    __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     codes = _mm512_add_ps(codes, _mm512_set1_ps(first));
     return in_bf16(_mm512_fmsub_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(least)));
 }
@@ -219,7 +247,7 @@ static void decode_int4_bf16(const rows_to_decode *d, int64_t first, int64_t las
     int64_t each = d->k / d->groups;
     for (int64_t g = first * d->groups; g < last * d->groups; g++) {
         float scale = load(d->scales, g, d->scales_dtype);
-        __m512i values = _mm512_broadcast_i64x4(values_of(-8, scale, 0));
+        __m512i values = _mm512_broadcast_i64x4(values_of(FORM == INT4 ? -8 : 0, scale, 0));
         for (int64_t i = g * each; i < (g + 1) * each; i += BLOCK) {
             __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(d->codes + i / 2)));
             c = _mm512_or_si512(c, _mm512_slli_epi32(c, 12));
@@ -255,10 +283,10 @@ static void decode_above_bf16(const rows_to_decode *rows, int64_t first, int64_t
 
 static void decode_rows(const rows_to_decode *d, int64_t first, int64_t last) {
 #ifdef __AVX512BW__
-    if (FORM == INT4 && d->dtype == BF16) return decode_int4_bf16(d, first, last);
-    if (MINIMA(FORM) && d->dtype == BF16 && d->scales_dtype != F32)
+    if ((FORM == INT4 || FORM == IQ4) && d->dtype == BF16) return decode_int4_bf16(d, first, last);
+    if (SUPER(FORM) && d->dtype == BF16 && d->scales_dtype != F32)
         return decode_above_bf16(d, first, last);
 #endif
-    if (MINIMA(FORM)) return decode_above(d, first, last);
+    if (SUPER(FORM)) return decode_above(d, first, last);
     decode_blocks(d, first, last);
 }

@@ -24,7 +24,8 @@ typedef struct {
         };
         int32_t pairs[BLOCK / 2];
     };
-    int32_t less[2], both; /* corrections for the codes' bias: per half block, and for the block */
+    /* corrections for the codes' bias: per half block (UINT2: the sums of its integers), and for the block */
+    int32_t less[2], both;
     float unit, sum; /* scale of the integers; sum of the values */
 } digits;
 
@@ -125,9 +126,15 @@ static inline float integers_by(int parts, uint32_t top, float *unit) {
 }
 
 static inline void set_sums(int form, const int32_t *sums, digits *to) {
-    to->less[0] = -BIAS[form] * sums[0], to->less[1] = -BIAS[form] * sums[1];
+    const int by = form == UINT2 ? 1 : -BIAS[form];
+    to->less[0] = by * sums[0], to->less[1] = by * sums[1];
     to->both = to->less[0] + to->less[1];
     to->sum = (float)(sums[0] + sums[1]) * to->unit;
+}
+
+/* The sum of the values of a half block, or of the block for formats with a minimum per block. */
+static inline float sum_of_part(const int form, const digits *d, int half) {
+    return HALVES(form) ? (float)d->less[half] * d->unit : d->sum;
 }
 
 #if WIDE > 16

@@ -21,7 +21,7 @@ static inline row_floats fp8_number(row_words codes, int t) {
 /* Decodes code t of each word. */
 static inline row_floats number(row_words codes, int t) {
     if (FORM == FP8) return fp8_number(codes, t);
-    if (FORM == INT8) return signed_byte(WITH_SIGN ? codes : codes ^ 0x80808080u, t);
+    if (FORM == INT8 || FORM == IQ4) return signed_byte(WITH_SIGN ? codes : codes ^ 0x80808080u, t);
     return __builtin_convertvector((row_sums)(codes >> (8 * t) & 255) - BIAS[FORM], row_floats);
 }
 
@@ -48,9 +48,9 @@ ALWAYS float_product(const int rows, const int strips, const coded *p, const str
         }
         const int64_t at = i / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM) * TILE;
         const int b = i / BLOCK % BLOCKS_OF(FORM);
-        row_floats factor[2][2], below[2];
+        row_floats factor[2][2], below[2][2];
         EACH_STRIP {
-            block_factors(FORM, of[s].codes + at, b, scale[s][0], least[s], factor[s], below + s);
+            block_factors(FORM, of[s].codes + at, b, scale[s][0], least[s], factor[s], below[s]);
             if (p->each < BLOCK) factor[s][1] = scale[s][1];
         }
         for (int h = 0; h < 2; h++) {
@@ -61,7 +61,7 @@ ALWAYS float_product(const int rows, const int strips, const coded *p, const str
                 row_words codes = code_word(FORM, of[s].codes + at, b, j);
                 UNROLLED for (int t = 0; t < 4; t++) {
                     row_floats v = number(codes, t);
-                    if (MINIMA(FORM)) v = multiply_add(v, factor[s][0], -below[s]);
+                    if (MINIMA(FORM)) v = multiply_add(v, factor[s][h], -below[s][h]);
                     UNROLLED for (int r = 0; r < rows; r++)
                         part[s][r] = multiply_add(v, all_rows(x[r][i + j * 4 + t]), part[s][r]);
                 }

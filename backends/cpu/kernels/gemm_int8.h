@@ -6,20 +6,20 @@
 #include "many_rows.h"
 
 /* Every format has this kernel if byte products accumulate in 32 bits; AVX2 without VNNI accumulates pairs in
- * 16 bits, which overflow at once for 8-bit codes. */
+ * 16 bits, which overflow at once for codes of 8 bits. */
 #if WIDE == 32 && !defined(__AVXVNNI__)
 #define IN_PAIRS
 #endif
 #ifdef INTEGERS
 #ifdef IN_PAIRS
-#define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8)
+#define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8 && FORM != IQ4)
 #else
 #define HAS_INT8_PANELS (FORM != FP8)
 #endif
 /* Scales per block; words of a block that one accumulator can sum without overflow. */
-enum { SCALED = FORM == INT6 ? 2 : 1 };
+enum { SCALED = 1 + HALVES(FORM) };
 #ifdef IN_PAIRS
-enum { WORDS_SUMMED = FORM == INT6 ? 2 : FORM == INT5 || FORM == UINT5 ? 4 : 8 };
+enum { WORDS_SUMMED = FORM == INT6 ? 2 : HALVES(FORM) || BYTES_OF(FORM) == FIVES_BYTES || FORM == UINT5 ? 4 : 8 };
 typedef int16_t part_sums __attribute__((vector_size(WIDE)));
 #else
 enum { WORDS_SUMMED = 8 / SCALED };
@@ -27,7 +27,7 @@ typedef row_sums part_sums;
 #endif
 /* Panel words per block. For x: integers, the initial sums (bias correction) of each part or the block's sum
  * for formats with minima, and the scale. For the weight: codes, scales, minima. */
-enum { X_WORDS = 8 + SCALED + 1, W_WORDS = 8 + SCALED + MINIMA(FORM) };
+enum { X_WORDS = 8 + SCALED + 1, W_WORDS = 8 + SCALED * (1 + MINIMA(FORM)) };
 #if WIDE == 64
 enum { INT8_ROWS = 6, INT8_VECTORS = 2 };
 #elif WIDE == 32
@@ -98,7 +98,7 @@ ALWAYS int8_kernel(const int vectors, int64_t blocks, const int32_t *a, const in
                     row_floats scale = *(const any_row_floats *)(scales + h * stride + v * WORDS), y = *to;
                     row_floats one = product_of(__builtin_convertvector(sum[i][v], row_floats), scale);
                     if (MINIMA(FORM)) {
-                        row_floats below = *(const any_row_floats *)(scales + SCALED * stride + v * WORDS);
+                        row_floats below = *(const any_row_floats *)(scales + (SCALED + h) * stride + v * WORDS);
                         y = multiply_add(below, all_rows(((const float *)start)[i]), y);
                     }
                     *to = multiply_add(one, all_rows(unit[i]), y);
@@ -133,8 +133,11 @@ static void pack_int8_rows(const char *rows, int dtype, int64_t stride, int64_t 
             if (i < count) bytes_of_block(FORM, (const bf16 *)(rows + i * stride) + b * BLOCK, &d);
             for (int j = 0; j < 8; j++) to[j * INT8_ROWS] = d.high[j];
             to += 8 * INT8_ROWS;
-            for (int h = 0; h < SCALED; h++) to[h * INT8_ROWS] = SCALED == 2 ? d.less[h] : d.both;
-            if (MINIMA(FORM)) memcpy(to, &d.sum, 4);
+            for (int h = 0; h < SCALED; h++) {
+                float sum = sum_of_part(FORM, &d, h);
+                to[h * INT8_ROWS] = SCALED == 2 ? d.less[h] : d.both;
+                if (MINIMA(FORM)) memcpy(to + h * INT8_ROWS, &sum, 4);
+            }
             memcpy(to + SCALED * INT8_ROWS, &d.unit, 4);
         }
 }
@@ -150,12 +153,14 @@ static void unpack_codes(const void *weight, int64_t column, int64_t columns, in
         for (int64_t i = first; i < last; i += BLOCK, to += W_WORDS * columns) {
             const uint8_t *w = of.codes + i / BLOCK / together * WORDS_OF(FORM) * LINE;
             const int b = i / BLOCK % together;
-            row_floats scale[2], least = {0}, factor[2], below;
+            row_floats scale[2], least = {0}, factor[2], below[2];
             scales_at(p, &of, i, scale, &least);
-            block_factors(FORM, w, b, scale[0], least, factor, &below);
+            block_factors(FORM, w, b, scale[0], least, factor, below);
             UNROLLED for (int j = 0; j < 8; j++) *(any_row_words *)(to + j * columns) = code_word(FORM, w, b, j);
-            for (int h = 0; h < SCALED; h++) *(any_row_floats *)(to + (8 + h) * columns) = factor[h];
-            if (MINIMA(FORM)) *(any_row_floats *)(to + (8 + SCALED) * columns) = -below;
+            for (int h = 0; h < SCALED; h++) {
+                *(any_row_floats *)(to + (8 + h) * columns) = factor[h];
+                if (MINIMA(FORM)) *(any_row_floats *)(to + (8 + SCALED + h) * columns) = -below[h];
+            }
         }
     }
 }

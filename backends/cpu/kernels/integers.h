@@ -32,17 +32,17 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
             if (strips < STRIPS_MOST)
                 UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
                     __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
-            row_floats factor[2], below;
-            block_factors(form, w, b, scale[s], least[s], factor, &below);
+            row_floats factor[2], below[2];
+            block_factors(form, w, b, scale[s], least[s], factor, below);
+            const int halves = 1 + HALVES(form);
             if (minima)
-                UNROLLED for (int r = 0; r < rows; r++)
-                    sum[s][r] = multiply_add(-below, all_rows(x[r][i + b].sum), sum[s][r]);
-            const int halves = form == INT6 ? 2 : 1;
+                UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int h = 0; h < halves; h++)
+                    sum[s][r] = multiply_add(-below[h], all_rows(sum_of_part(form, x[r] + i + b, h)), sum[s][r]);
             UNROLLED for (int h = 0; h < halves; h++) {
                 row_sums made[TOGETHER][2];
                 UNROLLED for (int r = 0; r < rows; r++) {
                     const digits *d = x[r] + i + b;
-                    start_sums(form, parts, halves == 2 ? d->less[h] : d->both, made[r]);
+                    start_sums(form, parts, minima ? 0 : halves == 2 ? d->less[h] : d->both, made[r]);
                 }
                 UNROLLED for (int j = h * 4; j < (halves == 2 ? h * 4 + 4 : 8); j++) {
                     row_words factors[2];

@@ -10,30 +10,36 @@
 #define HALF 16
 /* Rows of a tile. */
 #define TILE 16
-/* Values of an int6 super-block; byte offsets of the upper 2 bits and of the half blocks' int8 scales (the low
- * 4 bits come first), and its bytes. */
-#define SIXES 128
+/* Byte offsets, in an int6 super-block of 128 values, of the upper 2 bits and of the half blocks' int8 scales
+ * (the low 4 bits come first), and its bytes; the same for int3k (low 2 bits, upper bit), and for uint2, whose
+ * half blocks have a byte of 4-bit scale and minimum. */
 enum { SIXES_HIGH = 64, SIXES_SHARED = 96, SIXES_BYTES = 104 };
+enum { THREES_HIGH = 32, THREES_SHARED = 48, THREES_BYTES = 56, TWOS_SHARED = 32, TWOS_BYTES = 40 };
 /* The same for formats with minima: low 4 bits, uint5's upper bits, 6-bit scales and minima of the blocks. */
 #define ABOVE 256
 enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
 /* Bytes of an int5 block: low 4 bits, then the upper bits. */
 #define FIVES_BYTES 20
 
-#define MINIMA(form) ((form) == UINT4 || (form) == UINT5)
+/* Formats whose super-blocks are UINT4's or UINT5's; those with minima; those with a scale per half block. */
+#define SUPER(form) ((form) == UINT4 || (form) == UINT5)
+#define MINIMA(form) (SUPER(form) || (form) == UINT2 || (form) == MIN4 || (form) == MIN5)
+#define HALVES(form) ((form) == INT6 || (form) == INT3K || (form) == UINT2)
 /* Blocks per super-block, and its bytes. */
-#define BLOCKS_OF(form) ((form) == INT6 ? 4 : MINIMA(form) ? 8 : 1)
+#define BLOCKS_OF(form) (HALVES(form) ? 4 : SUPER(form) ? 8 : 1)
 #define BYTES_OF(form)                                                                          \
-    ((form) == INT4   ? HALF                                                                    \
-     : (form) == INT5 ? FIVES_BYTES                                                             \
+    ((form) == INT4 || (form) == IQ4 || (form) == MIN4 ? HALF                                   \
+     : (form) == INT5 || (form) == MIN5 ? FIVES_BYTES                                           \
      : (form) == INT6 ? SIXES_BYTES                                                             \
+     : (form) == INT3K ? THREES_BYTES                                                            \
+     : (form) == UINT2 ? TWOS_BYTES                                                             \
      : (form) == UINT4 ? ABOVE_UINT4                                                            \
      : (form) == UINT5 ? ABOVE_UINT5 : BLOCK)
 /* Minimum codes per scale; a group is a multiple. */
 #define SHARE_OF(form) ((form) == INT8 || (form) == FP8 ? HALF : BLOCKS_OF(form) * BLOCK)
 /* Whether unpacked words have the even values of a block first, then the odd ones: formats with two codes per
  * byte. */
-#define EVEN_ODD(form) ((form) == INT4 || (form) >= UINT4)
+#define EVEN_ODD(form) ((form) != INT8 && (form) != FP8 && !HALVES(form))
 
 /* Maximum tiles multiplied at a time with one row of x; each is in a memory stream of its own. AMD CPUs
  * (detected by SSE4A) are fastest with four streams and no prefetch: int8 34 and 51 GB/s against 30 and 36 for
@@ -55,15 +61,15 @@ static inline int strips_of_one(void) {
 #endif
 static inline int on_amx(int form, int digits, int64_t rows) {
 #ifdef ON_AMX
-    return rows > 4 && digits == 2 && (form == INT4 || form > INT6);
+    return rows > 4 && digits == 2 && EVEN_ODD(form);
 #endif
     return 0;
 }
 
 static inline int strips_of(int form, int digits, int64_t rows) {
     if (on_amx(form, digits, rows)) return 2;
-    if (rows > 2 || form > FP8 && form != INT5) return 1;
-    return rows == 2 || form == INT5 ? 2 : strips_of_one();
+    if (rows > 2 || HALVES(form) || MINIMA(form)) return 1;
+    return rows == 2 || form == INT5 || form == IQ4 ? 2 : strips_of_one();
 }
 
 /* Tiles per unit of work: a multiple of `runs`, so that its streams are of equal length and no tile is

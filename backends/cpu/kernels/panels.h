@@ -22,13 +22,13 @@ static void unpack_strip(const coded *p, const strip *of, int64_t first, int64_t
         UNROLLED for (int b = 0; b < together; b++) {
             row_words words[8];
             UNROLLED for (int j = 0; j < 8; j++) words[j] = code_word(FORM, w, b, j);
-            row_floats factor[2], below;
-            block_factors(FORM, w, b, scale[0], least, factor, &below);
+            row_floats factor[2], below[2];
+            block_factors(FORM, w, b, scale[0], least, factor, below);
             if (p->each < BLOCK) factor[1] = scale[1];
             UNROLLED for (int j = 0; j < BLOCK / 2; j++) {
-                row_floats f = factor[j / (HALF / 2)];
-                row_floats one = number_of_pair(words, j, 0) * f - below;
-                row_floats two = number_of_pair(words, j, 1) * f - below;
+                row_floats f = factor[j / (HALF / 2)], least_here = below[j / (HALF / 2)];
+                row_floats one = number_of_pair(words, j, 0) * f - least_here;
+                row_floats two = number_of_pair(words, j, 1) * f - least_here;
 #ifdef PANELS_BF16
                 *(any_word_lanes *)to = words_of((lanes)one, (lanes)two), to += stride;
 #else

@@ -151,8 +151,30 @@ static inline row_floats smaller(row_floats a, row_floats b) {
 
 #define NIBBLES 0x0f0f0f0fu
 /* Bias of stored codes: code = value + BIAS. */
-static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16};
+static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16, [INT3K] = 4,
+                                [IQ4] = WITH_SIGN ? 0 : 128};
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
+
+/* The values of the codes, indices of a table, biased. */
+static inline row_words values_listed(const int form, row_words codes) {
+    uint8_t table[TILE] __attribute__((aligned(TILE)));
+    UNROLLED for (int i = 0; i < TILE; i++) table[i] = (uint8_t)(TABLE[form == IQ4][i] + BIAS[IQ4]);
+#if WIDE == 64
+    __m128i list = _mm_load_si128((const __m128i *)table);
+    return (row_words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(list), (__m512i)codes);
+#elif WIDE == 32
+    __m128i list = _mm_load_si128((const __m128i *)table);
+    return (row_words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(list), (__m256i)codes);
+#elif defined(__ARM_NEON)
+    return (row_words)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#elif defined(__SSSE3__)
+    return (row_words)_mm_shuffle_epi8(_mm_load_si128((const __m128i *)table), (__m128i)codes);
+#else
+    uint8_t *c = (uint8_t *)&codes;
+    for (int i = 0; i < WIDE; i++) c[i] = table[c[i]];
+    return codes;
+#endif
+}
 
 /* Word j of the (biased, fp8: plain) codes of block `b` of the super-block at `p`. */
 static inline row_words code_word(const int form, const uint8_t *p, int b, int j) {
@@ -163,8 +185,14 @@ static inline row_words code_word(const int form, const uint8_t *p, int b, int j
         row_words high = words_at(p, SIXES_HIGH / 4 + j) >> (2 * b) & 0x03030303u;
         return low | high << 4;
     }
+    if (form == INT3K || form == UINT2) {
+        row_words low = words_at(p, j) >> (2 * b) & 0x03030303u;
+        if (form == UINT2) return low;
+        return low | (words_at(p, THREES_HIGH / 4 + j % 4) >> (b + j / 4 * 4) & 0x01010101u) << 2;
+    }
     row_words c = words_at(p, 4 * b + j / 2) >> (j % 2 * 4) & NIBBLES;
-    if (form == INT5) {
+    if (form == IQ4) return values_listed(form, c);
+    if (form == INT5 || form == MIN5) {
         row_words u = words_at(p, HALF / 4);
         return c | (j < 4 ? u << (4 - j) : u >> (j - 4)) & 0x10101010u;
     }
@@ -197,20 +225,26 @@ static inline strip strip_of(const coded *p, int64_t tile, int lane, float *out)
 }
 #define EACH_STRIP UNROLLED for (int s = 0; s < strips; s++)
 
-/* Scales of the half blocks of block `b` of the super-block at `p`, and the minimum to subtract. */
+/* Scales of the half blocks of block `b` of the super-block at `p`, and the minima to subtract. */
 static inline void block_factors(const int form, const uint8_t *p, int b, row_floats scale,
                                  row_floats least, row_floats *factor, row_floats *below) {
-    factor[0] = factor[1] = scale, *below = (row_floats){0};
-    if (form == INT6) {
-        row_words shared = words_at(p, SIXES_SHARED / 4 + b / 2);
-        factor[0] = product_of(scale, signed_byte(shared, b % 2 * 2));
-        factor[1] = product_of(scale, signed_byte(shared, b % 2 * 2 + 1));
+    factor[0] = factor[1] = scale;
+    below[0] = below[1] = MINIMA(form) ? least : (row_floats){0};
+    if (HALVES(form)) {
+        const int at = form == INT6 ? SIXES_SHARED : form == INT3K ? THREES_SHARED : TWOS_SHARED;
+        row_words shared = words_at(p, at / 4 + b / 2);
+        UNROLLED for (int h = 0; h < 2; h++) {
+            int nth = b % 2 * 2 + h;
+            row_floats integer = signed_byte(form == UINT2 ? shared & NIBBLES : shared, nth);
+            factor[h] = product_of(scale, integer);
+            if (form == UINT2) below[h] = product_of(least, signed_byte(shared >> 4 & NIBBLES, nth));
+        }
     }
-    if (MINIMA(form)) {
+    if (SUPER(form)) {
         row_words first = words_at(p, WORDS_OF(form) - 3);
         row_words second = words_at(p, WORDS_OF(form) - 2);
         row_words last = words_at(p, WORDS_OF(form) - 1);
         factor[0] = factor[1] = product_of(scale, integer_in(first, last, first, b, 0));
-        *below = product_of(least, integer_in(second, last, second, b, 1));
+        below[0] = below[1] = product_of(least, integer_in(second, last, second, b, 1));
     }
 }

@@ -1,8 +1,7 @@
 """Dequantises the blocks of GGUF files (ops/layouts.py), and repacks them as codes and scales where
 that is lossless.
 
-A block is a row of bytes. Types whose minima are float16 too (Q4_1, Q5_1) are dequantised. Every
-product is exact in float32.
+A block is a row of bytes. Every product is exact in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from g4ir.ops.codecs import FORMATS, dequantize_codes
+from g4ir.ops.codecs import FORMATS, dequantize_codes, pack_codes
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
@@ -21,7 +20,6 @@ Part = Callable[["torch.Tensor"], "torch.Tensor"]
 
 #: bytes converted at a time: few enough for a core's cache
 PIECE = 1 << 18
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,14 @@ class BlockFormat:
         return values
 
 
-def _coded(kind: str, code_format: str, group: int) -> BlockFormat:
+def _coded(kind: str, code_format: str, group: int, scales: Part | None = None) -> BlockFormat:
     """Return a block format with the codes of `code_format` in another bit order."""
 
     def codes(blocks: torch.Tensor) -> torch.Tensor:
         packed: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMATS[code_format].layout)
         return packed.view(torch_dtype(FORMATS[code_format].codes))
 
-    return BlockFormat(Scheme(code_format, group, "f16"), codes, partial(_scales, kind))
+    return BlockFormat(Scheme(code_format, group, "f16"), codes, scales or partial(_scales, kind))
 
 
 def _scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
@@ -55,19 +53,27 @@ def _scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-def _iq4(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_IQ4, dtype=torch.int8)[LAYOUTS[kind].read(blocks).int()]
+def _integers(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Return the signed integers of blocks that have 6 bits each: i8[n, values]."""
+    layout = LAYOUTS[f"{kind} integers"]
+    integers = layout.read(LAYOUTS[kind].split(blocks)["integers"]).to(torch.int8) - layout.zero
+    return integers
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Return int3k codes, whose integers have 8 bits."""
+    layout, integers = LAYOUTS["Q3_K"], _integers("Q3_K", blocks).view(torch.uint8)
+    values = layout.read(blocks).to(torch.int8) - layout.zero
+    return pack_codes(values, "int3k", integers)
 
 
 def _iq4_xs_scales(blocks: torch.Tensor) -> torch.Tensor:
-    layout, parts = LAYOUTS["IQ4_XS integers"], LAYOUTS["IQ4_XS"].split(blocks)
-    integers = layout.read(parts["integers"]).to(torch.int8) - layout.zero
-    return _scales("IQ4_XS", blocks).float() * integers
+    return _scales("IQ4_XS", blocks).float() * _integers("IQ4_XS", blocks)
 
 
-def _with_minimum(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    scale, minimum = _scales(kind, blocks).float().split(1, -1)
-    return LAYOUTS[kind].read(blocks) * scale + minimum
+def _minimum_scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Return scales and minima of blocks that add their minimum: w = code * scale + minimum."""
+    return _scales(kind, blocks) * torch.tensor([1, -1], dtype=torch.float16)
 
 
 CODED = {
@@ -77,12 +83,15 @@ CODED = {
     "Q4_K": _coded("Q4_K", "uint4", 256),
     "Q5_K": _coded("Q5_K", "uint5", 256),
     "Q6_K": _coded("Q6_K", "int6", 256),
-    "IQ4_NL": BlockFormat(
-        Scheme("int8", 32, "f16"), partial(_iq4, "IQ4_NL"), partial(_scales, "IQ4_NL")
+    "Q2_K": _coded("Q2_K", "uint2", 256),
+    "Q3_K": BlockFormat(Scheme("int3k", 256, "f16"), _q3_k, partial(_scales, "Q3_K")),
+    "Q4_1": _coded("Q4_1", "min4", 32, partial(_minimum_scales, "Q4_1")),
+    "Q5_1": _coded("Q5_1", "min5", 32, partial(_minimum_scales, "Q5_1")),
+    "IQ4_NL": _coded("IQ4_NL", "iq4", 32),
+    "IQ4_XS": BlockFormat(
+        Scheme("iq4", 32, "f32"), _coded("IQ4_XS", "iq4", 32).codes, _iq4_xs_scales
     ),
-    "IQ4_XS": BlockFormat(Scheme("int8", 32, "f32"), partial(_iq4, "IQ4_XS"), _iq4_xs_scales),
 }
-DENSE: dict[str, Part] = {kind: partial(_with_minimum, kind) for kind in ("Q4_1", "Q5_1")}
 
 
 def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:

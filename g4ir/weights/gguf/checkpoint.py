@@ -8,7 +8,6 @@ are converted back to the layout of Hugging Face checkpoints.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import HEAD, NORM, checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.finite import cast
-from g4ir.ops.types import TORCH_NAMES, torch
+from g4ir.ops.types import torch
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint, check_norms, dtype_of
@@ -28,7 +27,7 @@ from g4ir.weights.formats.base import Files, StoredWeight, quantised_weight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
-from .blocks import CODED, DENSE, Part, by_pieces
+from .blocks import CODED, Part, by_pieces
 from .container import (
     HALVES,
     ROPE,
@@ -44,7 +43,7 @@ from .container import (
 
 log = logging.getLogger(__name__)
 
-READ = (*FLOATS, *CODED, *DENSE)
+READ = (*FLOATS, *CODED)
 Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
 
@@ -55,11 +54,6 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     names = checkpoint_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
     defaults = _checked(file, spec, live, text_tensors(spec), problems, stored)
-    dense = Counter(t.stored.name for ts in live.values() for t in ts if t.stored.name in DENSE)
-    if dense:
-        counts = ", ".join(f"{n} of {kind}" for kind, n in sorted(dense.items()))
-        message = "%s: tensors with minima become %s, as no codes of a form say the same: %s"
-        log.warning(message, file.path, TORCH_NAMES[dtype], counts)
     files = Files(file.path.parent)
     quantised = {checkpoint_name(param) for param in weights_of(spec)}
     plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
@@ -202,7 +196,7 @@ class Blocks:
         kind, name = t.stored.name, t.entry.name
         if kind in FLOATS:
             return cast(self.files.rows((t.header, t.entry), rows), self.dtype, name)
-        dequantize = CODED[kind].dequantize if kind in CODED else DENSE[kind]
+        dequantize = CODED[kind].dequantize
         return self._convert(t, lambda b: cast(dequantize(b), self.dtype, name), rows)
 
     def _convert(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
