@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from g4ir.errors import InputError, MissingError
 from g4ir.ui import console
+from g4ir.ui.units import size_text
 from g4ir.weights.origin import AbsentWeights
 
 from . import USUAL
-from .common import Draft, Load, OnDisk, OnEngine
+from .common import Draft, FirstUse, Load, OnDisk
 from .models import named_model
-from .verb import Size, flag, setting
+from .serve_models import make_pool, make_router, named_models
+from .verb import ANY_MODEL, Bytes, Size, Verb, argument, flag, setting
 
 if TYPE_CHECKING:
-    from g4ir.engine.engine import Engine
     from g4ir.serve.app import Server
+    from g4ir.serve.pool import ModelPool, PooledModel
+    from g4ir.serve.router import Router
     from g4ir.serve.server import Address
 
 
@@ -30,14 +33,19 @@ http, access = partial(flag, title="HTTP"), partial(flag, title="access")
 scheduler = partial(flag, title="scheduler")
 
 
-class Serve(OnEngine):
+class Serve(Verb):
     """Answer HTTP requests until a signal."""
 
     from_environment = True
+    models: list[str] = argument(f"{ANY_MODEL}; several are loaded on demand", "MODEL", "*")
+    first_use: FirstUse
     config: str | None = http("YAML file of flags; flags and G4IR_FLAG variables win", None, "FILE")
     host: str = http("bind address (default 127.0.0.1)", "127.0.0.1", "NAME")
     port: int = http("port (default 8000; 0: any free port)", 8000, "N")
-    served_name: list[str] = http("model name in the API (default: the name of MODEL)", (), "NAME")
+    served_name: list[str] = http("model name in the API; *: any (default: of MODEL)", (), "NAME")
+    max_loaded: int | None = http(
+        "of several models, loaded at a time (default: that fit)", None, "N"
+    )
     root_path: str = http("URL prefix under a proxy, such as /llm", "", "PATH")
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
     log_requests: bool = http("log a line per request, without texts", False)
@@ -52,6 +60,10 @@ class Serve(OnEngine):
     prefix_memory: Size | None = scheduler("prefix cache size in memory; 0: none", None, "BYTES")
     chunk_tokens: int | None = setting("prefill tokens between two decode steps")
     max_body: int = setting("maximum size of a request body in MiB", 32)
+    models_memory: Bytes | None = setting(
+        "memory for several models (default: that of the machine)"
+    )
+    load_wait: float = setting("maximum seconds of a request for the memory of busy models", 30.0)
     drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
     page: bool = setting("off: no web page at /", True)
     load: Load
@@ -60,15 +72,19 @@ class Serve(OnEngine):
 
     def __call__(self) -> int:
         console.use_format(self.log_format)
-        app, address = self._server()
+        named = named_models(self.models)
+        app, address = self.make_server()
         from g4ir.serve import server
         from g4ir.serve.auth import is_loopback
 
-        self._check_model()
+        router = make_router(app) if len(named) > 1 else None
+        app = router or app
+        for model in named.values():
+            self._check_model(model)
         if not (app.gate.keys or is_loopback(self.host)):
             console.say(f"{self.host} is open to others, and no --api-key-file is given", "warning")
 
-        def loader() -> Engine:
+        def loader() -> Any:
             with console.Progress() as progress:
 
                 def report(message: str) -> None:
@@ -77,9 +93,12 @@ class Serve(OnEngine):
                     if app.draining:  # ends a build, which removes its files
                         raise console.Ended(signal.SIGTERM)
 
-                engine = self.with_engine(self.draft, progress=report).engine
-                server.check_engine(engine, self.load.trust)
-                loaded = self.load.to_generate(engine, report)
+                engines = self.first_use.engines([*named.values()], self.draft, progress=report)
+                for engine in engines:
+                    server.check_engine(engine, self.load.trust)
+                if router:
+                    return self._pool(router, dict(zip(named, engines, strict=True)))
+                loaded = self.load.to_generate(engines[0], report)
             gc.set_threshold(*USUAL)
             return loaded
 
@@ -90,22 +109,39 @@ class Serve(OnEngine):
             console.leave(0)
         return 0
 
-    def _check_model(self) -> None:
+    def _pool(self, router: Router, engines: Mapping[str, str]) -> ModelPool:
+        """Return the models of a router, whose processes get the flags of this verb."""
+        from g4ir.serve.worker import WorkerHandle
+
+        def start(model: PooledModel) -> WorkerHandle:
+            console.say("loading", model=model.name, needs=size_text(model.need))
+            one = replace(self, models=[f"{model.name}={model.path}"])
+            log = partial(console.say, model=model.name)
+            return WorkerHandle(serve_one, (one, router.secret), log)
+
+        limits = {
+            "max_loaded": self.max_loaded,
+            "max_waiting": self.queue,
+            "wait_s": self.load_wait,
+        }
+        return make_pool(router, engines, start, self.models_memory, **limits)
+
+    def _check_model(self, model: str) -> None:
         """Raise for what is no model, or an engine that cannot be served, before the port is open:
         a build takes minutes, in which health checks are answered."""
         from g4ir.serve.server import check_engine
 
         try:
-            model = named_model(self.engine)
+            engine = named_model(model).engine
         except AbsentWeights:  # may be downloaded
             return
-        if model.engine:
-            check_engine(self.engine, self.load.trust)
+        if engine:
+            check_engine(model, self.load.trust)
 
-    def _server(self) -> tuple[Server, Address]:
-        """Create the server from the flags."""
+    def make_server(self) -> tuple[Server, Address]:
+        """Create the server of one model from the flags."""
         try:
-            from g4ir.serve.app import Server
+            from g4ir.serve.app import ANY_NAME, Server
             from g4ir.serve.auth import Auth, allowed_hosts, read_keys
             from g4ir.serve.media_sources import MediaFolder
             from g4ir.serve.server import Address
@@ -114,14 +150,20 @@ class Serve(OnEngine):
                 raise
             raise MissingError(f"serving needs {e.name}: pip install 'g4ir[serve]'") from e
         from g4ir.engine.async_engine import AsyncEngineConfig
+        from g4ir.engine.requests import check_minimums
         from g4ir.engine.scheduler import SchedulerConfig
 
         if self.max_body < 1:
             raise InputError(f"--max-body {self.max_body}: expected at least 1 MiB")
         max_bytes = self.max_body << 20
         keys = read_keys(self.api_key_file) if self.api_key_file else ()
-        default = Path(self.engine).resolve().name.removesuffix(".gguf")
-        name, *aliases = self.served_name or [default]
+        default, *others = named_models(self.models)
+        own = [n for n in self.served_name if n != ANY_NAME]
+        if others and own:
+            raise InputError("--served-name is for one model; give several as NAME=MODEL")
+        name, *aliases = own or [default]
+        aliases += [ANY_NAME] if ANY_NAME in self.served_name else []
+        check_minimums(vars(self), max_loaded=1, load_wait=0)
         if not self.max_gap > 0:
             raise InputError(f"--max-gap {self.max_gap:g}: expected more than 0 milliseconds")
         config = SchedulerConfig(
@@ -145,6 +187,21 @@ class Serve(OnEngine):
         )
         tls = self.tls_cert, self.tls_key
         return app, Address(self.host, self.port, self.drain, tls)
+
+
+def serve_one(pipe: Any, verb: Serve, secret: str) -> None:
+    """Serve the one model of a verb to the router at the other end of a pipe."""
+    from g4ir.serve.worker import Parent, WorkerAuth, serve_model
+
+    with console.logs():
+        console.use_format(verb.log_format)
+        parent, quiet = Parent(pipe), lambda message: None
+        server, _ = verb.make_server()
+        server.gate = WorkerAuth(max_body=server.gate.max_body, secret=secret)
+        server.page, server.root_path, server.origins = False, "", ()
+        server.log = parent if verb.log_requests else None
+        (engine,) = named_models(verb.models).values()
+        serve_model(server, parent, lambda: verb.load.to_generate(engine, quiet))
 
 
 def _origins(origins: Sequence[str]) -> tuple[str, ...]:

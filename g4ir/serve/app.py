@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 #: seconds without an event before a keepalive is sent, and the interval of the check
 ALIVE_S, LOOK_S = 10.0, 1.0
+#: alias by which any name is the model's
+ANY_NAME = "*"
 #: minimum bytes of a large body
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
@@ -110,7 +112,7 @@ class Server:
     folder: MediaFolder = field(default_factory=MediaFolder)
     #: whether to serve the chat page at /
     page: bool = True
-    #: other names of the model
+    #: other names of the model; `*`: any
     aliases: tuple[str, ...] = ()
     #: allowed CORS origins; `*`: all
     origins: tuple[str, ...] = ()
@@ -130,8 +132,8 @@ class Server:
         self._large = asyncio.Semaphore(1)
         self._media = MediaQueue(self.settings.waiting)
 
-    def start(self, engine: Engine) -> AsyncEngine:
-        """Serve this engine from now on."""
+    def start(self, engine: Engine) -> list[str]:
+        """Serve this engine from now on; returns lines for the log."""
         prompts = Prompts(engine)
         prompts.vocabulary.longest  # noqa: B018  # raises for an engine without a tokenizer
         prompts.grammars.prepare()
@@ -140,11 +142,27 @@ class Server:
         self.prompts = prompts
         service = AsyncEngine(engine, self.settings, self.scheduler_config)
         self.service = self.metrics.service = service
-        return service
+        return [service.scheduler.prefiller.capacity()]
 
-    def app(self) -> Starlette:
-        """Return the ASGI application."""
-        paths: dict[str, tuple[str, Handler]] = {
+    @property
+    def ready(self) -> bool:
+        """Whether the engine has been loaded."""
+        return self.service is not None
+
+    def stop(self) -> None:
+        """Cancel all requests."""
+        if self.service:
+            self.service.close()
+
+    def close(self) -> None:
+        """Cancel all requests and free the engine."""
+        self.stop()
+        if self.service:
+            self.service.engine.close()
+
+    def handlers(self) -> dict[str, tuple[str, Handler]]:
+        """Return path -> its method and handler."""
+        return {
             "/livez": ("GET", self.live),
             "/readyz": ("GET", self.health),
             "/health": ("GET", self.health),
@@ -164,6 +182,10 @@ class Server:
             "/tokenizer_info": ("GET", self.tokenizer_info),
             "/server_info": ("GET", self.server_info),
         }
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        paths = self.handlers()
         self._paths, routes = [*paths], []
         for path, (method, handler) in paths.items():
             ends = (path, f"{path}/")  # a client's base URL may end with a slash
@@ -207,7 +229,7 @@ class Server:
         request.state.said |= {"end": refused.code} if refused.code else {}
         protocol = next((p for p in ERRORS if path.startswith(p)), None)
         body = ERRORS[protocol](refused) if protocol else refused.body()
-        return _json(body, refused.status, refused.headers)
+        return json_response(body, refused.status, refused.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
         """Refuse an unknown path or method, with the nearest path."""
@@ -228,14 +250,14 @@ class Server:
     async def health(self, request: Request) -> Response:
         """Health check: 200 if requests are accepted."""
         self._ready()
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def live(self, request: Request) -> Response:
         """Liveness check: 200 as long as the process answers."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def get_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -249,10 +271,11 @@ class Server:
             if note := self.prompts.template.note:
                 model["note"] = note
         if (name := request.path_params.get("name")) is None:
-            names = (self.name, *self.aliases)
-            return _json({"object": "list", "data": [{"id": n, **model} for n in names]})
+            return json_response(
+                {"object": "list", "data": [{"id": n, **model} for n in self.names]}
+            )
         self._check_model(name := name.rstrip("/"))
-        return _json({"id": name, **model})
+        return json_response({"id": name, **model})
 
     async def server_info(self, request: Request) -> Response:
         """Return the model, its limits, the queue, the prefix cache and the build."""
@@ -261,10 +284,10 @@ class Server:
         build = {"g4ir": __version__, "backend": engine.config.backend}
         build |= {"device": engine.device, "dtype": engine.dtype}
         prefixes = scheduler.prefixes
-        return _json(
+        return json_response(
             {
                 "model": self.name,
-                "names": [self.name, *self.aliases],
+                "names": self.names,
                 "variant": engine.spec.name,
                 "media": sorted(engine.media.kinds),
                 "limits": vars(engine.limits),
@@ -276,10 +299,14 @@ class Server:
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Return the tokenizer's settings, for clients that tokenise themselves."""
-        return _json(self._ready()[0].tokenizer_info())
+        return json_response(self._ready()[0].tokenizer_info())
+
+    @property
+    def names(self) -> list[str]:
+        return [n for n in (self.name, *self.aliases) if n != ANY_NAME]
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in (self.name, *self.aliases):
+        if name is not None and ANY_NAME not in self.aliases and name not in self.names:
             message = f"model: there is no {name[:80]!r} here; this server has {self.name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
@@ -297,23 +324,25 @@ class Server:
         (served,), _ = await self._requests(request, TOKENIZED)
         size = {"max_model_len": self._ready()[0].engine.limits.max_seq}
         count = {"count": len(served.tokens), **size}
-        return _json({**count, "tokens": served.tokens, "token_strs": None})
+        return json_response({**count, "tokens": served.tokens, "token_strs": None})
 
     async def render(self, request: Request) -> Response:
         """Return the token ids and the text of a conversation."""
         (served,), _ = await self._requests(request, RENDERED)
         text = await run_in_threadpool(self._ready()[0].text, served.tokens)
-        return _json({"prompt": text, "token_ids": served.tokens})
+        return json_response({"prompt": text, "token_ids": served.tokens})
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation."""
         (served,), _ = await self._requests(request, COUNTED)
-        return _json({"input_tokens": len(served.tokens)})
+        return json_response({"input_tokens": len(served.tokens)})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
         (served,), _ = await self._requests(request, DETOKENIZED)
-        return _json({"prompt": await run_in_threadpool(self._ready()[0].text, served.tokens)})
+        return json_response(
+            {"prompt": await run_in_threadpool(self._ready()[0].text, served.tokens)}
+        )
 
     async def _requests(self, request: Request, api: Api) -> tuple[Requests, Body]:
         """Read a body; return its requests and the parsed body. It is parsed in a thread (large
@@ -372,7 +401,8 @@ class Server:
         """Generate answers to a conversation, or to prompts."""
         _, service = self._ready()
         served, original = await self._requests(request, api)
-        running = Running(self, served, api.format(served, self.name, original), request)
+        name = served[0].fields.get("model", self.name)
+        running = Running(self, served, api.format(served, name, original), request)
         await run_in_threadpool(running.submit, service)
         if running.fields.get("stream"):
             return Streamed(running)
@@ -504,9 +534,15 @@ class Running:
                 self._take(answer, event)
         usage = self._usage()
         if any(a.prompt for a in self.answers):  # large: in a thread
-            return await run_in_threadpool(lambda: _json(self.format.complete(self.answers, usage)))
+            return await run_in_threadpool(
+                lambda: json_response(self.format.complete(self.answers, usage))
+            )
         body = self.format.complete(self.answers, usage)
-        return Response(body, media_type="text/plain") if isinstance(body, str) else _json(body)
+        return (
+            Response(body, media_type="text/plain")
+            if isinstance(body, str)
+            else json_response(body)
+        )
 
     async def stream(self) -> AsyncIterator[str]:
         """Yield the answer as server-sent events, all that are queued at once; an error is the last
@@ -567,5 +603,7 @@ def _text(value: Any) -> str:
     return _ENCODER.encode(value)
 
 
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(_text(value), status, headers, "application/json")

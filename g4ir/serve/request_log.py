@@ -20,7 +20,8 @@ HEADERS = ("X-Request-Id", "request-id")
 
 @dataclass
 class RequestLog:
-    """ASGI middleware. log: callback with values that have no text of a request; None: no log.
+    """ASGI middleware. log: callback with values that have no text of a request; None: no log (a
+    forwarded request is logged by the process that answers it).
     count: callback with the path and status of each response, 0 for none."""
 
     app: ASGIApp
@@ -34,7 +35,7 @@ class RequestLog:
         client_id = Headers(scope=scope).get(HEADERS[0], "")
         number = client_id if _ID.fullmatch(client_id) else f"req_{secrets.token_hex(12)}"
         values: dict[str, Any] = {}
-        scope.setdefault("state", {})["said"] = values
+        scope.setdefault("state", {}).update(said=values, id=number)
         status, sent, began = 0, 0, time.monotonic()
 
         async def answered(message: Message) -> None:
@@ -50,7 +51,7 @@ class RequestLog:
             await self.app(scope, receive, answered)
         finally:
             self.count(scope["path"], status)
-            if self.log and scope["method"] != "GET":
+            if self.log and scope["method"] != "GET" and not values.get("forwarded"):
                 values |= {"sent": sent, "seconds": round(time.monotonic() - began, 4)}
                 path = ascii(scope["path"])[1:-1][:100]
                 head = {"id": number, "method": scope["method"], "path": path, "status": status}

@@ -205,14 +205,14 @@ class ServerProcess(uvicorn.Server):
 
     def drain(self, seconds: float) -> None:
         """Wait `seconds` for running answers, cancel the others, and exit."""
-        end, service = time.monotonic() + seconds, self.server.service
-        if service:
+        end, ready = time.monotonic() + seconds, self.server.ready
+        if ready:
             self.log("draining", running=len(self.server_state.tasks), seconds=seconds)
         while self.server_state.tasks and time.monotonic() < end:
             time.sleep(0.01)
-        if service:
+        if ready:
             self.log("ended", cancelled=len(self.server_state.tasks))
-            service.close()
+        self.server.stop()
         self.should_exit = True
 
     def load(self, loader: Callable[[], Engine]) -> None:
@@ -222,8 +222,8 @@ class ServerProcess(uvicorn.Server):
             if self.server.draining:
                 engine.close()
                 return
-            service = self.server.start(engine)
-            self.log(service.scheduler.prefiller.capacity())
+            for line in self.server.start(engine):
+                self.log(line)
             self.log("ready")
         except BaseException as e:
             self.error = None if isinstance(e, console.Ended) else e
@@ -251,9 +251,7 @@ def serve(
     finally:
         if process.loading.ident:
             process.loading.join(LOADING_S)
-        if server.service:
-            server.service.close()
-            server.service.engine.close()
+        server.close()
     if process.error:
         raise process.error
-    return server.service is None
+    return not server.ready

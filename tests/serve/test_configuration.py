@@ -124,7 +124,7 @@ def test_variables_that_are_not_ours(
     for name in ("G4IR_ISA", "G4IR_SERVICE_HOST", "G4IR_PORT_8000_TCP", "G4IR_MAX_GPA"):
         monkeypatch.setenv(name, "1")
     _, values = parse(["serve", "engine"])
-    assert values == {"engine": "engine"}
+    assert values == {"models": ["engine"]}
     (line,) = [record.message for record in caplog.records]
     assert line == "G4IR_MAX_GPA: unknown key; did you mean G4IR_MAX_GAP?"
 

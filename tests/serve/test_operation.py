@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from g4ir.errors import InputError
+from g4ir.serve.app import ANY_NAME, Server
 from g4ir.serve.auth import Auth
 from g4ir.serve.server import Address
 from tests.cases import TABLES
@@ -74,6 +75,10 @@ def test_the_model_has_several_names(operated: Running) -> None:
         for name, status in ((NAME, 200), ("other", 200), ("third", 404)):
             got = client.post("/v1/chat/completions", json={**CHAT, "model": name})
             assert got.status_code == status
+            assert status != 200 or got.json()["model"] == name  # clients compare it
+    other = Server(NAME, aliases=(ANY_NAME,))
+    other._check_model("gpt-4o")
+    assert other.names == [NAME]
 
 
 @pytest.mark.parametrize(("path", "headers", "status"), TABLES["server"]["keys"])

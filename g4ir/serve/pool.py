@@ -1,0 +1,233 @@
+"""Several models in one server: loaded on demand, unloaded least recently used first.
+
+A request waits in line for its model. The line is served in order: a model that is not loaded is
+loaded if it fits; otherwise the least recently used of the others is unloaded, once it is idle. No
+new request begins on that one meanwhile, so the line always moves on. A line that busy models hold
+up for `wait_s` seconds ends with an error that names the models that would fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from g4ir.errors import G4Error
+from g4ir.ui.units import size_text
+
+from .http_errors import Refused, later
+
+UNLOADED, LOADING, READY, UNLOADING = "unloaded", "loading", "ready", "unloading"
+
+
+class Worker(Protocol):
+    """A process that serves one model at a port of this machine."""
+
+    port: int
+
+    async def load(self) -> None:
+        """Start it; returns once it is ready. Raises a G4Error."""
+
+    async def stop(self) -> None:
+        """End it, and wait until its memory is free."""
+
+    def end(self) -> None:
+        """Ask it to end; its answers end with an error. Thread-safe."""
+
+    @property
+    def alive(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class PooledModel:
+    """A model: its engine, the bytes that it needs, and facts for clients. `active`: running
+    requests; `used`: when the last one began; `advice`: why it can never fit, else ""."""
+
+    name: str
+    path: Path
+    need: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    advice: str = ""
+    state: str = UNLOADED
+    worker: Worker | None = None
+    active: int = 0
+    used: float = 0.0
+
+    @property
+    def resident(self) -> bool:
+        return self.state != UNLOADED
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in line. `blocked`: since when busy models alone keep its model from loading."""
+
+    model: PooledModel
+    granted: asyncio.Future[None]
+    blocked: float | None = None
+
+
+@dataclass
+class ModelPool:
+    """The models of a server, the first one the default. `capacity`: bytes for loaded models;
+    `start`: returns a new worker. Its methods run in the event loop."""
+
+    models: Sequence[PooledModel]
+    start: Callable[[PooledModel], Worker]
+    capacity: int
+    max_loaded: int | None = None
+    max_waiting: int = 64
+    wait_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self.line: list[Ticket] = []
+        self._tasks = set[asyncio.Task[None]]()
+
+    def find(self, name: str) -> PooledModel | None:
+        return next((m for m in self.models if m.name == name), None)
+
+    @asynccontextmanager
+    async def lease(self, model: PooledModel) -> AsyncIterator[Worker]:
+        """A context in which a model stays loaded; loads it first. Refused if it cannot be, or if
+        too many requests are in line."""
+        if model.advice:
+            raise later(503, "does_not_fit", f"model: {model.advice}; {self._loaded()}", 60)
+        if sum(t.model is model for t in self.line) >= self.max_waiting:
+            message = f"{self.max_waiting} requests wait for {model.name!r} already; try later"
+            raise later(429, "queue_full", message)
+        ticket = Ticket(model, asyncio.get_running_loop().create_future())
+        self.line.append(ticket)
+        try:
+            self._serve_line()
+            while not ticket.granted.done():  # the clock of `blocked` needs a look now and then
+                await asyncio.wait({ticket.granted}, timeout=self.wait_s / 30)
+                self._serve_line()
+            ticket.granted.result()
+        except BaseException:
+            if ticket.granted.done() and not ticket.granted.cancelled():
+                self._release(model if not ticket.granted.exception() else None)
+            raise
+        finally:
+            if ticket in self.line:
+                self.line.remove(ticket)
+        try:
+            assert model.worker
+            yield model.worker
+        finally:
+            self._release(model)
+
+    def _release(self, model: PooledModel | None) -> None:
+        if model:
+            model.active -= 1
+            if model.worker and not model.worker.alive:
+                model.state, model.worker = UNLOADED, None
+        self._serve_line()
+
+    def _serve_line(self) -> None:
+        """Grant what can be granted, in order, and begin to load and unload."""
+        leaving, reserved = set[PooledModel](), False
+        for ticket in [*self.line]:
+            model = ticket.model
+            if (
+                model.state == READY
+                and model.worker
+                and not model.worker.alive
+                and not model.active
+            ):
+                model.state, model.worker = UNLOADED, None
+            if model.state == READY and model not in leaving:
+                self._grant(ticket)
+            elif model.state == UNLOADED and not reserved:
+                leaving |= {*(victims := self._victims(model))}
+                if not victims:
+                    self._begin(model, LOADING, self._load(model))
+                    continue
+                reserved = True  # memory that becomes free is for this model
+                for victim in victims:
+                    if victim.state == READY and not victim.active:
+                        self._begin(victim, UNLOADING, self._unload(victim))
+                self._note_blocked(ticket, victims)
+
+    def _grant(self, ticket: Ticket) -> None:
+        self.line.remove(ticket)
+        if not ticket.granted.done():
+            ticket.model.active += 1
+            ticket.model.used = time.monotonic()
+            ticket.granted.set_result(None)
+
+    def _victims(self, model: PooledModel) -> list[PooledModel]:
+        """Return the models that have to go before another is loaded: idle ones first, of these
+        the least recently used."""
+        others = [m for m in self.models if m.resident]
+        others.sort(key=lambda m: (m.state != UNLOADING, m.state == LOADING, m.active > 0, m.used))
+        victims = list[PooledModel]()
+        while others and not self._fits(model, others):
+            victims.append(others.pop(0))
+        return victims
+
+    def _fits(self, model: PooledModel, others: Sequence[PooledModel]) -> bool:
+        count = self.max_loaded is None or len(others) < self.max_loaded
+        return count and model.need + sum(m.need for m in others) <= self.capacity
+
+    def _note_blocked(self, ticket: Ticket, victims: Sequence[PooledModel]) -> None:
+        """Refuse a ticket that busy models have held up for too long."""
+        if any(m.state in (LOADING, UNLOADING) for m in victims):
+            ticket.blocked = None
+            return
+        now = time.monotonic()
+        ticket.blocked = ticket.blocked or now
+        if now - ticket.blocked >= self.wait_s and not ticket.granted.done():
+            model = ticket.model
+            busy = ", ".join(f"{m.name!r}" for m in victims)
+            message = (
+                f"model: {model.name!r} needs {size_text(model.need)}, in place of {busy} with "
+            )
+            message += f"running requests; {self._loaded()}"
+            ticket.granted.set_exception(later(503, "does_not_fit", message))
+
+    def _loaded(self) -> str:
+        """Say what is loaded, and what would fit beside it."""
+        resident = [m for m in self.models if m.resident]
+        free = [m.name for m in self.models if not m.resident and self._fits(m, resident)]
+        names = ", ".join(f"{m.name!r}" for m in resident) or "nothing"
+        fits = ", ".join(map(repr, free)) or "no other model"
+        return f"loaded: {names}; {fits} would fit beside that"
+
+    def _begin(self, model: PooledModel, state: str, work: Any) -> None:
+        model.state = state
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, model: PooledModel) -> None:
+        model.worker = worker = self.start(model)
+        try:
+            await worker.load()
+            model.state, model.used = READY, time.monotonic()
+        except Exception as e:
+            await worker.stop()
+            model.state, model.worker = UNLOADED, None
+            text = str(e) if isinstance(e, G4Error) else "its process ended"
+            error = Refused(
+                503, f"model: {model.name!r} cannot be loaded: {text}", code="not_loaded"
+            )
+            for ticket in [t for t in self.line if t.model is model and not t.granted.done()]:
+                ticket.granted.set_exception(error)
+        self._serve_line()
+
+    async def _unload(self, model: PooledModel) -> None:
+        try:
+            if model.worker:
+                await model.worker.stop()
+        finally:
+            model.state, model.worker = UNLOADED, None
+            self._serve_line()
+
+    async def close(self) -> None:
+        """End all workers."""
+        workers = [m.worker for m in self.models if m.worker]
+        await asyncio.gather(*(w.stop() for w in workers), return_exceptions=True)

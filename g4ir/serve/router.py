@@ -1,0 +1,279 @@
+"""A server of several models: forwards each request to the process that serves its model."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import h11
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from . import request_schema as schema
+from .app import ANY_NAME, Handler, Server, json_response
+from .auth import JSON
+from .http_errors import Refused, ending, later
+from .media_queue import wait_for_leaving
+from .pool import READY, ModelPool, PooledModel
+from .protocols import transcriptions
+from .worker import SALT, SECRET
+
+#: bytes read at a time from a worker
+CHUNK = 1 << 16
+#: headers of a worker that are not sent on
+NOT_RETURNED = {"connection", "transfer-encoding", "date", "x-request-id", "request-id"}
+#: metrics that the router has itself
+OWN_METRICS = re.compile(r"g4ir_(http_responses|build)")
+
+
+@dataclass
+class Router(Server):
+    """State of the server; `pool` is None until the engines have been built and checked."""
+
+    pool: ModelPool | None = None
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def ready(self) -> bool:
+        return self.pool is not None
+
+    def start(self, engine: Any) -> list[str]:
+        """Serve the models of a pool from now on."""
+        self.pool = engine
+        return [f"models: {', '.join(m.name for m in engine.models)}"]
+
+    def stop(self) -> None:
+        """Cancel all requests."""
+        for model in self.pool.models if self.pool else ():
+            if model.worker:
+                model.worker.end()
+
+    def close(self) -> None:
+        """End all workers."""
+        if self.pool:
+            asyncio.run(self.pool.close())
+
+    def handlers(self) -> dict[str, tuple[str, Handler]]:
+        own = {"/livez", "/readyz", "/health", "/version", "/metrics", "/v1/models"}
+        own |= {"/v1/models/{name:path}"}
+        local = {p: h for p, h in super().handlers().items() if p in own}
+        forwarded = {
+            path: (method, partial(self.forward, path=path))
+            for path, (method, _) in super().handlers().items()
+            if path not in own
+        }
+        return {**local, **forwarded}
+
+    def _pool(self) -> ModelPool:
+        if self.draining:
+            raise ending()
+        if self.pool is None:
+            raise later(503, "loading", self.progress)
+        return self.pool
+
+    async def health(self, request: Request) -> Response:
+        self._pool()
+        return json_response({"status": "ok"})
+
+    async def models(self, request: Request) -> Response:
+        """Return all models, or one by name, with whether it is loaded."""
+        pool = self._pool()
+
+        def entry(m: PooledModel) -> dict[str, Any]:
+            head = {"id": m.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
+            return head | {"loaded": m.state == READY, **m.facts}
+
+        if (name := request.path_params.get("name")) is None:
+            return json_response({"object": "list", "data": [*map(entry, pool.models)]})
+        return json_response(entry(self._named(name.rstrip("/"))))
+
+    def _named(self, name: str | None) -> PooledModel:
+        """Return the model of a request; the first one if it names none."""
+        models = self._pool().models
+        if name is None:
+            return models[0]
+        if model := self._pool().find(name):
+            return model
+        if ANY_NAME in self.aliases:
+            return models[0]
+        names = ", ".join(repr(m.name) for m in models)
+        message = f"model: there is no {str(name)[:80]!r} here; this server has {names}"
+        raise Refused(404, message, param="model", code="model_not_found")
+
+    async def forward(self, request: Request, path: str) -> Response:
+        """Forward a request to its model's worker, which is loaded first if need be."""
+        self._pool()
+        raw, name = b"", request.query_params.get("model")
+        if request.method == "POST":
+            form = path == "/v1/audio/transcriptions"
+            if form:
+                self._check_origin(request)
+            content_type = transcriptions.MULTIPART if form else JSON
+            raw = await self.gate.body(request, content_type)
+            kind = request.headers.get("content-type", "")
+            parse = partial(transcriptions.parse_multipart, raw, kind)
+            body = await run_in_threadpool(parse if form else partial(schema.parsed, raw))
+            name = body.get("model")
+            if name is not None and not isinstance(name, str):
+                raise Refused(400, "model: expected a text", param="model")
+        model, request.state.said["forwarded"] = self._named(name), True
+        stack = AsyncExitStack()
+        leaving = asyncio.ensure_future(wait_for_leaving(request))
+        try:
+            opened = asyncio.ensure_future(self._open(stack, model, request, path, raw))
+            await asyncio.wait({opened, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                opened.cancel()
+                with suppress(asyncio.CancelledError):
+                    await opened
+                raise Refused(499, "the client went away")
+            return Forwarded(stack, await opened, leaving)
+        except BaseException:
+            leaving.cancel()
+            await stack.aclose()
+            raise
+
+    async def _open(
+        self, stack: AsyncExitStack, model: PooledModel, request: Request, path: str, raw: bytes
+    ) -> Upstream:
+        """Send a request to a worker; return its response once its head has come."""
+        worker = await stack.enter_async_context(self._pool().lease(model))
+        upstream = Upstream()
+        stack.push_async_callback(upstream.close)
+        headers = [(SECRET, self.secret), (SALT, request.state.salt)]
+        headers += [("x-request-id", request.state.id)]
+        headers += [(k, request.headers[k]) for k in ("content-type",) if k in request.headers]
+        try:
+            await upstream.open(worker.port, request.method, path, headers, raw)
+        except (OSError, h11.RemoteProtocolError):
+            raise later(503, "worker_ended", f"the process of {model.name!r} ended") from None
+        return upstream
+
+    async def get_metrics(self, request: Request) -> Response:
+        """Return the router's metrics, and those of the loaded models with the label `model`."""
+        texts: list[tuple[str | None, str]] = [(None, self.metrics.text().decode())]
+        for m in self.pool.models if self.pool else ():
+            if m.state == READY and m.worker:
+                with suppress(OSError, h11.RemoteProtocolError):
+                    texts.append((m.name, await self._fetch(m.worker.port, "/metrics")))
+        return Response(merged_metrics(texts), media_type="text/plain; version=0.0.4")
+
+    async def _fetch(self, port: int, path: str) -> str:
+        upstream = Upstream()
+        try:
+            await upstream.open(port, "GET", path, [(SECRET, self.secret)], b"")
+            return b"".join([part async for part in upstream.parts()]).decode()
+        finally:
+            await upstream.close()
+
+
+class Upstream:
+    """One HTTP exchange with a worker."""
+
+    def __init__(self) -> None:
+        self._connection = h11.Connection(our_role=h11.CLIENT)
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(
+        self, port: int, method: str, path: str, headers: list[tuple[str, str]], raw: bytes
+    ) -> None:
+        """Send a request, and read the head of its response: `status` and `headers`."""
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port, limit=CHUNK)
+        own = [("host", "localhost"), ("connection", "close"), ("content-length", str(len(raw)))]
+        head = h11.Request(method=method, target=path, headers=[*own, *headers])
+        send = self._connection.send
+        self._writer.write((send(head) or b"") + (send(h11.Data(data=raw)) or b""))
+        self._writer.write(send(h11.EndOfMessage()) or b"")
+        await self._writer.drain()
+        event = await self._next()
+        while isinstance(event, h11.InformationalResponse):
+            event = await self._next()
+        if not isinstance(event, h11.Response):
+            raise ConnectionError
+        self.status, self.headers = (
+            event.status_code,
+            [(bytes(k), bytes(v)) for k, v in event.headers],
+        )
+
+    async def _next(self) -> Any:
+        assert self._reader
+        while (event := self._connection.next_event()) is h11.NEED_DATA:
+            self._connection.receive_data(await self._reader.read(CHUNK))
+        return event
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the pieces of the body as they come."""
+        while isinstance(event := await self._next(), h11.Data):
+            yield bytes(event.data)
+
+    async def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+class Forwarded(Response):
+    """A worker's response, sent on as it comes; its model stays loaded until the end."""
+
+    def __init__(
+        self, stack: AsyncExitStack, upstream: Upstream, leaving: asyncio.Future[None]
+    ) -> None:
+        super().__init__(status_code=upstream.status)
+        self.raw_headers = [h for h in upstream.headers if h[0].decode() not in NOT_RETURNED]
+        self._stack, self._upstream, self._leaving = stack, upstream, leaving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"type": "http.response.start", "status": self.status_code}
+        sending = asyncio.ensure_future(self._send({**head, "headers": self.raw_headers}, send))
+        try:
+            await asyncio.wait({sending, self._leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            sending.cancel()
+            self._leaving.cancel()
+            await self._stack.aclose()
+
+    async def _send(self, head: dict[str, Any], send: Send) -> None:
+        await send(head)
+        async for part in self._upstream.parts():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def merged_metrics(texts: list[tuple[str | None, str]]) -> str:
+    """Join metrics of several models, each family once, its samples with a label `model`."""
+    heads, samples = dict[str, list[str]](), dict[str, list[str]]()
+    for model, text in texts:
+        name = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                name = line.split()[2]
+                if model is None or not OWN_METRICS.match(name):
+                    heads.setdefault(name, [])
+                    if line not in heads[name]:
+                        heads[name].append(line)
+            elif model is None:
+                samples.setdefault(name, []).append(line)
+            elif not OWN_METRICS.match(name):
+                samples.setdefault(name, []).append(_labelled(line, model))
+    lines = (line for name, head in heads.items() for line in (*head, *samples.get(name, ())))
+    return "\n".join([*lines, ""])
+
+
+def _labelled(line: str, model: str) -> str:
+    """Add the label `model` to a sample."""
+    text = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    name, brace, rest = line.partition("{")
+    if brace:
+        return f'{name}{{model="{text}",{rest}'
+    name, _, value = line.partition(" ")
+    return f'{name}{{model="{text}"}} {value}'

@@ -1,0 +1,246 @@
+"""Several models in one server: who is loaded, who waits, and that no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from g4ir.cli.serve_models import named_models
+from g4ir.errors import EngineError, InputError
+from g4ir.serve.http_errors import Refused
+from g4ir.serve.pool import READY, UNLOADED, ModelPool, PooledModel
+from g4ir.serve.router import merged_metrics
+from tests.cases import TABLES
+from tests.cli_tools import refused
+from tests.serve.running import LOADING, eventually
+from tests.serve.test_stalls import BUSY, GAP_S
+
+CHAT = "/v1/chat/completions"
+
+
+class Fake:
+    """A worker that takes some turns of the loop to load and to end."""
+
+    port = 1
+
+    def __init__(self, fails: bool = False) -> None:
+        self.alive, self.fails = False, fails
+
+    async def load(self) -> None:
+        await asyncio.sleep(0.001)
+        if self.fails:
+            raise EngineError("no such file")
+        self.alive = True
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0.001)
+        self.alive = False
+
+    def end(self) -> None:
+        self.alive = False
+
+
+def pool(capacity: int, *needs: int, fails: str = "", **settings: Any) -> ModelPool:
+    models = [PooledModel(n, Path(n), need) for n, need in zip("abcdef", needs)]
+    return ModelPool(models, lambda m: Fake(m.name == fails), capacity, **settings)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("needs", [(1, 1, 1), (2, 1, 3, 2)])
+def test_requests_in_random_order(seed: int, needs: tuple[int, ...]) -> None:
+    """All are answered, and never do the models loaded at a time need more than there is."""
+    draw, p, answered = random.Random(seed), pool(3, *needs, max_loaded=2, max_waiting=999), []
+
+    async def ask(i: int) -> None:
+        await asyncio.sleep(draw.random() * 0.05)
+        model = draw.choice(p.models)
+        async with p.lease(model) as worker:
+            resident = [m for m in p.models if m.resident]
+            assert worker.alive and model.state == READY and len(resident) <= 2
+            assert sum(m.need for m in resident) <= 3
+            await asyncio.sleep(draw.random() * 0.01)
+        answered.append(i)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(ask, range(200)))
+
+    asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    assert len(answered) == 200 and not p.line and not any(m.active for m in p.models)
+
+
+def test_the_least_recently_used_goes_and_a_busy_one_stays() -> None:
+    async def story() -> None:
+        p = pool(2, 1, 1, 1, wait_s=0.3)
+        a, b, c = p.models
+        for model in (a, b, a):
+            async with p.lease(model):
+                pass
+        async with p.lease(c):  # b was used before a
+            assert [m.state for m in p.models] == [READY, UNLOADED, READY]
+            async with p.lease(a), p.lease(c):
+                with pytest.raises(
+                    Refused, match=r"'b' needs .*'a' with running requests.*no other model"
+                ) as e:
+                    async with p.lease(b):
+                        pass
+                assert e.value.status == 503 and e.value.headers["Retry-After"]
+                waiting = asyncio.ensure_future(p.lease(b).__aenter__())
+                await asyncio.sleep(0.01)
+                waiting.cancel()  # its client leaves: a is no longer to go
+                await asyncio.sleep(0.01)
+                async with p.lease(a):
+                    pass
+        async with p.lease(b):
+            assert a.state == UNLOADED or c.state == UNLOADED
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_models_that_cannot_be_loaded() -> None:
+    async def story() -> None:
+        p = pool(2, 1, 1, 9, fails="b", max_waiting=1)
+        p.models[2].advice = "c needs 9 bytes: --max-batch 1 fits"
+        for model, says in zip(
+            p.models[1:], ("cannot be loaded: no such file", "--max-batch 1 fits")
+        ):
+            with pytest.raises(Refused, match=says) as e:
+                async with p.lease(model):
+                    pass
+            assert e.value.status == 503
+        first = asyncio.ensure_future(p.lease(p.models[0]).__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(Refused) as e:
+            async with p.lease(p.models[0]):
+                pass
+        assert e.value.status == 429
+        worker = await first
+        worker.end()  # it died: the next request starts another
+        p._release(p.models[0])
+        async with p.lease(p.models[0]) as other:
+            assert other is not worker and other.alive
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+@pytest.mark.parametrize(("words", "result"), TABLES["server"]["models"])
+def test_names_of_models(
+    words: list[str], result: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("all/x", "all/y", "other/x"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "manifest.json").touch()
+    if isinstance(result, dict):
+        assert named_models(words) == result
+        return
+    with pytest.raises(InputError, match=result):
+        named_models(words)
+
+
+def test_metrics_of_several_models() -> None:
+    own = "# HELP g4ir_x X.\n# TYPE g4ir_x gauge\ng4ir_x 1.0\n"
+    text = own + '# HELP g4ir_y Y.\n# TYPE g4ir_y counter\ng4ir_y_total{le="2"} 3.0\n'
+    merged = merged_metrics([(None, own), ("a", text), ('b"', text)]).splitlines()
+    assert merged[:5] == [*own.splitlines(), 'g4ir_x{model="a"} 1.0', 'g4ir_x{model="b\\""} 1.0']
+    assert 'g4ir_y_total{model="a",le="2"} 3.0' in merged
+    assert sum(line.startswith("# HELP g4ir_x") for line in merged) == 1
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def routed(engine_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server of three models of which two are loaded at a time."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in "abc":
+        shutil.copytree(engine_folder, folder / name)
+    words = ["--max-loaded", "2", "--port", "0", "--log-format", "json", "--log-requests"]
+    command = [sys.executable, "-m", "g4ir.cli", "serve", str(folder), *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    lines = list[dict[str, Any]]()
+    reading = threading.Thread(
+        target=lambda: lines.extend(map(json.loads, process.stderr or ())), daemon=True
+    )
+    assert process.stderr
+    url = json.loads(process.stderr.readline())["message"].removeprefix("listening at ")
+    reading.start()
+    try:
+        eventually(lambda: httpx.get(f"{url}/readyz").is_success, LOADING)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        reading.join(10)
+        said = [line["message"] for line in lines]
+        assert {"loading", "request", "draining", "ended"} <= {*said}
+        assert {line.get("model") for line in lines if line["message"] == "request"} >= {*"abc"}
+    finally:
+        process.kill()
+
+
+def asked(url: str, model: str, stream: bool, count: int = 5) -> bool:
+    """Whether an answer is complete and the model's."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": count}
+    with httpx.Client(base_url=url, timeout=LOADING) as client:
+        if not stream:
+            got = client.post(CHAT, json=body)
+            return got.is_success and got.json()["model"] == model
+        with client.stream("POST", CHAT, json=body | {"stream": True, "ignore_eos": True}) as s:
+            lines = [line for line in s.iter_lines() if line]
+            return lines[-1] == "data: [DONE]" and len(lines) >= count
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.full)])
+def test_no_request_is_lost(routed: str, count: int) -> None:
+    draw = random.Random(0)
+    wanted = [("abc"[i % 3], draw.random() < 0.5) for i in range(count)]
+    draw.shuffle(wanted)
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(lambda w: asked(routed, *w), wanted))
+    listed = httpx.get(f"{routed}/v1/models").json()["data"]
+    assert [m["id"] for m in listed] == [*"abc"] and sum(m["loaded"] for m in listed) == 2
+    metrics = httpx.get(f"{routed}/metrics").text
+    assert metrics.count("g4ir_slots{model=") == 2 and "g4ir_build_info{" in metrics
+    got = httpx.post(f"{routed}{CHAT}", json={"model": "d", "messages": []})
+    assert got.status_code == 404 and "'a', 'b', 'c'" in got.text
+
+
+def test_a_stream_goes_on_while_another_model_is_loaded(routed: str) -> None:
+    assert asked(routed, "a", False) and asked(routed, "b", False)
+    body = {"model": "a", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    body |= {"max_tokens": 500, "ignore_eos": True}
+    times = list[float]()
+    with httpx.Client(base_url=routed, timeout=LOADING) as client, ThreadPoolExecutor(1) as pool:
+        with client.stream("POST", CHAT, json=body) as s:
+            for line in s.iter_lines():
+                times += [time.monotonic()] if line else []
+                if len(times) == 10:
+                    other = pool.submit(asked, routed, "c", False)
+                if len(times) > 10 and other.done():
+                    break
+        assert other.result()
+    assert len(times) > 12
+    assert max(b - a for a, b in pairwise(times)) < GAP_S * BUSY
+
+
+def test_refused_at_start(engine_folder: Path) -> None:
+    assert "both have the name" in refused("serve", "tiny-ple", "x/tiny-ple")
+    both = ("serve", "a=tiny-ple", "b=tiny-moe")
+    assert "NAME=MODEL" in refused(*both, "--served-name", "mine")
+    assert "--max-loaded 0" in refused(*both, "--max-loaded", "0")
+    assert "give MODEL" in refused("serve")
