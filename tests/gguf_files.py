@@ -144,6 +144,43 @@ def write_gguf(
     return meant
 
 
+#: tensors of a draft model outside of its layers, as llama.cpp's converter names them
+DRAFTERS = {
+    "drafter.pre_projection.weight": "nextn.pre_projection.weight",
+    "drafter.post_projection.weight": "nextn.post_projection.weight",
+}
+
+
+def write_drafter(
+    path: Path,
+    spec: Spec,
+    tensors: Mapping[str, torch.Tensor],
+    kind: Kind,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+) -> dict[str, torch.Tensor]:
+    """Write a draft model, by its tensors' names in a checkpoint without a prefix; without its
+    clusters, which that converter leaves out. Returns what the file's tensors stand for."""
+    assert spec.drafter
+    writer = gguf.GGUFWriter(path, "gemma4-assistant")
+    values = {
+        key.replace("gemma4.", "gemma4-assistant.", 1): value
+        for key, value in metadata(spec).items()
+    }
+    values["gemma4-assistant.embedding_length_out"] = spec.drafter.backbone_hidden_size
+    values["gemma4-assistant.nextn_predict_layers"] = spec.text.num_hidden_layers
+    change(values)
+    write_values(writer, values)
+    meant = {}
+    for i, (bare, t) in enumerate(tensors.items()):
+        data, dense = stored(bare, t, kind(bare, tuple(t.shape)), i)
+        meant[bare] = torch.from_numpy(np.ascontiguousarray(dense))
+        to = GGMLQuantizationType[kind(bare, tuple(t.shape))]
+        writer.add_tensor(DRAFTERS.get(bare) or stored_name(spec, bare), data, raw_dtype=to)
+    writer.add_tensor("rope_freqs.weight", _frequencies(spec))
+    finish(writer)
+    return meant
+
+
 def with_turns(values: dict[str, Any]) -> None:
     """Replace the last tokens of a vocabulary by the control tokens of a chat that it lacks."""
     words, kinds = (values[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))

@@ -101,11 +101,13 @@ def with_all_experts(spec: Spec) -> Spec:
 
 
 @cache
-def copying(name: str) -> Pair:
+def copying(name: str, vocab: int = 0) -> Pair:
     """A model that often says the same token again, and a drafter that mostly does: it has the
     model's own table and final norm, takes its row as it is, and its layers add little. Each token
     takes every expert, so that rounding chooses none."""
     spec = with_all_experts(replace(shrink(load_spec(name)), name=f"{name}-copying"))
+    if vocab:
+        spec = replace(spec, text=replace(spec.text, vocab_size=vocab))
     model = hf_model(spec)
     randomize(model, 3, REPEATING)
     oracle = Oracle(spec, 3, model, random_tokens(spec, 2, 4 * 8 + 5))

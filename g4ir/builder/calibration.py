@@ -17,7 +17,7 @@ import torch
 from g4ir.artefact.directory import Calibration
 from g4ir.backends.base import Prepared
 from g4ir.chat.text_files import check_files, cut_blocks, read_text
-from g4ir.engine.engine import TOKENIZER, read_tokenizer
+from g4ir.engine.engine import read_tokenizer
 from g4ir.engine.parts import embed_rows
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Node, Program, Value
@@ -28,7 +28,7 @@ from g4ir.ops.mlp import activate
 from g4ir.spec.reader import Line
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
-from g4ir.weights.checkpoint import sha256
+from g4ir.weights.checkpoint import TOKENIZER, sha256
 from g4ir.weights.pack import MadeParams, Packing, open_table
 
 #: maximum and minimum tokens of the text; tokens of one context, without <bos>

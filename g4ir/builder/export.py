@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.artefact.directory import MANIFEST
-from g4ir.engine.engine import TOKENIZER, Engine
+from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import SETTINGS, Defaults, read_defaults
 from g4ir.errors import InputError
 from g4ir.ir.graph import Value
@@ -28,7 +28,7 @@ from g4ir.spec.parts import DTYPES, Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.adapter import Adapter, with_adapters
-from g4ir.weights.checkpoint import GENERATION, SIDE_FILES, Checkpoint
+from g4ir.weights.checkpoint import GENERATION, SIDE_FILES, TOKENIZER, Checkpoint
 from g4ir.weights.checkpoint import GGUF as GGUF_SUFFIX
 from g4ir.weights.formats.base import StoredWeight
 from g4ir.weights.gguf.write import WRITTEN, write_gguf

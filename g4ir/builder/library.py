@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -35,10 +36,20 @@ from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.hub import Download, look_up
-from g4ir.weights.origin import AbsentWeights, find_model, need_snapshot
+from g4ir.weights.origin import (
+    AbsentWeights,
+    ModelFolder,
+    find_model,
+    find_origin,
+    need_snapshot,
+    read_folder,
+)
 
 from .build import DEFAULTS, prepare, shows_options, write_engine
 from .load import load_engine
+from .sources import shipped_variant
+
+log = logging.getLogger(__name__)
 
 #: bytes at the start of a file whose digest identifies it
 HEADER = 1 << 16
@@ -202,10 +213,30 @@ def _with_weights(
         if getattr(options, option) is not None:
             flag, fix = option.replace("_", "-"), "leave them out, or give a variant"
             raise InputError(f"{model} has its own weights, --{flag} names others: {fix}")
-    if not path.is_file() and not (path / CONFIG).is_file():
+    folder = read_folder(path)
+    if not path.is_file() and not (path / CONFIG).is_file() and not folder:
         return None
     name = Path(spec).resolve().name.removesuffix(GGUF)  # for a hub id: the part after the slash
-    return re.sub(r"[^\w.-]", "_", name), None, replace(options, checkpoint=path.absolute())
+    name = re.sub(r"[^\w.-]", "_", name)
+    if folder:
+        return name, *_of_folder(folder, options)
+    return name, None, replace(options, checkpoint=path.absolute())
+
+
+def _of_folder(folder: ModelFolder, options: BuildOptions) -> tuple[Spec | None, BuildOptions]:
+    """Return the spec that a folder's towers need, and the build options with its files: those that
+    the options name no other for."""
+    options = replace(options, checkpoint=folder.model.absolute())
+    if folder.drafter and options.drafter is None:
+        options = replace(options, drafter=folder.drafter.absolute())
+    if not folder.mmproj or options.mmproj is not None or options.media == "none":
+        return None, options
+    spec = shipped_variant(find_origin(folder.model))
+    if spec is None:
+        text = "%s: left out, since no shipped variant has the text model of %s; give --mmproj"
+        log.warning(text, folder.mmproj, folder.model.name)
+        return None, options
+    return spec, replace(options, mmproj=folder.mmproj.absolute())
 
 
 def _downloaded(absent: AbsentWeights, download: Consent) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from g4ir.engine.engine import TOKENIZER, read_tokenizer
+from g4ir.engine.engine import read_tokenizer
 from g4ir.engine.prompts import read_defaults
 from g4ir.engine.tokenizer_index import INDEX, index_file
 from g4ir.errors import InputError, SpecError
@@ -17,9 +17,9 @@ from g4ir.model.media import Media, find_media
 from g4ir.ops.types import torch_dtype
 from g4ir.plan import resolve
 from g4ir.plan.options import BuildConfig, BuildOptions
-from g4ir.spec.record import SUFFIXES, Spec, diff_specs
+from g4ir.spec.record import SUFFIXES, Spec, diff_specs, load_spec, need_model, spec_names
 from g4ir.weights.adapter import Adapter, lies_in, with_adapters
-from g4ir.weights.checkpoint import GENERATION, Checkpoint
+from g4ir.weights.checkpoint import GENERATION, TOKENIZER, Checkpoint
 from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
 from g4ir.weights.random import random_weights
 
@@ -94,7 +94,7 @@ class Sources:
             return weights
         spec, path = self.drafter.spec, self.drafter.path
         return weights.with_drafter(
-            Checkpoint.open(path, spec, (), config.dtype)
+            find_origin(path).open(spec, (), config.dtype)
             if path
             else random_weights(spec, seed, dtype)
         )
@@ -111,7 +111,7 @@ def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
         agreed,
         origin,
         o.random_weights,
-        _drafter(agreed, o, dry),
+        _drafter(agreed, origin, o, dry),
         _adapters(o, origin),
         _begin(partial(_side_files, agreed, origin) if origin else dict),
     )
@@ -148,24 +148,39 @@ def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
     """Return the spec, after comparing its text part with the checkpoint's config; image-only
     fields are compared if `images`."""
     if spec is None:
-        return origin.spec()
+        return need_model(origin.spec())
     _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if images else OF_PICTURES))
     return spec
+
+
+def shipped_variant(origin: Origin) -> Spec | None:
+    """Return the shipped variant with towers whose text model is a file's; None if not one."""
+    how = origin.spec(), ("text.",), origin.spec_only
+    variants = (load_spec(name) for name in spec_names())
+    fitting = [v for v in variants if v.vision and not _differing(v, *how)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _differing(
+    spec: Spec, stated: Spec, keys: tuple[str, ...], free: tuple[str, ...]
+) -> list[tuple[str, object, object]]:
+    rows = diff_specs(spec, stated)
+    return [r for r in rows if r[0].startswith(keys) and r[0] not in free]
 
 
 def _check_agreed(
     spec: Spec, origin: Origin, keys: tuple[str, ...], free: tuple[str, ...] = ()
 ) -> None:
     """Raise SpecError if the checkpoint's config differs in these keys."""
-    rows = diff_specs(spec, origin.spec())
-    rows = [r for r in rows if r[0].startswith(keys) and r[0] not in free]
-    if rows:
+    if rows := _differing(spec, origin.spec(), keys, free):
         lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
         fix = "leave out the variant to build what the checkpoint says, or correct one of them"
         raise SpecError(f"spec {spec.name} and {origin.stated} differ; {fix}:\n{lines}")
 
 
-def _drafter(model: Spec, o: BuildOptions, dry: bool) -> DrafterSource | None:
+def _drafter(
+    model: Spec, origin: Origin | None, o: BuildOptions, dry: bool
+) -> DrafterSource | None:
     """Return the requested draft model; InputError or SpecError if it does not exist or belongs to
     another model. A `dry` run needs no weights."""
     if o.drafter in resolve.NO_DRAFTER:
@@ -181,7 +196,22 @@ def _drafter(model: Spec, o: BuildOptions, dry: bool) -> DrafterSource | None:
     spec = resolve.drafter_spec(model, o.drafter)
     if random or is_spec:
         return DrafterSource(spec, None)
+    if not default and origin:
+        _check_vocabulary(origin, find_origin(path))
     return DrafterSource(spec, snapshot_of(spec) if default else path)
+
+
+def _check_vocabulary(model: Origin, drafter: Origin) -> None:
+    """Raise InputError if a draft model's tokenizer has another id for a token of the model's."""
+    ours, theirs = model.vocabulary(), drafter.vocabulary()
+    other = next((t for t, i in theirs.items() if t in ours and ours[t] != i), None)
+    if other is not None:
+        ids = f"is {theirs[other]} there and {ours[other]} in {model.path}"
+        fix = "give the draft model of this model"
+        raise InputError(f"--drafter {drafter.path}: token {other!r} {ids}; {fix}")
+    if ours and theirs and len(ours.keys() & theirs.keys()) * 2 < len(ours):
+        fix = f"most tokens of {model.path} are not in it; give the draft model of this model"
+        raise InputError(f"--drafter {drafter.path}: another tokenizer: {fix}")
 
 
 def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:

@@ -18,7 +18,7 @@ from g4ir.ui import console
 from g4ir.ui.files import read_table
 
 from . import talking
-from .common import Draft, Load, OnDisk, OnEngine, emit
+from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts
 from .verb import flag, json_flag
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ class Chat(OnEngine):
             raise InputError("stdin is closed, and messages are read from it")
         for kind, path in self.media:
             check_file(kind, path)
-        path = self.with_engine(self.draft).engine
+        draft = folder_drafts(self.engine, self.draft)
+        path = self.with_engine(draft).engine
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,
-            talking.open_chat(engine, self.draft, self.disk, self.talk, self.sampling) as talk,
+            talking.open_chat(engine, draft, self.disk, self.talk, self.sampling) as talk,
         ):
             progress.stop()
             return self._with(talk)

@@ -118,7 +118,9 @@ class Load(Programs):
 class Draft(Part, title="speculative decoding"):
     """Speculative decoding."""
 
-    draft: str = flag("draft tokens: ngram, mtp (draft model) or none (default)", "none", "SOURCE")
+    draft: str = flag(
+        "ngram, mtp (draft model) or none; default: mtp for a folder with one", "none", "SOURCE"
+    )
     draft_tokens: int | None = flag("maximum draft tokens per step (0: none)", None, "K")
 
     def __post_init__(self) -> None:
@@ -206,6 +208,19 @@ def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
         path = options.checkpoint
         console.say(f"note: {path} is quantised already: --quant {options.quant} is left out")
     return unquantised
+
+
+def folder_drafts(model: str, draft: Draft) -> Draft:
+    """Return the draft flags: those of a draft model if MODEL is a folder with one and no --draft
+    says otherwise."""
+    from g4ir.artefact.directory import is_engine
+    from g4ir.weights.origin import in_cache_folder, read_folder
+
+    path = Path(model)
+    if draft.draft != "none" or "draft" in draft.explicit or not path.is_dir() or is_engine(path):
+        return draft
+    folder = read_folder(in_cache_folder(path))
+    return replace(draft, draft="mtp") if folder and folder.drafter else draft
 
 
 class OnEngine(Verb):

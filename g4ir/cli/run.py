@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, encode_options
 from g4ir.ui import console
 
-from .common import Draft, Load, OnDisk, OnEngine, emit, output
+from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts, output
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import Text, TokenIds, argument, flag, flag_of, json_flag, setting
 
@@ -101,7 +101,8 @@ class Run(OnEngine):
         from g4ir.engine.scheduler import SchedulerConfig
         from g4ir.generate.offline import OfflineEngine, check_flags
 
-        config = SchedulerConfig(prefix_disk=self.disk.prefix_disk, **self.draft.scheduler())
+        draft = folder_drafts(self.engine, self.draft)
+        config = SchedulerConfig(prefix_disk=self.disk.prefix_disk, **draft.scheduler())
         flags = {k: vars(self)[k] for k in ("bos", "stop", *SETTING_KINDS)}
         flags |= self.sampling.settings()
         check_flags(flags)
@@ -109,12 +110,12 @@ class Run(OnEngine):
             lines = sys.stdin.buffer if self.input_jsonl == "-" else None
             if lines is None and self.input_jsonl is not None:  # before a MODEL is built
                 lines = opened.enter_context(Path(self.input_jsonl).open("rb"))
-            path = self.with_engine(self.draft).engine
+            path = self.with_engine(draft).engine
             progress = opened.enter_context(console.Progress())
             engine = opened.enter_context(closing(self.load.to_generate(path, progress)))
             if self.chat:
                 progress.stop()
-                return self._chat(engine)
+                return self._chat(engine, draft)
             offline = OfflineEngine(engine, flags, config)
             if self.dump is not None:
                 return self._dump(offline, progress)
@@ -154,9 +155,9 @@ class Run(OnEngine):
         lines = [f"{k}  {t}\n" for k, t in types.items()]
         return output(self.json, rows, "".join(lines))
 
-    def _chat(self, engine: Engine) -> int:
+    def _chat(self, engine: Engine, draft: Draft) -> int:
         """Answer the prompt as a user message."""
-        with open_chat(engine, self.draft, self.disk, self.talk, self.sampling) as talk:
+        with open_chat(engine, draft, self.disk, self.talk, self.sampling) as talk:
             talk.stop_ids = frozenset(self.stop or ())
             for kind, path in self.media:
                 talk.attach(kind, path, **encode_options(kind, vars(self)))

@@ -16,7 +16,7 @@ from g4ir.ui.units import size_text
 from g4ir.weights.origin import AbsentWeights
 
 from . import USUAL
-from .common import Draft, FirstUse, Load, OnDisk
+from .common import Draft, FirstUse, Load, OnDisk, folder_drafts
 from .models import named_model
 from .serve_models import make_pool, make_router, named_models
 from .verb import ANY_MODEL, Bytes, Size, Verb, argument, flag, setting
@@ -73,6 +73,11 @@ class Serve(Verb):
     def __call__(self) -> int:
         console.use_format(self.log_format)
         named = named_models(self.models)
+        if len(named) == 1:
+            (model,) = named.values()
+            draft = folder_drafts(model, self.draft)
+            if draft != self.draft:
+                return replace(self, draft=draft)()
         app, address = self.make_server()
         from g4ir.serve import server
         from g4ir.serve.auth import is_loopback

@@ -21,6 +21,7 @@ from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_placeholders, expand_placeholders, lacks_frame_times
 from g4ir.media.soft import Soft
 from g4ir.model.media import list_media, placeholders
+from g4ir.weights.checkpoint import TOKENIZER
 from g4ir.weights.pack import ParamSource
 
 from .multimodal import encode
@@ -32,8 +33,6 @@ from .session import Session
 from .speculative import NONE, AcceptanceStats, SpeculativeConfig, resolve_draft
 from .tokenizer_index import INDEX, IndexedTokenizer
 from .values import compute_values, inspect_values
-
-TOKENIZER = "tokenizer.json"
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, ClassVar
 
 from g4ir.backends.sampling import Logprobs, SamplingParams, random_seed
-from g4ir.engine.engine import TOKENIZER, Engine
+from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import checked_ids, checked_prompt
 from g4ir.engine.requests import Counts, Event, Request, RequestHandle, check_minimums
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
@@ -31,6 +31,7 @@ from g4ir.model.media import (
     check_supported,
     encode_options,
 )
+from g4ir.weights.checkpoint import TOKENIZER
 
 from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line
 from .tokenizer import Codec

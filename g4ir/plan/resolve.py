@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from g4ir.errors import InputError
@@ -20,8 +21,10 @@ from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import MAX_SLACK, RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.recipe import QuantConfig
+from g4ir.spec.parts import ASSISTANT
 from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
+from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
 from .backend import PlannedBackend, checked_settings
@@ -145,21 +148,25 @@ def drafter_spec(model: Spec, requested: str | Path | None) -> Spec:
     """Return the spec of a draft model: `default`, FILE.yaml or a checkpoint's directory.
     InputError or SpecError if there is none, or it is of another model."""
     drafter = (
-        shipped_drafter(model) if requested == DEFAULT else _load_drafter(Path(str(requested)))
+        shipped_drafter(model)
+        if requested == DEFAULT
+        else _load_drafter(model, Path(str(requested)))
     )
     check_pair(model, drafter)
     return drafter
 
 
-def _load_drafter(path: Path) -> Spec:
+def _load_drafter(model: Spec, path: Path) -> Spec:
     if path.suffix in SUFFIXES:
         return load_spec(path)
-    if path.suffix == GGUF:
-        raise InputError(f"--drafter {path}: drafters are read from safetensors alone")
+    if path.suffix == GGUF or path.is_file():
+        spec = find_origin(path).spec()
+        # A file does not say whether its model is a unified one.
+        return replace(spec, model_type=f"{model.model_type}{ASSISTANT}") if spec.drafter else spec
     if not (path / CONFIG).is_file():
         raise InputError(
-            f"--drafter {path}: no directory with {CONFIG}; give a drafter's checkpoint, its spec "
-            f"FILE.yaml, or `default`"
+            f"--drafter {path}: no directory with {CONFIG}; give a drafter's checkpoint, its GGUF "
+            f"file, its spec FILE.yaml, or `default`"
         )
     return Spec.from_hf(path / CONFIG)
 

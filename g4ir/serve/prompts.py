@@ -14,7 +14,7 @@ from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
 from g4ir.chat.messages import Medium
 from g4ir.chat.prompt import spelled
-from g4ir.engine.engine import TOKENIZER, Engine
+from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import soft_of
 from g4ir.engine.output import AnswerStream
 from g4ir.engine.prompts import checked_ids, sampling_params
@@ -26,6 +26,7 @@ from g4ir.media.limits import Limit, limited
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
 from g4ir.model.audio import REFUSE
+from g4ir.weights.checkpoint import TOKENIZER
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing

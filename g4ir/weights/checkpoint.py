@@ -43,7 +43,7 @@ from g4ir.weights.tensorfile import (
 )
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-GENERATION = "generation_config.json"
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # samples of a tied head that are compared: at most 64 MiB

@@ -26,6 +26,7 @@ from .checkpoint import (
     CONFIG,
     GGUF,
     INDEX,
+    TOKENIZER,
     Checkpoint,
     read_extractor,
     read_headers,
@@ -33,7 +34,7 @@ from .checkpoint import (
 )
 from .formats.base import plain_name
 from .gguf.checkpoint import open_gguf, with_towers
-from .gguf.container import Container, read_container
+from .gguf.container import CLIP, KIND, SPLIT, Container, architecture, read_container
 from .gguf.metadata import GENERATION_KEYS, SPEC_ONLY, read_spec, side_files
 from .tensorfile import quoted
 
@@ -85,6 +86,12 @@ class CheckpointDirectory:
     def side_files(self) -> dict[str, bytes]:
         return read_side_files(self.path)
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return token text -> id; empty without a tokenizer.json of such a vocabulary."""
+        model = json.loads(self.side_files().get(TOKENIZER, b"{}")).get("model", {})
+        vocabulary = model.get("vocab")
+        return vocabulary if isinstance(vocabulary, dict) else {}
+
     def stated_at(self, name: str) -> Path:
         """Return the file that holds a side file's content."""
         return self.path / name
@@ -125,6 +132,9 @@ class GgufFile:
     def side_files(self) -> dict[str, bytes]:
         return side_files(self.container)
 
+    def vocabulary(self) -> Mapping[str, int]:
+        return self.container.vocabulary
+
     def stated_at(self, name: str) -> Path:
         return self.path
 
@@ -150,6 +160,45 @@ class GgufFile:
 Origin = CheckpointDirectory | GgufFile
 
 
+@dataclass(frozen=True)
+class ModelFolder:
+    """The GGUF files of a folder: a text model, its towers and its draft model."""
+
+    model: Path
+    mmproj: Path | None
+    drafter: Path | None
+
+
+def read_folder(folder: Path) -> ModelFolder | None:
+    """Return the GGUF files of a folder without a checkpoint; None if it has no text model.
+    InputError for two files of one kind."""
+    if not folder.is_dir() or (folder / CONFIG).is_file():
+        return None
+    files: dict[str, list[Path]] = {"model": [], "mmproj": [], "drafter": []}
+    for path in sorted(folder.glob(f"*{GGUF}")):
+        split = SPLIT.fullmatch(path.name)
+        if split and not path.name.startswith(f"{split[1]}-00001-"):
+            continue
+        file = read_container(path)
+        kind = "mmproj" if file.values.get(KIND) == CLIP else "model"
+        rules = architecture(file)
+        if kind == "mmproj" or rules:
+            files["drafter" if rules.get("drafter") else kind].append(path)
+    for kind, paths in files.items():
+        if len(paths) > 1:
+            names = " and ".join(p.name for p in paths[:2])
+            option = f"--{kind} FILE" if kind != "model" else "the file that you mean as MODEL"
+            fix = f"move one of them away, or give {option} (and --drafter, --mmproj)"
+            raise InputError(f"{folder}: {names} are both a {_KINDS[kind]}; {fix}")
+    if not files["model"]:
+        return None
+    towers, drafter = (files[kind][0] if files[kind] else None for kind in ("mmproj", "drafter"))
+    return ModelFolder(files["model"][0], towers, drafter)
+
+
+_KINDS = {"model": "text model", "mmproj": "file of towers (mmproj)", "drafter": "draft model"}
+
+
 def find_origin(path: Path | str) -> Origin:
     """Return the origin at a path; InputError for a missing file, or a file within a checkpoint
     directory."""
@@ -161,7 +210,9 @@ def find_origin(path: Path | str) -> Origin:
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"{path}: no such file")
-    return CheckpointDirectory(in_cache_folder(path))
+    path = in_cache_folder(path)
+    folder = read_folder(path)
+    return GgufFile(folder.model) if folder else CheckpointDirectory(path)
 
 
 def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:

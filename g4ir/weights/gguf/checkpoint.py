@@ -17,7 +17,13 @@ from typing import Any
 from g4ir.errors import WeightsError
 from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import HEAD, NORM, checkpoint_name
-from g4ir.model.tensors import CLIP_BOUNDS, Shape, dead_tensors, media_tensors, text_tensors
+from g4ir.model.tensors import (
+    CLIP_BOUNDS,
+    Shape,
+    dead_tensors,
+    media_tensors,
+    text_tensors,
+)
 from g4ir.ops.finite import cast
 from g4ir.ops.types import torch
 from g4ir.quant.rewrite import weights_of
@@ -29,7 +35,9 @@ from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
 from .blocks import CODED, Part, by_pieces
 from .container import (
+    CLIP,
     HALVES,
+    KIND,
     ROPE,
     TABLES,
     TOWERS,
@@ -50,12 +58,14 @@ Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     """Open a file as a checkpoint; reads no tensor data but norms. Weights that graphs do not take
     quantised are dequantised to `dtype`."""
-    live, ignored, problems = _sorted(file, spec)
+    shapes = text_tensors(spec) | (media_tensors(spec, ()) if spec.drafter else {})
+    live, ignored, problems = _sorted(file, spec, shapes)
     names = checkpoint_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
-    defaults = _checked(file, spec, live, text_tensors(spec), problems, stored)
+    defaults = _checked(file, spec, live, shapes, problems, stored)
     files = Files(file.path.parent)
-    quantised = {checkpoint_name(param) for param in weights_of(spec)}
+    # A draft model's weights have the engine's dtype.
+    quantised = set() if spec.drafter else {checkpoint_name(param) for param in weights_of(spec)}
     plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
     weights = {name: files.weight(tensor) for name, tensor in plain.items()}
     for name in live.keys() - plain.keys():
@@ -104,11 +114,10 @@ def _checked(
 
 
 def _sorted(
-    file: Container, spec: Spec
+    file: Container, spec: Spec, valid: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensors], dict[str, str], list[Mismatch]]:
     """Sort tensors into live (by checkpoint name), ignored (name -> reason), and unknown."""
     names_of, dead = checkpoint_names(spec.text.num_hidden_layers), dead_tensors(spec)
-    valid = text_tensors(spec)
     problems: list[Mismatch] = []
     by_weight: dict[str, list[str]] = {}
     ignored: dict[str, str] = {}
@@ -270,7 +279,7 @@ _PARTS = {"vision": PICTURES, "audio": (AUDIO,)}
 
 
 def _check_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
-    expected: dict[str, Any] = {"general.architecture": "clip"}
+    expected: dict[str, Any] = {KIND: CLIP}
     projectors = TABLES["projectors"][spec.model_type]
     for (part, served), projector in zip(_PARTS.items(), projectors, strict=True):
         if kinds.intersection(served):

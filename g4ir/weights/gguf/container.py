@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from g4ir.errors import WeightsError
-from g4ir.model.names import checkpoint_name
+from g4ir.model.names import DRAFTER_PREFIX, checkpoint_name
 from g4ir.ui.files import read_table
 from g4ir.weights.tensorfile import (
     DOWNLOAD,
@@ -45,6 +45,11 @@ CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoin
 #: file name of a split model: model, file number, number of files
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 KIND = "general.architecture"
+IMATRIX = "an importance matrix of llama.cpp (imatrix)"
+#: such a file before GGUF: a count of entries, then the length and name of the first tensor
+OLD_IMATRIX = re.compile(rb".{3}\0.\0{3}(blk\.\d+\.|token_embd|output)[\w.]+", re.DOTALL)
+#: architecture of a file of towers (mmproj)
+CLIP = "clip"
 TOKENS = "tokenizer.ggml.tokens"
 #: a space within a token
 SPACE = "\u2581"
@@ -235,6 +240,9 @@ class _Reader:
     def _check_version(self) -> None:
         magic = self.data[: len(MAGIC)]
         if magic != MAGIC:
+            if OLD_IMATRIX.match(self.data[: 1 << 10]):
+                fix = "fix: give the model's file"
+                raise broken(self.path, f"{IMATRIX} in its older format, and no model", fix)
             self._fail(f"begins with {quoted(magic)}, expected {quoted(MAGIC)}: no GGUF file")
         self.at = len(MAGIC)
         version = self._number(U32, "version")
@@ -399,7 +407,10 @@ def architecture(file: Container) -> dict[str, Any]:
 
 def checkpoint_names(layers: int) -> dict[str, str]:
     """Map tensor names in a GGUF file to names in a checkpoint; several may map to one weight."""
-    names = {name: checkpoint_name(param) for name, param in TABLES["text"].items()}
+    names = {
+        name: checkpoint_name(param).removeprefix(DRAFTER_PREFIX)
+        for name, param in TABLES["text"].items()
+    }
     for i in range(layers):
         for name, param in TABLES["layer"].items():
             names[f"blk.{i}.{name}"] = checkpoint_name(f"L{i}.{param}")

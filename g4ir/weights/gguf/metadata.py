@@ -13,13 +13,15 @@ from math import isfinite
 from typing import Any
 
 from g4ir.errors import SpecError
-from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS, FAMILIES, FULL, SLIDING, relative
+from g4ir.spec.parts import ASSISTANT, CHAT_FORMATS, CHAT_FORMS, FAMILIES, FULL, SLIDING, relative
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import broken, quoted
 
 from .container import (
+    CLIP,
     CONVERT,
+    IMATRIX,
     KIND,
     ROPE,
     SPACE,
@@ -56,11 +58,23 @@ def read_spec(file: Container) -> Spec:
     keys = _Keys(file)
     keys.check_architecture()
     config = _config(keys)
+    if keys.rules.get("drafter"):
+        config = _drafter(keys, config)
     keys.check_unread()
     try:
         return Spec.from_hf(config, file.name)
     except SpecError as error:
         raise SpecError(f"{file.path}: metadata as a {error}") from None
+
+
+#: general.type of files that are no models -> what they are, and the fix
+NO_MODELS = {
+    "adapter": (
+        "a LoRA adapter",
+        "give the model's file, and the adapter as PEFT's directory (--adapter DIR)",
+    ),
+    "imatrix": (IMATRIX, "give the model's file; nothing here reads importance matrices"),
+}
 
 
 class _Keys:
@@ -131,15 +145,15 @@ class _Keys:
         return tensor.shape[0]
 
     def check_architecture(self) -> None:
+        kind = self.file.values.get("general.type")
+        for other, (what, fix) in NO_MODELS.items():
+            if kind == other:
+                raise self.fail("general.type", f"{quoted(kind)}: {what} and no model; {fix}")
         if not self.rules:
-            other = "its towers alone" if self.kind == "clip" else quoted(self.kind)
+            other = "its towers alone" if self.kind == CLIP else quoted(self.kind)
             msg = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
             msg += "; give the file of such a text model"
             raise self.fail(KIND, relative(str(self.kind)) or msg)
-        if (kind := self.file.values.get("general.type")) == "adapter":
-            msg = f"{quoted(kind)}: a LoRA adapter and no model"
-            fix = "give the model's file, and the adapter as PEFT's directory (--adapter DIR)"
-            raise self.fail("general.type", f"{msg}; {fix}")
 
     def check_unread(self) -> None:
         for key in self.file.values:
@@ -160,7 +174,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
         message = "%s: %s.%s is missing: %d is taken, as other readers do"
         log.warning(message, keys.file.path, keys.kind, window, default)
     config: dict[str, Any] = {
-        "model_type": f"{keys.kind}_text",
+        "model_type": f"{keys.rules.get('drafter', keys.kind)}_text",
         "dtype": "bfloat16",
         "vocab_size": keys.rows("token_embd.weight"),
         "hidden_size": keys.integer("embedding_length"),
@@ -179,6 +193,26 @@ def _config(keys: _Keys) -> dict[str, Any]:
     if stated not in (None, rows):
         raise keys.error("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
     return config
+
+
+#: keys of a draft model: the hidden size of its model, under the names of several converters
+BACKBONE = ("embedding_length_out", "n_embd_backbone")
+
+
+def _drafter(keys: _Keys, text: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a draft model; converters leave its clusters out."""
+    size = next((n for n in BACKBONE if keys.get(n) is not None), BACKBONE[0])
+    layers = text["num_hidden_layers"]
+    if keys.integer("nextn_predict_layers", layers) != layers:
+        raise keys.error("nextn_predict_layers", f"expected {layers}, as block_count is")
+    return {
+        "model_type": f"{keys.rules['drafter']}{ASSISTANT}",
+        "dtype": "bfloat16",
+        "text_config": text,
+        "backbone_hidden_size": keys.integer(size),
+        "use_ordered_embeddings": False,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
 
 
 def _layers(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
@@ -241,6 +275,8 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
     """Return the MLP width, and whether layers with shared K and V have twice that width."""
     name = "feed_forward_length"
     sizes, shared = keys.by_layer(name, layers), keys.integer("attention.shared_kv_layers", 0)
+    if keys.rules.get("drafter"):
+        return {"intermediate_size": keys.one(name, sizes), "num_kv_shared_layers": layers}
     unshared = layers - shared
     if not 0 < unshared <= layers:
         raise keys.error("attention.shared_kv_layers", f"{shared} of {layers} layers")
