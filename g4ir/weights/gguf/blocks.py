@@ -1,7 +1,8 @@
 """Dequantises the blocks of GGUF files (ops/layouts.py), and repacks them as codes and scales where
 that is lossless.
 
-A block is a row of bytes. Every product is exact in float32.
+A block is a row of bytes. Every product is exact in float32. Types with tables of vectors or
+ternary values are dequantised by the package `gguf`, and quantised again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from g4ir.ops.codecs import FORMATS, dequantize_codes, pack_codes
+from g4ir.errors import MissingError
+from g4ir.ops.codecs import FORMATS, dequantize_codes, pack_codes, quantize_values
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
@@ -24,13 +26,17 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]."""
+    """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]. `dense`:
+    the values of blocks, of which codes and scales are an approximation; None: they are exact."""
 
     scheme: Scheme
     codes: Part
     scales: Part
+    dense: Part | None = None
 
     def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
+        if self.dense:
+            return self.dense(blocks)
         values: torch.Tensor = dequantize_codes(
             self.codes(blocks), self.scales(blocks), torch.float32
         )
@@ -92,6 +98,54 @@ CODED = {
         Scheme("iq4", 32, "f32"), _coded("IQ4_XS", "iq4", 32).codes, _iq4_xs_scales
     ),
 }
+
+
+#: types without codes of ours -> format and group of the least error (on random blocks) among
+#: those of at most one bit a weight more
+_REQUANTISED = {
+    "IQ1_S": ("int2", 32),
+    "IQ1_M": ("uint2", 256),
+    "IQ2_XXS": ("uint2", 256),
+    "IQ2_XS": ("uint2", 256),
+    "IQ2_S": ("int3k", 256),
+    "IQ3_XXS": ("int4", 256),
+    "IQ3_S": ("int4", 64),
+    "TQ1_0": ("int2", 256),
+    "TQ2_0": ("int2", 256),
+}
+
+
+def _dense(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Dequantise blocks by ggml's own package; MissingError without it."""
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError:
+        fix = "pip install 'g4ir[gguf]'"
+        raise MissingError(f"GGUF files with {kind} need the package gguf: {fix}") from None
+    return torch.from_numpy(quants.dequantize(blocks.numpy(), GGMLQuantizationType[kind]))
+
+
+def _requantised(kind: str, form: str, group: int) -> BlockFormat:
+    """Return a block format that quantises dequantised blocks again."""
+
+    def part(blocks: torch.Tensor, index: int) -> torch.Tensor:
+        parts = quantize_values(_dense(kind, blocks), form, group, "f16")
+        return parts[index].view(len(blocks), -1)  # type: ignore[no-any-return]
+
+    codes, scales = (partial(part, index=i) for i in range(2))
+    return BlockFormat(Scheme(form, group, "f16"), codes, scales, partial(_dense, kind))
+
+
+REQUANTISED = {kind: _requantised(kind, *how) for kind, how in _REQUANTISED.items()}
+CODED |= REQUANTISED
+
+
+def relative_error(kind: str, blocks: torch.Tensor) -> float:
+    """Return the rms of what a type's codes lose of some blocks, relative to that of the values."""
+    coded = CODED[kind]
+    meant = coded.dequantize(blocks)
+    held = dequantize_codes(coded.codes(blocks), coded.scales(blocks), torch.float32)
+    return float((held - meant).norm() / meant.norm().clamp(min=1e-30))
 
 
 def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:

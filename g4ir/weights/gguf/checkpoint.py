@@ -24,6 +24,7 @@ from g4ir.model.tensors import (
     media_tensors,
     text_tensors,
 )
+from g4ir.ops.codecs import FORMATS
 from g4ir.ops.finite import cast
 from g4ir.ops.types import torch
 from g4ir.quant.rewrite import weights_of
@@ -33,7 +34,7 @@ from g4ir.weights.formats.base import Files, StoredWeight, quantised_weight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
-from .blocks import CODED, Part, by_pieces
+from .blocks import CODED, REQUANTISED, Part, by_pieces, relative_error
 from .container import (
     CLIP,
     HALVES,
@@ -52,6 +53,8 @@ from .container import (
 log = logging.getLogger(__name__)
 
 READ = (*FLOATS, *CODED)
+#: blocks of which the error of a type is measured
+SAMPLE = 256
 Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
 
@@ -64,6 +67,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     stored = {bare: name for name, bare in reversed(names.items())}
     defaults = _checked(file, spec, live, shapes, problems, stored)
     files = Files(file.path.parent)
+    _log_errors(file, live, files)
     # A draft model's weights have the engine's dtype.
     quantised = set() if spec.drafter else {checkpoint_name(param) for param in weights_of(spec)}
     plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
@@ -78,6 +82,19 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     )
     check_norms(spec, checkpoint, file.path, added)
     return checkpoint
+
+
+def _log_errors(file: Container, live: Mapping[str, Tensors], files: Files) -> None:
+    """Log once for each type that is quantised again how, and the error of its first blocks."""
+    first = {t.stored.name: t for ts in live.values() for t in ts if t.stored.name in REQUANTISED}
+    for kind, t in first.items():
+        scheme = CODED[kind].scheme
+        raw = files.rows((t.header, t.entry), None).reshape(-1, t.stored.nbytes)[:SAMPLE]
+        fmt = FORMATS[scheme.form]
+        bits = 8 * fmt.layout.nbytes / fmt.layout.values + 16 * fmt.scales / scheme.group
+        message = "%s: %s is held as %s in groups of %d (%.2f bits a weight), relative error %.3f"
+        error = relative_error(kind, raw)
+        log.warning(message, file.path, kind, scheme.form, scheme.group, bits, error)
 
 
 def _less(weight: StoredWeight, added: float) -> StoredWeight:
