@@ -128,7 +128,7 @@ def inputs_of_examples() -> None:
 
 def slow(e: Example) -> bool:
     """What the reference backend would not print, or what needs transformers."""
-    verbs = ("verify ", "show ", "inspect ", "plan ", "bench")
+    verbs = ("verify ", "prove ", "show ", "inspect ", "plan ", "bench")
     return e.line.startswith(verbs) or e.file in ("onnx.md", "tensorrt.md")
 
 

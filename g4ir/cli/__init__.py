@@ -40,6 +40,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "bench": ("bench.Bench", "latency and throughput benchmark"),
     "bench-compare": ("bench_compare.Compare", "comparison of two benchmark reports"),
     "verify": ("verify.Verify", "comparison of an engine's logits with a reference, or on a text"),
+    "prove": ("prove.Prove", "report: exactness, modes, perplexity and needles in long contexts"),
     "score": ("score.ScoreTexts", "log-probabilities of texts"),
     "export": ("export.Export", "a model as a Hugging Face checkpoint or a GGUF file"),
     "specs": ("specs.Specs", "shipped variants and spec files"),

@@ -36,6 +36,8 @@ MAX_DISTANCE, BEYOND = 0.5, 1.5
 #: a row is far beyond FAR times the median's limit; allowed far rows: twice the reference's share
 #: plus 5 % of all rows, plus two
 FAR, FAR_TIMES, FAR_SHARE, FAR_ROWS = 2.0, 2.0, 0.05, 2
+#: values that are compared at once, in float64
+BLOCK = 1 << 24
 #: min rows for a meaningful median
 GROUP = 8
 
@@ -155,15 +157,24 @@ class Errors:
 def row_errors(got: Tensor, want: Tensor) -> Errors:
     """Return the errors of each row of [..., n]. Rows near zero are measured relative to the RMS of
     all rows. NaN propagates."""
-    got, want = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (got, want))
+    size = max(1, BLOCK // want.shape[-1])
+    got, want = (t.detach().cpu().reshape(-1, t.shape[-1]) for t in (got, want))
+    squares = [rows.double().pow(2).mean(-1) for rows in want.split(size)]
+    floor = 1e-3 * torch.cat(squares).mean().sqrt() + 1e-30
+    blocks = [
+        _block_errors(a.double(), b.double(), square.sqrt(), floor)
+        for a, b, square in zip(got.split(size), want.split(size), squares, strict=True)
+    ]
+    return Errors(*map(torch.cat, zip(*blocks, strict=True)))
+
+
+def _block_errors(got: Tensor, want: Tensor, rms: Tensor, floor: Tensor) -> tuple[Tensor, ...]:
     absolute = (got - want).abs().amax(-1)
-    rms = want.pow(2).mean(-1).sqrt()
-    floor = 1e-3 * want.pow(2).mean().sqrt() + 1e-30
     cosine = torch.nn.functional.cosine_similarity(got, want, dim=-1, eps=1e-30)
     cosine = cosine.masked_fill((rms <= floor) & (absolute <= floor), 1.0)
     size = rms.maximum(floor)
     distance = (got - want).pow(2).mean(-1).sqrt() / size
-    return Errors(absolute, absolute / size, cosine, distance)
+    return absolute, absolute / size, cosine, distance
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,197 @@
+"""The same text alone, in company, with draft tokens, after truncation, from a restored prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from g4ir.backends.sampling import SamplingParams
+from g4ir.engine.engine import Engine
+from g4ir.engine.requests import Request, RequestHandle
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.session import Session
+from g4ir.engine.speculative import NGRAM, SpeculativeConfig
+from g4ir.ir.distance import row_errors
+
+from .haystack import text_of
+from .tokens import window_of
+
+Tensor = torch.Tensor
+#: tokens of an answer, and tokens that are appended to be dropped
+NEW, DROPPED = 24, 4
+#: requests that run together
+COMPANY = 3
+#: a token and its log-probability
+Answer = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """A prompt's greedy answer alone, against which other ways to compute it are held. limits: see
+    `prove.limits_of`."""
+
+    engine: Engine
+    prompt: tuple[int, ...]
+    limits: Mapping[str, float]
+
+    def request(self, tokens: Sequence[int] | None = None, **options: Any) -> Request:
+        """Return a greedy request for this prompt, or for others."""
+        sampling = SamplingParams(ignore_eos=True, logprobs=1)
+        return Request(tuple(self.prompt if tokens is None else tokens), NEW, sampling, **options)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        (answer,), _ = answers(self.engine, [self.request(reuse=False)])
+        return [token for token, _ in answer]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The logits f32[NEW, vocab] of which the answer's tokens are chosen."""
+        session = self.engine.session()
+        return self.decode(session, session.prefill([[*self.prompt]]))
+
+    def decode(self, session: Session, first: Tensor) -> Tensor:
+        """Return the logits of the answer's tokens, which are appended one by one."""
+        return torch.cat([first, *(session.decode([t]) for t in self.tokens[:-1])])
+
+    def wrong_rows(self, rows: Tensor) -> str | None:
+        """Return where logits differ by more than rounding, or None."""
+        distance = row_errors(rows, self.rows).distance
+        at = int((~(distance <= self.limits["row"])).double().argmax())
+        if float(distance[at]) <= self.limits["row"]:
+            return None
+        return f"logits of new token {at} differ by {float(distance[at]):.1e} of their RMS"
+
+    def wrong_answer(self, answer: Answer) -> str | None:
+        """Return where an answer differs, up to a close call: a choice between two nearly equal
+        logits, after which texts may differ."""
+        for at, ((token, logprob), want) in enumerate(zip(answer, self.tokens)):
+            row = self.rows[at].double()
+            gap = self.limits["gap"] * float(row.pow(2).mean().sqrt())
+            if token != want:
+                close = float(row[want] - row[token]) <= gap
+                return None if close else f"new token {at} is {token}, alone {want}"
+            if not abs(float(row.log_softmax(-1)[token]) - logprob) <= gap:
+                return f"log-probability of new token {at} is {logprob:.4f}, not that alone"
+        return None if len(answer) == len(self.tokens) else f"{len(answer)} tokens, not {NEW}"
+
+
+def answers(
+    engine: Engine, requests: Sequence[Request], config: SchedulerConfig | None = None
+) -> tuple[list[Answer], list[RequestHandle]]:
+    """Run requests together; return their answers and handles."""
+    return submitted(Scheduler(engine, config or SchedulerConfig(prefix_bytes=0)), requests)
+
+
+def submitted(
+    scheduler: Scheduler, requests: Sequence[Request]
+) -> tuple[list[Answer], list[RequestHandle]]:
+    handles = [scheduler.submit(r) for r in requests]
+    out: dict[RequestHandle, Answer] = {handle: [] for handle in handles}
+    for event in scheduler.run(*handles):
+        if event.error:
+            raise event.error
+        if event.token is not None and event.logprobs:
+            out[event.handle].append((event.token, event.logprobs.chosen))
+    return [*out.values()], handles
+
+
+#: a way to compute the text: None: the same; a text: what differs, or after `-` why it is not run
+Mode = Callable[[Baseline], "str | None"]
+
+
+def alone(base: Baseline) -> str | None:
+    """Generate without log-probabilities, which a loop on the device may do."""
+    new = base.engine.generate([*base.prompt], NEW, stop_ids=())
+    rows = base.rows.log_softmax(-1)
+    return base.wrong_answer([(t, float(rows[i, t])) for i, t in enumerate(new)])
+
+
+def in_company(base: Baseline) -> str | None:
+    """Generate beside other prompts of other lengths."""
+    if base.engine.limits.max_batch < 2:
+        return "-the engine has one slot; build it with --max-batch 3"
+    others = [base.prompt[::-1][: len(base.prompt) // i] for i in range(2, COMPANY + 1)]
+    requests = [base.request(p, reuse=False) for p in (base.prompt, *others)]
+    (answer, *_), _ = answers(base.engine, requests)
+    return base.wrong_answer(answer)
+
+
+def with_drafts(base: Baseline) -> str | None:
+    """Generate with n-grams as drafts. The prompt has its own end and answer in it, so that they
+    are proposed, and mostly wrong."""
+    if not base.engine.draft_tokens:
+        return "-the engine verifies no draft tokens; build it with --draft-tokens 4"
+    tail = base.prompt[-8:]
+    again = (*base.prompt[: -NEW - 16], *tail, *base.tokens, *tail)
+    other = Baseline(base.engine, again[-len(base.prompt) :], base.limits)
+    config = SchedulerConfig(prefix_bytes=0, draft=SpeculativeConfig(NGRAM))
+    (answer,), (handle,) = answers(base.engine, [other.request(reuse=False)], config)
+    if not handle.tally.rounds:
+        return "-nothing was drafted"
+    return other.wrong_answer(answer)
+
+
+def after_truncation(base: Baseline) -> str | None:
+    """Append tokens to a part of the prompt, drop them, and read the rest."""
+    slots = min((s for _, s in base.engine.rings), default=len(base.prompt))
+    cut = max(1, min(len(base.prompt) // 2, slots - DROPPED))
+    session = base.engine.session()
+    session.prefill([[*base.prompt[:cut]]])
+    session.prefill([[*base.prompt[-DROPPED:][::-1]]])
+    session.truncate(cut)
+    return base.wrong_rows(base.decode(session, session.prefill([[*base.prompt[cut:]]])))
+
+
+def from_snapshot(base: Baseline) -> str | None:
+    """Restore a session to a prefix after it has read another text."""
+    cut, session = len(base.prompt) // 2, base.engine.session()
+    session.prefill([[*base.prompt[:cut]]])
+    before = session.snapshot()
+    session.prefill([[*base.prompt[cut:][::-1]]])
+    session.restore(before)
+    return base.wrong_rows(base.decode(session, session.prefill([[*base.prompt[cut:]]])))
+
+
+def from_prefix_cache(base: Baseline) -> str | None:
+    """Answer after two other prompts, of which one shares a prefix that is cached."""
+    cut, scheduler = len(base.prompt) // 2, Scheduler(base.engine)
+    shared, flipped = base.prompt[:cut], base.prompt[::-1]
+    for tokens in (flipped, (*shared, *flipped[cut:])):
+        submitted(scheduler, [base.request(tokens, marks=(cut,))])
+    (answer,), (handle,) = submitted(scheduler, [base.request(marks=(cut,))])
+    if not handle.counts.cached:
+        return "-the prefix cache was not used: too little memory is free"
+    return base.wrong_answer(answer)
+
+
+MODES: Mapping[str, Mode] = {
+    "alone": alone,
+    "company": in_company,
+    "drafts": with_drafts,
+    "truncation": after_truncation,
+    "snapshot": from_snapshot,
+    "prefix cache": from_prefix_cache,
+}
+
+
+def compare_modes(
+    engine: Engine, limits: Mapping[str, float]
+) -> tuple[bool | None, str, dict[str, Any]]:
+    """Compute a text longer than the sliding window in every mode; return whether none differs, a
+    summary, and the result of each."""
+    size = min(window_of(engine) + 2 * NEW, engine.limits.max_seq - NEW)
+    base = Baseline(engine, tuple(text_of(engine, max(size, 2))), limits)
+    data: dict[str, Any] = {}
+    for name, mode in MODES.items():
+        wrong = mode(base)
+        ok = None if wrong and wrong[0] == "-" else wrong is None
+        data[name] = {"ok": ok, "why": (wrong or "").lstrip("-")}
+    words = {True: "the same", False: "DIFFERENT", None: "not run"}
+    why = {name: f" ({d['why']})" if d["why"] else "" for name, d in data.items()}
+    summary = "; ".join(f"{name} {words[d['ok']]}{why[name]}" for name, d in data.items())
+    return all(d["ok"] is not False for d in data.values()), summary, data

@@ -1,0 +1,289 @@
+"""One report on an engine: what it computes against its definition, and how well it remembers.
+
+Parts: logits at every position of a short text against the interpreter; the same text alone, in
+company, with draft tokens, after truncation, from a restored prefix; quantisation against the
+original weights; for each context length perplexity by position and needles at ten depths, beside
+the interpreter's. A part returns JSON values, and is not computed again for the same engine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g4ir.artefact.digests import sources_digest
+from g4ir.engine.engine import Engine
+from g4ir.engine.prefill import CHUNK_LOGITS
+from g4ir.engine.session import Session
+from g4ir.errors import InputError, TrustError
+from g4ir.ui.files import write_file
+from g4ir.ui.paths import cache_root, private
+from g4ir.ui.processor import instruction_set
+from g4ir.ui.progress import Progress, no_progress
+from g4ir.ui.units import count_text
+
+from .haystack import Haystack, Needle, haystack, text_of
+from .logits import verify_engine
+from .modes import compare_modes
+from .reference import is_quantised, param_bytes, reference_engine, unquantised
+from .report import VerifyReport
+from .score import require_all_logits, score_rows
+from .tokens import STEPS, window_of
+
+Tensor = torch.Tensor
+#: parts of a document whose mean perplexity and divergence are reported
+BUCKETS = 10
+#: a bucket's KL divergence from the interpreter may be so many times the first bucket's
+GROWTH = 10.0
+#: max values of logits of the short text: 256 tokens of a vocabulary of 262144
+LOGITS = 1 << 26
+#: seconds for all parts
+TIME_LIMIT = 900.0
+
+
+class OutOfTimeError(Exception):
+    """The time limit ended a part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the report. ok: None if it was not run or not compared, with the reason in
+    `summary`; `data`: JSON values."""
+
+    engine: str
+    name: str
+    ok: bool | None
+    summary: str
+    seconds: float = 0.0
+    cached: bool = False
+    data: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """All parts of a report on one model."""
+
+    model: str
+    parts: tuple[Part, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no part failed."""
+        return all(p.ok is not False for p in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {"schema": 1, "model": self.model, "ok": self.ok, **asdict(self)}
+
+
+#: what a part returns: ok, summary, data
+Result = tuple[bool | None, str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prover:
+    """Runs the parts of a report on engines of one model, one per KV cache format."""
+
+    contexts: Sequence[int]
+    checkpoint: str | Path | None = None
+    deadline: float = float("inf")
+    cache: Path | None = None
+    progress: Progress = no_progress
+
+    def parts(self, label: str, engine: Engine, first: bool) -> Iterator[Part]:
+        """Yield the parts of one engine; quantisation is compared for the `first` alone. The
+        tolerance of later parts is that of the first part."""
+        run = partial(self._part, label, engine)
+        logits = run("logits", "", lambda: check_logits(engine, self.progress))
+        yield logits
+        limits = logits.data.get("limits")
+        if limits is None:
+            yield Part(label, "modes", None, "not run: the logits were not compared")
+        else:
+            yield run("modes", "", lambda: compare_modes(engine, limits))
+        if first:
+            weights = partial(compare_weights, engine, self.checkpoint)
+            yield run("quantisation", str(self.checkpoint), weights)
+        for length in self.contexts:
+            name = f"context {count_text(length)}"
+            read = partial(self._context, engine, length, limits or {"kl": 0.0})
+            yield run(name, "", read)
+
+    def _part(
+        self, label: str, engine: Engine, name: str, options: str, run: Callable[[], Result]
+    ) -> Part:
+        """Return a part from the cache, or run it and store it if it passed."""
+        facts = [engine.facts.digest, sources_digest(), instruction_set().name, name, options]
+        file = self.cache and self.cache / sha256(json.dumps(facts).encode()).hexdigest()
+        if file and file.is_file():
+            with suppress(ValueError, TypeError, OSError):
+                return Part(**{**json.loads(file.read_text()), "engine": label, "cached": True})
+        if time.monotonic() >= self.deadline:
+            return Part(label, name, None, "not run: the time limit is reached")
+        self.progress(f"{label}: {name}")
+        start = time.monotonic()
+        try:
+            ok, summary, data = run()
+        except OutOfTimeError as e:
+            return Part(label, name, None, f"not run to its end: {e}", time.monotonic() - start)
+        part = Part(label, name, ok, summary, round(time.monotonic() - start, 1), data=data)
+        if file and ok:
+            with suppress(OSError, TrustError):
+                private(file.parent)
+                write_file(file, [json.dumps(asdict(part)).encode()])
+        return part
+
+    def _context(self, engine: Engine, length: int, limits: Mapping[str, Any]) -> Result:
+        return read_context(engine, haystack(engine, length), limits, self.deadline, self.progress)
+
+
+def proof_cache() -> Path:
+    """Return the folder of parts that were computed before."""
+    return cache_root() / "prove"
+
+
+def check_contexts(engine: Engine, contexts: Sequence[int]) -> None:
+    """Raise InputError for a context that the engine or ten needles do not fit in, and for an
+    engine without all_logits."""
+    require_all_logits(engine)
+    for length in contexts:
+        if length > engine.limits.max_seq:
+            limit = f"{engine.path} was built with --max-seq {engine.limits.max_seq}"
+            raise InputError(f"--ctx {count_text(length)}: {limit}; give a shorter one")
+        haystack(engine, length)
+
+
+def check_logits(engine: Engine, progress: Progress = no_progress) -> Result:
+    """Compare logits with the interpreter's at every position of a text that is, up to LOGITS
+    values, longer than the sliding window: in chunks, single steps and verification steps."""
+    vocab, max_seq = engine.spec.text.vocab_size, engine.limits.max_seq
+    count = min(max_seq, window_of(engine) + 2 * STEPS, max(LOGITS // vocab, 64))
+    ids = text_of(engine, count)
+    report = verify_engine(engine, "reference", ids, progress=progress)
+    errors = [p.relative for p in report.positions]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    right, at = sum(p.ok for p in report.positions), report.positions[worst].at
+    summary = f"{right} of {len(errors)} positions within {report.budget}"
+    summary += f"; worst {errors[worst]:.1e} at {at}; greedy tokens {report.greedy.text()}"
+    if report.first_difference:
+        summary += f"; first difference: {report.first_difference}"
+    data = {"at": [p.at for p in report.positions], "relative": errors, "limits": limits_of(report)}
+    return report.ok, summary, data
+
+
+def limits_of(report: VerifyReport) -> dict[str, float]:
+    """Return what rounding alone may change: `row`: distance of a row of logits, relative to its
+    RMS; `gap`: between two logits that may change places, likewise; `kl`: a divergence."""
+    row = report.budget.gap / 2
+    return {"row": row, "gap": report.budget.gap, "kl": row**2}
+
+
+def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
+    """Compare with the same model on its original weights, without any quantisation."""
+    if not is_quantised(engine):
+        return None, "nothing is quantised", {}
+    ids = torch.tensor(text_of(engine, min(engine.limits.max_seq, 512)))
+    with unquantised(engine, checkpoint, param_bytes(engine)) as other:
+        if isinstance(other, str):
+            return None, f"not compared: {other}", {}
+        rows = torch.cat([*_scored([engine.session(), other.session()], ids, engine)], 1)
+    nll, base, kl, same = rows.mean(1).tolist()
+    summary = f"NLL {-nll:.4f} against {-base:.4f}, KL {kl:.5f}, same best token {same:.1%}"
+    return None, summary, {"nll": -nll, "baseline_nll": -base, "kl": kl, "same_top": same}
+
+
+def _scored(sessions: Sequence[Session], ids: Tensor, engine: Engine) -> Iterator[Tensor]:
+    """Yield `score_rows` of each chunk of a text, for the tokens after its first."""
+    size = min(engine.limits.prefill_chunk, max(1, CHUNK_LOGITS // engine.spec.text.vocab_size))
+    for tokens, labels in zip(ids[:-1].split(size), ids[1:].split(size)):
+        logits = [s.prefill(tokens[None], all_logits=True)[0] for s in sessions]
+        yield score_rows(logits[0], labels, *logits[1:])
+
+
+def read_context(
+    engine: Engine,
+    text: Haystack,
+    limits: Mapping[str, Any],
+    deadline: float = float("inf"),
+    progress: Progress = no_progress,
+) -> Result:
+    """Read a document; return perplexity by position, and whether each needle is found at its end.
+    The interpreter reads it too, unless that would take longer than the deadline allows: then
+    nothing is judged. OutOfTimeError if the engine alone would take longer."""
+    sessions = [engine.session(), reference_engine(engine).session()]
+    rows, done, start = list[Tensor](), 0, time.monotonic()
+    for chunk in _scored(sessions, text.ids, engine):
+        rows.append(chunk)
+        done += chunk.shape[1]
+        progress(f"{done} of {len(text.ids)} tokens")
+        elapsed = time.monotonic() - start
+        if time.monotonic() > deadline:
+            raise OutOfTimeError(f"the time limit is reached at token {done} of {len(text.ids)}")
+        if len(sessions) > 1 and start + elapsed * len(text.ids) / done > deadline:
+            del sessions[1]
+    compared = len(sessions) > 1
+    scores = torch.cat([r if compared else r[:1] for r in rows], 1)
+    buckets = [_bucket(part, start) for part, start in _split(scores)]
+    for s in sessions:  # the last token, which has no label
+        s.prefill(text.ids[None, -1:])
+    needles = [_question(sessions, n) for n in text.needles]
+    data = {"buckets": buckets, "needles": needles, "tokens": len(text.ids)}
+    found = sum(n["found"] for n in needles)
+    summary = f"perplexity {float(scores[0].mean().neg().exp()):.2f}, {found} of 10 needles found"
+    if not compared:
+        return None, f"{summary}; not compared with the interpreter, which needs more time", data
+    return _judged(summary, data, limits["kl"])
+
+
+def _split(scores: Tensor) -> list[tuple[Tensor, int]]:
+    parts = scores.tensor_split(BUCKETS, 1)
+    starts = [sum(p.shape[1] for p in parts[:i]) for i in range(len(parts))]
+    return [*zip(parts, starts)]
+
+
+def _bucket(scores: Tensor, start: int) -> dict[str, Any]:
+    nll, *pair = scores.mean(1).tolist()
+    kl = {"kl": pair[1]} if pair else {}
+    return {"start": start + 1, "end": start + scores.shape[1], "nll": -nll, **kl}
+
+
+def _question(sessions: Sequence[Session], needle: Needle) -> dict[str, Any]:
+    """Ask for a needle at the end of the document, which the sessions hold before and after."""
+    ids = torch.tensor([*needle.key, *needle.value])
+    at, outputs = len(needle.key) - 1, list[Tensor]()
+    for s in sessions:
+        before = s.snapshot()
+        outputs.append(s.prefill(ids[None, :-1], all_logits=True)[0, at:])
+        s.restore(before)
+    labels = ids[at + 1 :]
+    nll, *pair = score_rows(outputs[0], labels, *outputs[1:]).mean(1).tolist()
+    found = bool((outputs[0].argmax(-1) == labels).all())
+    out = {"depth": needle.depth, "nll": -nll, "found": found}
+    if pair:
+        out |= {"kl": pair[1], "baseline_nll": -pair[0]}
+    return out
+
+
+def _judged(summary: str, data: dict[str, Any], floor: float) -> Result:
+    """Judge divergences by that of the first bucket, which rounding alone explains if the short
+    text passed."""
+    limit = GROWTH * max(data["buckets"][0]["kl"], floor)
+    worst = max(data["buckets"], key=lambda b: b["kl"])
+    lost = [n for n in data["needles"] if not n["kl"] <= limit]
+    data["limit"] = limit
+    summary += f"; KL to the interpreter at most {worst['kl']:.1e} of {limit:.1e}"
+    if not worst["kl"] <= limit:
+        summary += f", tokens {worst['start']} to {worst['end']} differ"
+    if lost:
+        depths = ", ".join(f"{n['depth']:.0%}" for n in lost)
+        summary += f", needles at {depths} differ (KL {max(n['kl'] for n in lost):.1e})"
+    return worst["kl"] <= limit and not lost, summary, data

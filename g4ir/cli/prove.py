@@ -1,0 +1,101 @@
+"""`g4ir prove`: one report on a model's engines."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.artefact.directory import is_engine
+from g4ir.errors import InputError
+from g4ir.ui import console
+from g4ir.ui.files import write_file
+
+from .common import Draft, OnEngine, Programs, strict
+from .verb import Counts, flag
+
+if TYPE_CHECKING:
+    from g4ir.check.prove import Part
+
+#: sequences of engines that are built on first use
+BATCH = 3
+
+
+class Prove(OnEngine):
+    """Check an engine against its definition, in every mode, and over long texts."""
+
+    ctx: Counts | None = flag("context lengths (default 4K, or the engine's)", None, "4K,32K")
+    kv_formats: str | None = flag(
+        "KV cache formats: bfloat16, float8, int8 (default: as built)",
+        None,
+        "T,T",
+        name="--kv-dtype",
+    )
+    json: str | None = flag("write the report as JSON", None, "FILE")
+    html: str | None = flag("write the report as a page with plots", None, "FILE")
+    checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
+    time_limit: float = flag("seconds after which no part is started (default 900)", 900.0, "S")
+    load: Programs
+
+    def __post_init__(self) -> None:
+        for name in ("json", "html"):
+            path = vars(self)[name]
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise InputError(f"--{name} {path}: no such directory")
+        if not self.time_limit > 0:
+            raise InputError(f"--time-limit {self.time_limit}: expected more than 0 seconds")
+        if "kv_dtype" in self.explicit:
+            raise InputError("--set kv_dtype: give --kv-dtype")
+        if is_engine(Path(self.engine)) and self.kv_formats is not None:
+            raise InputError(f"--kv-dtype: {self.engine} is built already; give its model")
+
+    def __call__(self) -> int:
+        from g4ir.check.prove import Proof
+        from g4ir.check.prove_report import report_html, report_text
+
+        deadline = time.monotonic() + self.time_limit
+        formats: list[str | None] = [*self.kv_formats.split(",")] if self.kv_formats else [None]
+        paths = [self._engine(f) for f in formats]
+        parts: list[Part] = []
+        with console.Progress() as progress:
+            for i, path in enumerate(paths):
+                parts += self._parts(path, deadline, not i, progress)
+        proof = Proof(self.engine, tuple(parts))
+        if self.json:
+            text = json.dumps(strict(proof.to_dict()), indent=1)
+            write_file(Path(self.json), [text.encode()])
+        if self.html:
+            write_file(Path(self.html), [report_html(proof).encode()])
+        print(report_text(proof), end="")
+        return 0 if proof.ok else 1
+
+    def _engine(self, kv: str | None) -> str:
+        """Return the engine of a format, built on first use with room for the longest context."""
+        if is_engine(Path(self.engine)):
+            return self.engine
+        options = self.first_use.options
+        changes: dict[str, Any] = {"kv_dtype": kv}
+        if "max_batch" not in self.explicit:
+            changes["max_batch"] = BATCH
+        if "max_seq" not in self.explicit:
+            changes["max_seq"] = max(self.ctx or [4096])
+        first_use = replace(self.first_use, options=replace(options, **changes))
+        (path,) = first_use.engines(
+            [self.engine], Draft(draft="ngram", draft_tokens=None), all_logits=True
+        )
+        return path
+
+    def _parts(
+        self, path: str, deadline: float, first: bool, progress: console.Progress
+    ) -> list[Part]:
+        from g4ir.check.prove import Prover, check_contexts, proof_cache
+
+        with closing(self.load.engine(path, progress)) as engine:
+            contexts = self.ctx or [min(4096, engine.limits.max_seq)]
+            check_contexts(engine, contexts)
+            prover = Prover(contexts, self.checkpoint, deadline, proof_cache(), progress)
+            label = f"{engine.config.kv_dtype or engine.dtype} cache"
+            return [*prover.parts(label, engine, first)]
