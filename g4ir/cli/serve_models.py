@@ -90,6 +90,7 @@ def _pooled(name: str, engine: Path, memory: int, prefixes: int) -> PooledModel:
     from g4ir.builder.load import described
     from g4ir.chat import Template
     from g4ir.serve.pool import PooledModel
+    from g4ir.serve.protocols.ollama import tag
 
     artefact = open_artefact(engine)
     footprint = Footprint(artefact.config, find_backend(artefact.config.backend), artefact.packing)
@@ -98,4 +99,4 @@ def _pooled(name: str, engine: Path, memory: int, prefixes: int) -> PooledModel:
     facts: dict[str, Any] = {"max_model_len": e.limits.max_seq, "media": sorted(e.media.kinds)}
     if note := Template.open(engine, e.spec.chat).note:
         facts["note"] = note
-    return PooledModel(name, engine, footprint.need + prefixes, facts, short)
+    return PooledModel(name, engine, footprint.need + prefixes, facts, tag(name, e), short)

@@ -45,7 +45,7 @@ from .media_sources import MediaFolder, read_bytes
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import Prompts, ServedRequest
-from .protocols import messages, responses, transcriptions
+from .protocols import messages, ollama, responses, transcriptions
 from .protocols.parts import AnswerFormat
 from .protocols.translation import Body, Translation
 from .request_log import HEADERS, RequestLog
@@ -74,7 +74,7 @@ class Api:
     format: Callable[[Requests, str, Body], AnswerFormat] = ResponseFormat
     read: Callable[[Body], Translation] | None = None
     #: Content-Type of a request without parameters, and the parser of a body
-    content_type: str = JSON
+    content_type: str | None = JSON
     parse: Callable[[bytes, str], Body] = lambda raw, content_type: schema.parsed(raw)
 
 
@@ -89,6 +89,16 @@ TRANSCRIPTIONS = replace(
     content_type=transcriptions.MULTIPART,
     parse=transcriptions.parse_multipart,
 )
+#: content_type None: any, which ollama's users leave out; the origin is checked in its place
+OLLAMA_CHAT = replace(CHATS, format=ollama.OllamaFormat, read=ollama.chat, content_type=None)
+OLLAMA_GENERATE = replace(
+    OLLAMA_CHAT,
+    fields=lambda body: schema.COMPLETIONS if "prompt" in body else schema.CHAT,
+    make=lambda prompts, fields, salt: (
+        prompts.completions if "prompt" in fields else prompts.chat
+    )(fields, salt),
+    read=ollama.generate,
+)
 #: for counting and returning tokens
 COUNTED = replace(CHATS, make=Prompts.tokens, read=messages.count)
 TOKENIZED = Api(
@@ -97,7 +107,7 @@ TOKENIZED = Api(
 RENDERED = Api(lambda body: schema.TOKENIZE_CHAT, Prompts.tokens)
 DETOKENIZED = Api(lambda body: schema.DETOKENIZE, Prompts.tokens)
 #: paths with another error format than OpenAI's
-ERRORS = {"/v1/messages": messages.error_body}
+ERRORS = {"/v1/messages": messages.error_body, "/api/": ollama.error_body}
 
 
 @dataclass
@@ -181,6 +191,13 @@ class Server:
             "/render": ("POST", self.render),
             "/tokenizer_info": ("GET", self.tokenizer_info),
             "/server_info": ("GET", self.server_info),
+            "/api/version": ("GET", self.version),
+            "/api/tags": ("GET", self.tags),
+            "/api/ps": ("GET", self.tags),
+            "/api/show": ("POST", self.show),
+            "/api/chat": ("POST", partial(self.answer, api=OLLAMA_CHAT)),
+            "/api/generate": ("POST", partial(self.answer, api=OLLAMA_GENERATE)),
+            "/api/embed": ("POST", self.embed),
         }
 
     def app(self) -> Starlette:
@@ -297,6 +314,24 @@ class Server:
             }
         )
 
+    async def tags(self, request: Request) -> Response:
+        """Return the model under each of its names, as ollama lists models."""
+        engine = self._ready()[0].engine
+        return json_response({"models": [ollama.tag(name, engine) for name in self.names]})
+
+    async def show(self, request: Request) -> Response:
+        """Return the description of a model, as ollama has it."""
+        prompts, _ = self._ready()
+        self._check_origin(request)
+        body = await run_in_threadpool(schema.parsed, await self.gate.body(request, None))
+        self._check_model(ollama.model_of(body))
+        return json_response(ollama.show(prompts.engine, prompts.template))
+
+    async def embed(self, request: Request) -> Response:
+        self._ready()
+        message = "this server has no embedding model"
+        raise Refused(501, message, code="not_supported")
+
     async def tokenizer_info(self, request: Request) -> Response:
         """Return the tokenizer's settings, for clients that tokenise themselves."""
         return json_response(self._ready()[0].tokenizer_info())
@@ -400,10 +435,14 @@ class Server:
     async def answer(self, request: Request, api: Api) -> Response:
         """Generate answers to a conversation, or to prompts."""
         _, service = self._ready()
-        served, original = await self._requests(request, api)
+        try:
+            served, original = await self._requests(request, api)
+        except ollama.NothingAsked as e:
+            return json_response(e.body)
         name = served[0].fields.get("model", self.name)
         running = Running(self, served, api.format(served, name, original), request)
         await run_in_threadpool(running.submit, service)
+        running.format.submitted(running.handles)
         if running.fields.get("stream"):
             return Streamed(running)
         try:
@@ -585,7 +624,7 @@ class Streamed(StreamingResponse):
 
     def __init__(self, running: Running) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(running.stream(), 200, headers, "text/event-stream")
+        super().__init__(running.stream(), 200, headers, running.format.content_type)
         self.running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

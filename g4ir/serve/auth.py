@@ -22,7 +22,7 @@ LOCAL = ("localhost",)
 #: paths that also accept Anthropic's key header
 KEYED = ("/v1/messages", "/v1/models")
 #: prefixes of the paths that need a key
-GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/render", "/server_info")
+GUARDED = ("/v1/", "/api/", "/metrics", "/tokenize", "/detokenize", "/render", "/server_info")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,11 @@ class Auth:
         if name not in self.hosts and not is_loopback(name):
             raise Refused(403, "the Host of the request is not this server's", code="wrong_host")
 
-    async def body(self, request: Request, content_type: str = JSON) -> bytes:
-        """Read a request's body; Refused if it is too large, too slow or of another type."""
+    async def body(self, request: Request, content_type: str | None = JSON) -> bytes:
+        """Read a request's body; Refused if it is too large, too slow or of another type (None:
+        any)."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != content_type:
+        if content_type is not None and kind != content_type:
             raise Refused(415, f"the Content-Type must be {content_type}")
         size = request.headers.get("content-length", "")
         self._check_size(int(size) if size.isdigit() else 0)

@@ -44,13 +44,15 @@ class Worker(Protocol):
 
 @dataclass(eq=False)
 class PooledModel:
-    """A model: its engine, the bytes that it needs, and facts for clients. `active`: running
-    requests; `used`: when the last one began; `advice`: why it can never fit, else ""."""
+    """A model: its engine, the bytes that it needs, and facts for clients (`tag`: as ollama lists
+    it). `active`: running requests; `used`: when the last one began; `advice`: why it can never
+    fit, else ""."""
 
     name: str
     path: Path
     need: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+    tag: Mapping[str, Any] = field(default_factory=dict)
     advice: str = ""
     state: str = UNLOADED
     worker: Worker | None = None

@@ -23,7 +23,7 @@ from .auth import JSON
 from .http_errors import Refused, ending, later
 from .media_queue import wait_for_leaving
 from .pool import READY, ModelPool, PooledModel
-from .protocols import transcriptions
+from .protocols import ollama, transcriptions
 from .worker import SALT, SECRET
 
 #: bytes read at a time from a worker
@@ -63,7 +63,7 @@ class Router(Server):
 
     def handlers(self) -> dict[str, tuple[str, Handler]]:
         own = {"/livez", "/readyz", "/health", "/version", "/metrics", "/v1/models"}
-        own |= {"/v1/models/{name:path}"}
+        own |= {"/v1/models/{name:path}", "/api/version", "/api/tags", "/api/ps"}
         local = {p: h for p, h in super().handlers().items() if p in own}
         forwarded = {
             path: (method, partial(self.forward, path=path))
@@ -95,12 +95,18 @@ class Router(Server):
             return json_response({"object": "list", "data": [*map(entry, pool.models)]})
         return json_response(entry(self._named(name.rstrip("/"))))
 
+    async def tags(self, request: Request) -> Response:
+        """Return all models, or those loaded (/api/ps), as ollama lists them."""
+        loaded = request.url.path.rstrip("/").endswith("/ps")
+        models = [m for m in self._pool().models if m.state == READY or not loaded]
+        return json_response({"models": [m.tag for m in models]})
+
     def _named(self, name: str | None) -> PooledModel:
         """Return the model of a request; the first one if it names none."""
         models = self._pool().models
         if name is None:
             return models[0]
-        if model := self._pool().find(name):
+        if model := self._pool().find(name) or self._pool().find(name.removesuffix(ollama.LATEST)):
             return model
         if ANY_NAME in self.aliases:
             return models[0]
@@ -114,16 +120,14 @@ class Router(Server):
         raw, name = b"", request.query_params.get("model")
         if request.method == "POST":
             form = path == "/v1/audio/transcriptions"
-            if form:
-                self._check_origin(request)
             content_type = transcriptions.MULTIPART if form else JSON
-            raw = await self.gate.body(request, content_type)
+            if form or path.startswith("/api/"):
+                self._check_origin(request)
+            raw = await self.gate.body(request, None if path.startswith("/api/") else content_type)
             kind = request.headers.get("content-type", "")
             parse = partial(transcriptions.parse_multipart, raw, kind)
             body = await run_in_threadpool(parse if form else partial(schema.parsed, raw))
-            name = body.get("model")
-            if name is not None and not isinstance(name, str):
-                raise Refused(400, "model: expected a text", param="model")
+            name = ollama.model_of(body)
         model, request.state.said["forwarded"] = self._named(name), True
         stack = AsyncExitStack()
         leaving = asyncio.ensure_future(wait_for_leaving(request))

@@ -199,10 +199,14 @@ def langchain_both(url: str) -> None:
     assert claude.invoke("Hi").text == "hello"
 
 
+def _node(file: str, *words: str) -> None:
+    program = (HERE / file).read_bytes()
+    command = ["node", "--input-type=module", "-", *words]
+    subprocess.run(command, input=program, cwd=sys.prefix, check=True)
+
+
 def _ai_sdk(name: str, url: str) -> None:
-    words = ["node", "--input-type=module", "-", name, url, f"data:image/png;base64,{RED}"]
-    program = (HERE / "ai_sdk.mjs").read_bytes()
-    subprocess.run(words, input=program, cwd=sys.prefix, check=True)
+    _node("ai_sdk.mjs", name, url, f"data:image/png;base64,{RED}")
 
 
 def ai_sdk_responses(url: str) -> None:
@@ -277,6 +281,50 @@ def codex_error(url: str) -> None:
     assert events[-1]["type"] == "turn.failed" and "there is no 'other'" in str(events[-1])
 
 
+def ollama_python(url: str) -> None:
+    """Reasoning as a stream, a tool loop, a schema, a picture, generate, models, an error."""
+    import ollama
+
+    client = ollama.Client(host=url)
+    assert [m.model for m in client.list().models] == [MODEL]
+    shown = client.show(MODEL)
+    assert {"tools", "vision", "thinking"} <= {*(shown.capabilities or ())}
+    pieces = [*client.chat(MODEL, HI, think=True, stream=True)]
+    assert "".join(p.message.content or "" for p in pieces) == "hello"
+    assert "".join(p.message.thinking or "" for p in pieces) == "hmm"
+    last = pieces[-1]
+    assert last.done and (last.eval_count or 0) > 0 and (last.total_duration or 0) > 0
+
+    def f(a: int) -> str:
+        """Do.
+
+        Args:
+            a: a number
+        """
+        return str(a)
+
+    first = client.chat(MODEL, HI, tools=[f])
+    (call,) = first.message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == ("f", {"a": 3})
+    answer = {"role": "tool", "tool_name": "f", "content": "12"}
+    assert client.chat(MODEL, [*HI, first.message, answer], tools=[f]).message.content == "hello"
+    got = client.chat(MODEL, HI, format=SCHEMA, options={"temperature": 0, "num_predict": 60})
+    assert json.loads(got.message.content or "") == {"a": 3}
+    picture = [{"role": "user", "content": "Hi", "images": [base64.b64decode(RED)]}]
+    assert client.chat(MODEL, picture).message.content == "hello"
+    assert client.generate(MODEL, "Hi", keep_alive="5m").response == "hello"
+    try:
+        client.chat("other", HI)
+    except ollama.ResponseError as e:
+        assert e.status_code == 404 and "there is no 'other' here" in e.error
+    else:
+        raise AssertionError("not refused")
+
+
+def ollama_js(url: str) -> None:
+    _node("ollama.mjs", url, RED)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     f.__name__: f
     for f in (
@@ -284,6 +332,7 @@ CASES: dict[str, Callable[[str], None]] = {
         *(openai_responses, openai_agents, pydantic_ai_responses),
         *(litellm_both, langchain_both, instructor_both),
         *(ai_sdk_responses, ai_sdk_chat, ai_sdk_messages),
+        *(ollama_python, ollama_js),
         *(codex_tools, codex_schema_and_picture, codex_error),
     )
 }

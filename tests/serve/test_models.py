@@ -216,6 +216,12 @@ def test_no_request_is_lost(routed: str, count: int) -> None:
     assert [m["id"] for m in listed] == [*"abc"] and sum(m["loaded"] for m in listed) == 2
     metrics = httpx.get(f"{routed}/metrics").text
     assert metrics.count("g4ir_slots{model=") == 2 and "g4ir_build_info{" in metrics
+    tags = httpx.get(f"{routed}/api/tags").json()["models"]
+    assert [m["name"] for m in tags] == [*"abc"]
+    body = {"model": "b:latest", "prompt": "Hi", "options": {"num_predict": 2}}
+    lines = httpx.post(f"{routed}/api/generate", json=body, timeout=LOADING).text.splitlines()
+    assert json.loads(lines[-1])["eval_count"] == 2
+    assert "b" in {m["name"] for m in httpx.get(f"{routed}/api/ps").json()["models"]}
     got = httpx.post(f"{routed}{CHAT}", json={"model": "d", "messages": []})
     assert got.status_code == 404 and "'a', 'b', 'c'" in got.text
 

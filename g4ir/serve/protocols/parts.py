@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from g4ir.chat import Event as ChatEvent
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import AnswerStream
+from g4ir.engine.requests import RequestHandle
 
 from ..http_errors import Refused
 from .translation import Body
@@ -21,9 +22,14 @@ THOUGHT, CONTENT, CALL = "thought", "content", "call"
 class AnswerFormat(Protocol):
     """Format of the answers to one request, complete or as the values of a stream."""
 
+    #: of a stream
+    content_type: str = "text/event-stream"
     #: keepalive, and end of a stream
     alive: str = ": keepalive\n\n"
     end: str = "data: [DONE]\n\n"
+
+    def submitted(self, handles: list[RequestHandle]) -> None:
+        """Take the handles of the requests, which have their times."""
 
     def first(self, count: int) -> list[Body]:
         """Return the values before the first token, for `count` answers."""
