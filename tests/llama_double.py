@@ -63,9 +63,11 @@ class LlamaDouble:
             assert b.n_seq_id[i] == 1 and b.pos[i] == len(row) < self.room
             row.append(b.token[i])
         self.ends = [i for i in range(b.n_tokens) if b.logits[i]]
-        rows = [self.rows[b.seq_id[i][0]] for i in self.ends]
-        session = self.engine.session(len(rows))
-        self.logits = (session.prefill(torch.tensor(rows)).float() + self.off).contiguous()
+        rows = [self.rows[i] for i in dict.fromkeys(b.seq_id[i][0] for i in self.ends)]
+        every, ids = len(rows) < len(self.ends), torch.tensor(rows)
+        logits = self.engine.session(len(rows)).prefill(ids, all_logits=every).float()
+        logits = logits[0, -len(self.ends) :] if every else logits
+        self.logits = (logits + self.off).contiguous()
         return 0
 
     def llama_get_logits_ith(self, context: Any, at: int) -> Any:

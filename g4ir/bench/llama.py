@@ -99,17 +99,25 @@ class LlamaRunner(BenchRunner):
         if tokens.shape[1]:
             self.step(tokens)
 
+    def reset(self) -> None:
+        """Empty the KV cache."""
+        self.set_context(torch.zeros(1, 0))
+
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.prefill(tokens)[:, -1]
+
+    def prefill(self, tokens: torch.Tensor, *, all_logits: bool = False) -> torch.Tensor:
+        """Append i64[B, n]; return logits [B, n, vocab] of all tokens, or of the last, n = 1."""
         b, (rows, count) = self._batch, tokens.shape
         b.n_tokens = rows * count
         for at, token in enumerate(tokens.flatten().tolist()):
             row, i = divmod(at, count)
             b.token[at], b.pos[at], b.n_seq_id[at] = token, self._length + i, 1
-            b.seq_id[at][0], b.logits[at] = row, i == count - 1
+            b.seq_id[at][0], b.logits[at] = row, all_logits or i == count - 1
         if code := self._call(self._api.llama_decode, self._context, b):
             raise InputError(f"--peer {LLAMA}: llama_decode of {rows} x {count} tokens: {code}")
         self._length += count
-        ends = range(count - 1, rows * count, count)
+        ends = range(0 if all_logits else count - 1, rows * count, 1 if all_logits else count)
         pointers = (self._api.llama_get_logits_ith(self._context, at) for at in ends)
         logits = [np.ctypeslib.as_array(p, shape=(self._vocab,)) for p in pointers]
-        return torch.from_numpy(np.stack(logits))
+        return torch.from_numpy(np.stack(logits)).view(rows, -1, self._vocab)

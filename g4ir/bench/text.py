@@ -11,7 +11,7 @@ from typing import Any
 from g4ir.errors import InputError
 from g4ir.spec.reader import json_object
 from g4ir.ui.plots import figure
-from g4ir.ui.table import aligned
+from g4ir.ui.table import aligned, markdown_table
 from g4ir.ui.units import scale
 
 from .measure import Stat
@@ -152,7 +152,7 @@ def markdown(reports: Sequence[Values]) -> str:
     of every other runner, by name. Noisy values have their spread."""
     peers = [*dict.fromkeys(run_name(r) for report in reports for r in report["runs"][1:])]
     head = ["", "prefill, tokens/s", *peers, "decode, ms a token", *peers]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines = [head]
     for report in reports:
         runs = {run_name(r): metrics(r) for r in report["runs"] if not r["void"]}
         first = run_name(report["runs"][0])
@@ -161,7 +161,7 @@ def markdown(reports: Sequence[Values]) -> str:
             for _, stat in (runs.get(n, {}).get(metric, ("", None)) for n in (first, *peers)):
                 cell = stat_text(stat) if stat and stat.noisy else stat and _short(stat.value)
                 lines[-1].append(cell or "-")
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 def stat_text(stat: Stat, factor: float = 1.0) -> str:

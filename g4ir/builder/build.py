@@ -137,6 +137,11 @@ def prepare(
     else:
         check_all(*backend.needs(config.device, config.ranks), *sources.absent())
     checkpoint = sources.checkpoint(config)
+    if options.requantize:
+        if not (checkpoint and checkpoint.forms and config.quant):
+            why = "it applies --quant to a quantised checkpoint, and there is not both"
+            raise InputError(f"--set requantize=on: {why}; leave it out")
+        checkpoint = checkpoint.dequantised()
     config = _with_recipe(config, checkpoint, sources)
     acted = PassCounts()
     packing = config.packing(backend, dump=dump, acted=acted)
@@ -166,6 +171,7 @@ UNLINKED = {
     "drafter": "it refers to one checkpoint, and this is another",
     "adapter": "it refers to the checkpoint's files, which this changes",
     "calibrate": "the engine makes its weights at load, without the text",
+    "requantize": "it refers to the checkpoint's quantised weights, and this replaces them",
 }
 
 
@@ -174,7 +180,8 @@ def _check_linked(o: BuildOptions, backend: Backend) -> None:
     if not o.link_weights:
         return
     for name, why in UNLINKED.items():
-        if (value := getattr(o, name)) not in (*resolve.NO_DRAFTER, (), []):
+        value = getattr(o, name)
+        if value is not False and value not in (*resolve.NO_DRAFTER, (), []):
             flag = f"--{name.replace('_', '-')} {words_of(value)}"
             raise InputError(f"{flag} with --link-weights: {why}; leave one out")
     if backend.packs_weights:

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from g4ir.artefact.directory import rebuild
 from g4ir.engine.engine import Engine
 from g4ir.engine.prefill import CHUNK_LOGITS
-from g4ir.engine.session import Session
 from g4ir.errors import InputError
 from g4ir.ui.progress import Progress, no_progress
 
@@ -41,7 +40,7 @@ def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tenso
         rows = [x.gather(1, label)[:, 0] for x in log]
         if want is not None:
             (q, p), (best, baseline) = log, (t.argmax(-1) for t in logits)
-            rows += [(p.exp() * (p - q)).sum(-1), (best == baseline).double()]
+            rows += [torch.linalg.vecdot(p.exp(), p - q), (best == baseline).double()]
         parts.append(torch.stack(rows))
     return torch.cat(parts, 1)
 
@@ -151,9 +150,39 @@ def score_windows(
 ) -> Iterator[Score]:
     """Yield the score of each window by the first engine, against the second if there is one.
     Engines have all_logits, the same vocabulary, and room for a window."""
-    sessions, total = [e.session() for e in engines], 0
+    yield from score_sessions(
+        [e.session() for e in engines], windows, window_chunk(engines), progress
+    )
+
+
+def window_chunk(engines: Sequence[Engine]) -> int:
+    """Return the tokens of a window that engines of one vocabulary compute together."""
     max_rows = max(1, CHUNK_LOGITS // engines[0].spec.text.vocab_size)
-    size = min(max_rows, *(e.limits.prefill_chunk for e in engines))
+    return min(max_rows, *(e.limits.prefill_chunk for e in engines))
+
+
+def require_same_tokens(engine: Engine, other: Engine, name: str) -> None:
+    """Raise InputError, which names the `other` engine, unless both have the same tokens."""
+    if (sizes := [e.spec.text.vocab_size for e in (engine, other)])[0] != sizes[1]:
+        problem = "vocabularies of {} and {}: no common tokens".format(*sizes)
+        raise InputError(f"{name}: {problem}")
+    if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
+        raise InputError(f"{name}: its tokenizer has other tokens")
+
+
+class Scored(Protocol):
+    """A session, or what computes logits as one does."""
+
+    def reset(self) -> None: ...
+
+    def prefill(self, tokens: Tensor, *, all_logits: bool) -> Tensor: ...
+
+
+def score_sessions(
+    sessions: Sequence[Scored], windows: Iterable[Window], size: int, progress: Progress
+) -> Iterator[Score]:
+    """Yield the score of each window, computed in chunks of `size` tokens; see score_windows."""
+    total = 0
     for w in windows:
         rows = torch.cat([*_chunks(sessions, w, size)], 1)
         values = iter(rows[0].tolist())
@@ -164,7 +193,7 @@ def score_windows(
         progress(f"{total} tokens scored")
 
 
-def _chunks(sessions: Sequence[Session], w: Window, size: int) -> Iterator[Tensor]:
+def _chunks(sessions: Sequence[Scored], w: Window, size: int) -> Iterator[Tensor]:
     """Yield `score_rows` of each chunk, without ignored labels."""
     for s in sessions:
         s.reset()

@@ -39,6 +39,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "engines": ("engines.Engines", "engines built on first use"),
     "bench": ("bench.Bench", "latency and throughput benchmark"),
     "bench-compare": ("bench_compare.Compare", "comparison of two benchmark reports"),
+    "compare": ("compare.CompareFormats", "weight formats of a model: size, quality and speed"),
     "verify": ("verify.Verify", "comparison of an engine's logits with a reference, or on a text"),
     "prove": ("prove.Prove", "report: exactness, modes, perplexity and needles in long contexts"),
     "score": ("score.ScoreTexts", "log-probabilities of texts"),

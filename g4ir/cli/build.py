@@ -32,7 +32,7 @@ GROUPS = {
     "model": "checkpoint mmproj adapter random_weights link_weights",
     "device": "backend device target dtype memory tp ep",
     "limits": "max_batch max_seq prefill_chunk all_logits",
-    "quantisation": "quant calibrate kv_dtype quant_activations",
+    "quantisation": "quant requantize calibrate kv_dtype quant_activations",
     "media": "media image_budgets audio_seconds",
     "advanced": "drafter draft_tokens skip latent_kv ple_placement settings",
 }

@@ -89,6 +89,7 @@ class Verify(OnEngine):
     ) -> Iterator[tuple[Engine | None, str]]:
         """A context with what an engine is compared with, and its name; or None, and why not."""
         from g4ir.check.reference import is_quantised, param_bytes, unquantised
+        from g4ir.check.score import require_same_tokens
 
         with ExitStack() as stack:
             if self.against is None and not is_quantised(engine):
@@ -100,11 +101,7 @@ class Verify(OnEngine):
                 yield (None, baseline) if isinstance(baseline, str) else (baseline, UNQUANTISED)
             else:
                 other = stack.enter_context(loaded(self.load, self.against, progress))
-                if (sizes := [e.spec.text.vocab_size for e in (engine, other)])[0] != sizes[1]:
-                    problem = "vocabularies of {} and {}: no common tokens".format(*sizes)
-                    raise InputError(f"--against {self.against}: {problem}")
-                if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
-                    raise InputError(f"--against {self.against}: its tokenizer has other tokens")
+                require_same_tokens(engine, other, f"--against {self.against}")
                 yield other, self.against
 
 

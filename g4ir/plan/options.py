@@ -58,6 +58,7 @@ class BuildOptions:
     target: str | None = option("target", None, "GPUS")
     dtype: str | None = option("dtype", None, "T")
     quant: str | Path | None = option("quant", None, "Q")
+    requantize: bool = option("requantize", False, setting=True)
     calibrate: str | Path | None = option("calibrate", None, "FILE")
     quant_activations: str | None = option("quant_activations", None, "Q")
     kv_dtype: str | None = option("kv_dtype", None, "T")

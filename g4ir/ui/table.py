@@ -20,3 +20,10 @@ def aligned(lines: Iterable[Line], indent: int = 2, left: int = 1) -> str:
         for line in table
     )
     return "".join(f"{' ' * indent}{row.rstrip()}\n" for row in rows)
+
+
+def markdown_table(lines: Iterable[Line]) -> str:
+    """Return lines, the first of which is the head, as a Markdown table; numbers to the right."""
+    head, *rows = lines
+    table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)

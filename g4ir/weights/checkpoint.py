@@ -140,11 +140,19 @@ class Checkpoint:
     def forms(self) -> Mapping[str, Scheme]:
         """Quantised weight -> scheme. A quantised weight X has the tensors `X.codes` and `X.scales`
         (layout: ops/codecs.py); X itself is dequantised to f32."""
-        return {name: w.scheme for name, w in self.weights.items() if w.scheme}
+        return {name: w.scheme for name, w in self._coded() if w.scheme}
+
+    def _coded(self) -> list[tuple[str, StoredWeight]]:
+        return [(name, w) for name, w in self.weights.items() if w.scheme]
 
     @property
     def files(self) -> tuple[tuple[Path, int], ...]:
         return tuple((header.path, header.size) for header in self.headers)
+
+    def dequantised(self) -> Checkpoint:
+        """Return the same weights; quantised ones are their values in f32."""
+        plain = {n: replace(w, parts={"": w.parts[""]}, scheme=None) for n, w in self._coded()}
+        return replace(self, weights={**self.weights, **plain}, stated=None)
 
     def with_drafter(self, drafter: Checkpoint) -> Checkpoint:
         """Return the weights of both: `draft.NAME` is the drafter's tensor NAME."""

@@ -1,0 +1,104 @@
+"""`g4ir compare`: weight formats of a model in one table: size, quality on a text, speed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from g4ir.errors import InputError
+from g4ir.plan.options import BuildOptions
+from g4ir.quant.recipe import find_quant_config
+from g4ir.ui import console
+from g4ir.ui.plots import check_plot
+from g4ir.weights.checkpoint import GGUF
+
+from .common import FIRST_USE_SETTINGS, FirstUse, Load, emit
+from .models import named_model
+from .verb import ANY_MODEL, Count, Verb, argument, flag, json_flag, options
+
+if TYPE_CHECKING:
+    from g4ir.bench.comparison import Format
+
+
+class FormatUse(FirstUse, title="build on first use, if MODEL is no engine"):
+    """Options of all engines that are compared, but for their weight formats."""
+
+    options: BuildOptions = options(
+        "backend device dtype max_seq random_weights settings", FIRST_USE_SETTINGS
+    )
+
+
+class CompareFormats(Verb):
+    """Compare weight formats of a model: size, quality on a text, and speed."""
+
+    models: list[str] = argument(
+        f"{ANY_MODEL}: the baseline, as it is; others of the same tokens are further rows",
+        "MODEL",
+        "+",
+    )
+    quant: str | None = flag("weight formats, such as int8,int4,FILE.yaml", None, "Q,..")
+    text: list[str] = flag("UTF-8 text to score (default: a short sample)", (), "FILE")
+    tokens: Count | None = flag("maximum number of tokens to score, such as 4K", None, "N")
+    peer: Literal["llama.cpp"] | None = flag("also run GGUF files in llama.cpp", None, "llama.cpp")
+    json: bool = json_flag()
+    plot: str | None = flag("plot quality, size and speed, .png or .svg", None, "FILE")
+    first_use: FormatUse
+    load: Load
+
+    def __call__(self) -> int:
+        from g4ir.bench.comparison import Text, compare_formats, comparison_table, plot_comparison
+        from g4ir.chat.text_files import check_files
+
+        check_files(self.text, "--text")
+        if self.plot:
+            check_plot(self.plot)
+        formats = [*self._formats()]
+        with console.Progress() as progress:
+            load = partial(self.load.engine, progress=progress)
+            text = Text(self.text, self.tokens or sys.maxsize)
+            report = compare_formats(formats, text, load, progress)
+        emit(report) if self.json else print(comparison_table(report))
+        for kind in ("notes", "warnings"):
+            for line in report[kind]:
+                console.say(f"{kind[:-1]}: {line}")
+        if self.plot:
+            plot_comparison(self.plot, report)
+        return 0
+
+    def _formats(self) -> Iterator[Format]:
+        """Yield the rows, whose engines are built on first use."""
+        from g4ir.bench.comparison import Format
+        from g4ir.bench.llama import binding
+
+        words = [w.strip() for w in (self.quant or "none").split(",")]
+        quants = [w for w in dict.fromkeys(words) if find_quant_config(w)]
+        first, *others = self.models
+        files = [Path(m) for m in self.models if Path(m).suffix == GGUF]
+        if self.peer and not files:
+            raise InputError(f"--peer {self.peer}: runs GGUF files, and no MODEL is one")
+        if self.peer:
+            binding()
+        requantize = bool(quants and named_model(first).quant)
+        if requantize:
+            console.say(f"note: {first} is quantised: --quant applies to its dequantised weights")
+        yield Format(_name(first), *self._engines(first, None))
+        for quant in quants:
+            yield Format(quant, *self._engines(first, quant, requantize))
+        for model in others:
+            yield Format(_name(model), *self._engines(model, None), other=True)
+        for file in files if self.peer else ():
+            yield Format(f"llama.cpp, {file.stem}", file=file, other=file != Path(first))
+
+    def _engines(self, model: str, quant: str | None, requantize: bool = False) -> tuple[str, str]:
+        """Return the engines of a format, with all_logits and without."""
+        options = replace(self.first_use.options, quant=quant, requantize=requantize)
+        use = replace(self.first_use, options=options)
+        return use.engines([model], all_logits=True)[0], use.engines([model])[0]
+
+
+def _name(model: str) -> str:
+    return Path(model).name.removesuffix(GGUF)
