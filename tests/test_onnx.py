@@ -272,7 +272,7 @@ def test_a_model_that_onnxruntime_refuses(tmp_path: Path) -> None:
 
 def test_a_step_that_fails(small: Engine) -> None:
     session = small.session(1)
-    feeds = small.embed(torch.tensor([[3, 4]])) | {
+    feeds = small.embed_tokens(torch.tensor([[3, 4]])) | {
         "positions": torch.tensor([[1000, 1001]]),
         "lengths": torch.tensor([2]),
     }

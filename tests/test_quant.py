@@ -319,7 +319,7 @@ def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str
     embed = open_session(tmp_path / "e" / EMBED)
     tokens = torch.arange(3, 15).view(2, 6)
     (rows,) = embed.run(None, {"tokens": tokens.numpy()})
-    assert torch.equal(torch.from_numpy(rows), engine.embed(tokens)["embeds"])
+    assert torch.equal(torch.from_numpy(rows), engine.embed_tokens(tokens)["embeds"])
 
 
 def test_onnxruntime_multiplies_codes(tmp_path: Path) -> None:

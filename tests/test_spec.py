@@ -16,6 +16,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from g4ir.cli import main
 from g4ir.errors import SpecError
@@ -72,7 +73,7 @@ def test_a_key_that_came_later_changes_no_digest() -> None:
     """Engines hold the digest of their spec."""
     spec = load_spec("tiny-moe")
     values = spec.to_dict()
-    assert values.pop("chat") == "small"
+    assert values.pop("chat") == "small" and values.pop("embedding") is None
     assert [values["text"].pop(name) for name in LATER_TEXT] == [None, True, True, False, True]
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     assert spec.digest() == hashlib.sha256(text.encode()).hexdigest()
@@ -216,6 +217,11 @@ def test_configs(name: str, tmp_path: Path) -> None:
     what it has read of them."""
     spec, folder = load_spec(name), tmp_path / "0"
     for i, config in enumerate([spec.to_hf(), *([hub_config(name)] if name in RELEASED else [])]):
+        if config["model_type"] not in CONFIG_MAPPING:  # of a later transformers
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(config))
+            assert diff_specs(Spec.from_hf(config, name=name), as_config(spec)) == []
+            continue
         saved = saved_by_transformers(config, tmp_path / str(i))
         text = saved.get("text_config", saved)
         by_layer = "per_layer_config" not in family(spec.model_type).without

@@ -159,7 +159,7 @@ def test_a_chunk_of_any_length(tmp_path: Path, name: str, rows: int) -> None:
         for watch in (None, lambda name, value: None):
             session = engine.session(rows)
             session.prefill(some_tokens(rows, 9), [9] * rows)
-            feeds = engine.embed(tokens) | {
+            feeds = engine.embed_tokens(tokens) | {
                 "positions": torch.arange(9, 9 + length).expand(rows, -1).contiguous(),
                 "lengths": torch.tensor(lengths),
             }

@@ -234,7 +234,7 @@ def test_a_late_host_does_not_shorten_steps(engine: Engine) -> None:
     session = engine.session()
     session.prefill(torch.tensor([PROMPTS[0]]))
     choice = DeviceChoice((sampling.GREEDY,), ())
-    loop = engine.runtime.token_loop(engine.embed, session.state, 1, choice, engine.tables)
+    loop = engine.runtime.token_loop(engine.embed_tokens, session.state, 1, choice, engine.tables)
     held = session.length, torch.ones(1, dtype=torch.bool)
     loop.start(torch.tensor([5]), *held, torch.zeros(1, 4).double(), [()])
     loop._step_s, before = 1.0, loop.steps_per_call

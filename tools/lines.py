@@ -45,7 +45,7 @@ CAPS = {
     "g4ir/bench": 1310,
     "g4ir/serve": 3300,
     "g4ir/serve/protocols": 1180,
-    "g4ir/cli": 2960,
+    "g4ir/cli": 3120,
     "g4ir-vllm": 1170,
     "bench": 1800,
     "examples": 260,

@@ -18,6 +18,7 @@ from g4ir.errors import EngineError
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
+from g4ir.model.encoder import ENCODE
 from g4ir.ui.processor import instruction_set
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
@@ -124,6 +125,7 @@ class CpuRuntime(ProgramRuntime):
         """Return the program of a step; more than three tokens: extrapolated from those of two and
         three, except with a watch."""
         batch, tokens = feeds["positions"].shape
+        batch = len(feeds["ends"]) if phase == ENCODE else batch
         graph, captured = self.program.graphs[phase], state.captured
         views, dim = state.views(self.limits.max_seq), str(TOKENS.get(phase, CHUNK))
         # steps of few rows share one arena
@@ -160,7 +162,7 @@ class CpuRuntime(ProgramRuntime):
         return max(tokens, self.limits.prefill_chunk, 3) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        if "decode" not in self.recorded_phases or not self.weights:
+        if self.recorded_phases.isdisjoint(("decode", ENCODE)) or not self.weights:
             return None
         embedding = self.embedding = self.embedding or Embedding(self.program, tables)
         return embedding(tokens)

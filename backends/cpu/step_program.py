@@ -25,6 +25,7 @@ from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.ops.base import as_tuple
 from g4ir.ops.codecs import FORMAT_OF
 from g4ir.ops.collective import COLLECTIVES
@@ -44,20 +45,21 @@ KINDS = (
     *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
     *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
-    *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id"),
+    *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id", "attend_texts"),
+    *("mean_texts", "unit_norm"),
 )
 #: instructions without fp32 scratch rows
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
-_WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen"}
+_WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen", "attend_texts"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
 #: instruction -> number of leading operands that may be strided; default: all
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
 STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_seen": 0}
-STRIDED |= {"cluster_head": 0, "pick_id": 0}
+STRIDED |= {"cluster_head": 0, "pick_id": 0, "attend_texts": 0, "mean_texts": 1}
 #: the graphs of chunks
-CHUNKS = ("prefill", BLOCKS)
+CHUNKS = ("prefill", BLOCKS, ENCODE)
 #: ops that return views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
@@ -411,6 +413,31 @@ def _attention(
     return out
 
 
+def _packed_attention(
+    r: Recorder, n: Node, q: Tensor, k: Tensor, v: Tensor, ends: Tensor
+) -> Tensor:
+    _computes(q)
+    if q.shape[-1] % 2:
+        raise NoInstruction(f"attention of heads of {q.shape[-1]}")
+    out, how = r.like(q), (q.shape[1], n.whole("window"), k.shape[2])
+    r.emit("attend_texts", *map(r.contiguous, (q, k, v)), ends, out, n=how, f=n.number("scale"))
+    return out
+
+
+def _packed_mean(r: Recorder, n: Node, x: Tensor, ends: Tensor) -> Tensor:
+    _computes(x)
+    y = r.arena.empty((1, len(ends), x.shape[-1]), x.dtype)
+    r.emit("mean_texts", x, ends, y)
+    return y
+
+
+def _unit_norm(r: Recorder, n: Node, x: Tensor) -> Tensor:
+    _computes(x)
+    y = r.like(x, dtype=torch.float32)
+    r.emit("unit_norm", x, y)
+    return y
+
+
 def _last_row(r: Recorder, n: Node, x: Tensor, lengths: Tensor) -> Tensor:
     y = r.arena.empty((x.shape[0], 1, *x.shape[2:]), x.dtype)
     r.emit("last_row", r.contiguous(x), lengths, y, n=tuple(x.shape[:2]))
@@ -572,6 +599,9 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "cache_write": _cache_write,
     "attention": _attention,
     "last_row": _last_row,
+    "packed_attention": _packed_attention,
+    "packed_mean": _packed_mean,
+    "unit_norm": _unit_norm,
     "dequantize": _dequantize,
     "dequantize_tiles": _dequantize,
     "fake_quantize": _fake_quantize,

@@ -12,7 +12,7 @@ from .segment import Step, graph_steps
 
 #: the graphs that a step may run; only an engine that drafts has `verify`, only one of images
 #: `prefill_media`
-PHASES = ("prefill", "decode", "verify", "prefill_media")
+PHASES = ("prefill", "decode", "verify", "prefill_media", "encode")
 
 
 def phases(program: Program) -> list[str]:

@@ -187,7 +187,7 @@ def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
     session = engine.session(batch)
     fill_with_noise(session)
     first, lengths = torch.full((batch,), 5), torch.full((batch,), context - 1)
-    where = engine.embed, session.state, batch, DeviceChoice((GREEDY,)), engine.tables
+    where = engine.embed_tokens, session.state, batch, DeviceChoice((GREEDY,)), engine.tables
     loop = engine.runtime.token_loop(*where) if engine.device == "cuda" else None
     if loop is None:
         session.length.copy_(lengths)

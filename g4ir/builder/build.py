@@ -28,6 +28,7 @@ from g4ir.backends.base import Backend, Prepared, Task
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError, PlanError, check_all
 from g4ir.model.names import checkpoint_name
+from g4ir.model.text import text_graphs
 from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.kv_quant import NARROW
 from g4ir.passes import Dump, PassCounts
@@ -286,7 +287,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     check_space(p, out)
     if short := p.backend.short(p.packing.program):
         raise PlanError(short)
-    for graph in ("prefill", "decode"):
+    for graph in text_graphs(p.config.spec):
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     progress = _checking(p, progress)
     with _new_directory(out) as folder:

@@ -42,6 +42,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "compare": ("compare.CompareFormats", "weight formats of a model: size, quality and speed"),
     "verify": ("verify.Verify", "comparison of an engine's logits with a reference, or on a text"),
     "prove": ("prove.Prove", "report: exactness, modes, perplexity and needles in long contexts"),
+    "embed": ("embed.Embed", "embeddings of texts"),
     "score": ("score.ScoreTexts", "log-probabilities of texts"),
     "export": ("export.Export", "a model as a Hugging Face checkpoint or a GGUF file"),
     "specs": ("specs.Specs", "shipped variants and spec files"),

@@ -109,7 +109,10 @@ class Load(Programs):
 
     def to_generate(self, path: str, progress: Callable[[str], None]) -> Engine:
         """Load an engine; log what of its checkpoint's settings is not supported."""
+        from g4ir.engine.embeddings import need_decoder
+
         engine = self.engine(path, progress)
+        need_decoder(engine)
         if note := engine.defaults().note:
             console.say(f"note: {note}")
         return engine

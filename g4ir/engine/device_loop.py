@@ -131,6 +131,6 @@ def open_loop(
         return None
     methods = {p.method for p in params}
     choice = DeviceChoice(tuple(method for method in METHODS if method in methods), suppress)
-    args = engine.embed, session.state, session.batch, choice
+    args = engine.embed_tokens, session.state, session.batch, choice
     loop = engine.runtime.token_loop(*args, engine.tables)
     return loop and TokenSteps(loop, session, running, drafters)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from g4ir.model.media import list_media, placeholders
 from g4ir.weights.checkpoint import TOKENIZER
 from g4ir.weights.pack import ParamSource
 
+from .embeddings import Embedder, TextOrIds, need_decoder
 from .multimodal import encode
 from .parts import EngineParts
 from .prompts import checked_ids, checked_prompt
@@ -54,6 +55,7 @@ class Engine(EngineParts):
     def session(self, batch: int = 1) -> Session:
         """Return empty KV caches for `batch` sequences, at most max_batch."""
         self.check_process()
+        need_decoder(self)
         return Session(self, batch)
 
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
@@ -114,6 +116,7 @@ class Engine(EngineParts):
         are nearly equal, since products of several rows may round differently. `tally` counts
         draft tokens.
         """
+        need_decoder(self)
         drafts = resolve_draft(self, draft, draft_tokens)
         media = list_media(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
@@ -140,6 +143,32 @@ class Engine(EngineParts):
         """
         return compute_values(inspect_values(self, tokens, names, phase))
 
+    @cached_property
+    def embedder(self) -> Embedder:
+        """What embeds texts; InputError if the model is no encoder."""
+        return Embedder(self)
+
+    def embed(
+        self,
+        texts: TextOrIds | Sequence[TextOrIds],
+        task: str | None = None,
+        dims: int | None = None,
+        *,
+        truncate: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Return the embeddings of a text or several, float32 [N, D] of length 1: the inner product
+        of two is their similarity. A text may be a list of token ids.
+
+        `task`: whose prompt goes before each text (query, document, ...; default: the checkpoint's
+        default, else none); `dims`: a smaller size that the model was trained for. `truncate` cuts
+        texts beyond max_seq, which are an InputError otherwise. `progress` is called with the
+        number of texts done.
+        """
+        single = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], int))
+        several: Any = [texts] if single else list(texts)
+        return self.embedder.embed(several, task, dims, truncate, progress)
+
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
         """Context manager that lends the idle scheduler of the last `generate`, or a new one with
@@ -162,6 +191,7 @@ class Engine(EngineParts):
     def close(self) -> None:
         """Free the runtime's memory."""
         self._idle = None
+        vars(self).pop("embedder", None)
         self.runtime.close()
         closed: Any = Refusing(f"{self.path}: this engine was closed; load it again")
         self.runtime = closed

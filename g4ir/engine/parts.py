@@ -186,7 +186,7 @@ class EngineParts:
         devices = {getattr(t, "device", None) for t in self.tables.values()}
         return {d.type if d else "host" for d in devices} == {self.device}
 
-    def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    def embed_tokens(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Embed token ids: return the inputs of the text graphs, on the engine's device."""
         self.check_process()
         rows = self.runtime.embed(tokens, self.tables)

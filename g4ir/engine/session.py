@@ -269,7 +269,7 @@ class Session:
         positions, after = self.length[:, None], self.length + count
         if tokens.shape[1] > 1:
             positions = positions + torch.arange(tokens.shape[1])
-        feeds = self.engine.embed(tokens) | {"positions": positions, "lengths": count}
+        feeds = self.engine.embed_tokens(tokens) | {"positions": positions, "lengths": count}
         if media:
             prompt, piece = media
             prompt.put_soft(feeds["embeds"], piece)
@@ -295,7 +295,7 @@ class Session:
         max_length = int(self.length.max())
         for _ in range(count):
             assert hidden is not None
-            feeds |= {"embeds": engine.embed(tokens[:, None])["embeds"], HIDDEN: hidden}
+            feeds |= {"embeds": engine.embed_tokens(tokens[:, None])["embeds"], HIDDEN: hidden}
             outputs = engine.runtime.run(DRAFT, feeds, self.state, max_length, True)
             assert outputs
             hidden, tokens = outputs[NEXT_HIDDEN].clone(), outputs[TOKEN].cpu()

@@ -69,7 +69,7 @@ class Inspection:
             tokens = self.ids[None, start : start + self.chunk]
             feeds = {"tokens": tokens, "lengths": torch.tensor([tokens.shape[1]])}
             feeds["positions"] = start + torch.arange(tokens.shape[1])[None]
-            feeds |= engine.embed(tokens)
+            feeds |= engine.embed_tokens(tokens)
             feeds = {name: t.to(engine.device) for name, t in feeds.items() if name in inputs}
             watch, last = partial(self._take, sink, start), start + self.chunk >= count
             for name, t in feeds.items():

@@ -28,6 +28,8 @@ class Decoder:
     """Builds the decoder of one phase; `scope` prefixes its names."""
 
     scope = ""
+    #: names of the params of per-layer embeddings: of the model, of a layer, and of its norm
+    ple_model, ple_layer, ple_norm = "ple", "ple", "norm_ple"
 
     def __init__(
         self, spec: Spec, phase: str, all_logits: bool, dtype: str, hidden: bool = False
@@ -40,6 +42,7 @@ class Decoder:
         self.every = all_logits or self.writes_first
         self.b = Builder(phase)
         self.eps = spec.text.rms_norm_eps
+        self.scale: float = (spec.text.query_pre_attn_scalar or 1) ** -0.5
 
     def build(self) -> Graph:
         b, text, s = self.b, self.text, TOKENS.get(self.phase, CHUNK)
@@ -78,19 +81,26 @@ class Decoder:
 
     def per_layer_inputs(self, embeds: Value, s: int | str) -> tuple[Value, ...]:
         """Return one [B,S,dim] per layer from the token's row and its context (rules 2 to 4)."""
-        b, text, ple = self.b, self.text, self.text.ple
+        b, layers, ple = self.b, self.text.num_hidden_layers, self.text.ple
         assert ple
-        layers, width = text.num_hidden_layers, text.num_hidden_layers * ple.dim
-        rows = b.input("ple_rows", Type(self.dtype, ("B", s, width)))
-        x = self.project(embeds, "ple.proj", "ple.w", width)
-        x = b.emit("scale", x, value=text.hidden_size**-0.5, name="ple.scaled")
-        x = b.emit("heads", x, n=layers, name="ple.heads")
-        x = self.norm(x, "ple.context", "ple.norm")
+        rows = b.input("ple_rows", Type(self.dtype, ("B", s, layers * ple.dim)))
+        x = self.ple_context(embeds)
         x = b.emit("add", x, b.emit("heads", rows, n=layers, name="ple.tokens"), name="ple.sum")
         x = b.emit("scale", x, value=2**-0.5, name="ple.mean")
         x = b.emit("stack_layers", x, name="ple.stacked")
         names = [f"L{i}.ple" for i in range(layers)]
         return b.emit_all("unstack_layers", x, name=names)
+
+    def ple_context(self, embeds: Value) -> Value:
+        """Return what the token embeddings contribute to the per-layer ones, [B,S,layers,dim]
+        (rule 3)."""
+        b, text, ple = self.b, self.text, self.text.ple
+        assert ple
+        width = text.num_hidden_layers * ple.dim
+        x = self.project(embeds, "ple.proj", f"{self.ple_model}.w", width)
+        x = b.emit("scale", x, value=text.hidden_size**-0.5, name="ple.scaled")
+        x = b.emit("heads", x, n=text.num_hidden_layers, name="ple.heads")
+        return self.norm(x, "ple.context", f"{self.ple_model}.norm")
 
     def block(self, layer: Layer, h: Value, ple: Value | None) -> Value:
         """Apply attention, MLP (with experts), then the per-layer embedding (rules 6 to 9)."""
@@ -105,7 +115,7 @@ class Decoder:
         scaled = self.text.layer_scalar
         h = b.emit("add", h, y, name=f"{p}.ffn.out" if ple or scaled else f"{p}.out")
         if ple:
-            y = self.norm(self.ple_gate(p, h, ple), f"{p}.ple.post", f"{p}.norm_ple")
+            y = self.norm(self.ple_gate(p, h, ple), f"{p}.ple.post", f"{p}.{self.ple_norm}")
             h = b.emit("add", h, y, name=f"{p}.ple.out" if scaled else f"{p}.out")
         if not scaled:
             return h
@@ -118,17 +128,19 @@ class Decoder:
         q = self.project(x, f"{p}.q", f"{p}.wq", text.num_attention_heads * a.head_dim)
         q = b.emit("heads", q, n=text.num_attention_heads, name=f"{p}.q.heads")
         q = self.rotate(self.norm(q, f"{p}.q.norm", f"{p}.norm_q"), f"{p}.q.rope")
-        out = b.emit(
+        out = b.emit("merge_heads", self.attend(layer, q, x, f"{p}.out"), name=f"{p}.merged")
+        return self.project(out, f"{p}.o", f"{p}.wo", text.hidden_size)
+
+    def attend(self, layer: Layer, q: Value, x: Value, name: str) -> Value:
+        return self.b.emit(
             "attention",
             q,
             *self.seen(layer, x),
-            window=a.window or 0,
-            scale=(text.query_pre_attn_scalar or 1) ** -0.5,
-            softcap=text.attn_logit_softcapping or 0.0,
-            name=f"{p}.out",
+            window=layer.attention.window or 0,
+            scale=self.scale,
+            softcap=self.text.attn_logit_softcapping or 0.0,
+            name=name,
         )
-        out = b.emit("merge_heads", out, name=f"{p}.merged")
-        return self.project(out, f"{p}.o", f"{p}.wo", text.hidden_size)
 
     def keys_values(self, layer: Layer, x: Value) -> tuple[Value, Value]:
         """Return K after norm and RoPE; V, which is the raw K if tied, normed without weight if the
@@ -222,9 +234,11 @@ class Decoder:
     def ple_gate(self, p: str, h: Value, ple: Value) -> Value:
         """Gate by the per-layer embedding, on the residual without a norm (rule 8)."""
         assert self.text.ple
-        gate = self.project(h, f"{p}.ple.gate", f"{p}.ple.w_gate", self.text.ple.dim)
+        gate = self.project(h, f"{p}.ple.gate", f"{p}.{self.ple_layer}.w_gate", self.text.ple.dim)
         x = self.b.emit("glu", gate, ple, act=self.act(), name=f"{p}.ple.act")
-        return self.project(x, f"{p}.ple.proj", f"{p}.ple.w_proj", self.text.hidden_size)
+        return self.project(
+            x, f"{p}.ple.proj", f"{p}.{self.ple_layer}.w_proj", self.text.hidden_size
+        )
 
     def head(self, h: Value) -> tuple[Value, ...]:
         """Apply final norm, (tied) head and softcap (rule 22). Returns logits, of each last valid

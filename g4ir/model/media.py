@@ -69,6 +69,8 @@ def placeholders(tokens: Tokens, kinds: Collection[str] = KINDS) -> dict[str, in
 
 def supported_media(spec: Spec) -> tuple[str, ...]:
     """Return the kinds of media that a variant supports."""
+    if spec.embedding:  # only texts are embedded
+        return ()
     towers = {kind: spec.vision if kind in PICTURES else spec.audio for kind in KINDS}
     return tuple(kind for kind in placeholders(spec.tokens) if towers[kind] is not None)
 

@@ -18,6 +18,8 @@ HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
 ORDER = "drafter.masked_embedding.token_ordering"
 #: prefix of a draft model's params and tensors
 DRAFTER_PREFIX = "draft."
+#: prefix of the params and tensors of an encoder's dense layers
+DENSE = "dense."
 #: suffixes of a quantised weight's params, in graphs and checkpoints
 CODES, SCALES = ".codes", ".scales"
 #: weights of the decoder's norms
@@ -27,6 +29,9 @@ _TOP = {
     "ple.table": PLE_TABLE,
     "ple.w": "per_layer_model_projection.weight",
     "ple.norm": "per_layer_projection_norm.weight",
+    "ple.context.w": "ple.per_layer_model_projection.weight",
+    "ple.context.norm": "ple.per_layer_projection_norm.weight",
+    "head.projection": "embedding_projection.weight",
     "final.w": FINAL_NORM,
     "head.w": HEAD,
 }
@@ -57,6 +62,9 @@ _LAYER = {
     "ple.w_gate": "per_layer_input_gate.weight",
     "ple.w_proj": "per_layer_projection.weight",
     "norm_ple": "post_per_layer_input_norm.weight",
+    "ple_block.w_gate": "ple_block.per_layer_input_gate.weight",
+    "ple_block.w_proj": "ple_block.per_layer_projection.weight",
+    "ple_block.norm": "ple_block.post_per_layer_input_norm.weight",
     "scalar": "layer_scalar",
 }
 #: params outside the layers of towers and of draft models
@@ -126,6 +134,8 @@ def checkpoint_name(param: str) -> str:
             return f"{checkpoint_name(param.removesuffix(part))}{part}"
     if name := _TOP.get(param) or _PARTS.get(param):
         return name
+    if param.startswith(DENSE):  # of modules.json, outside of the transformer
+        return f"{param.removesuffix('.w')}.linear.weight"
     tower, layer, suffix = split_name(param)
     if tower and (name := _of_tower(f"{tower}.{suffix}")):
         return f"{_LAYERS[tower]}.{layer}.{name}"

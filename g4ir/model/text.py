@@ -12,6 +12,7 @@ from g4ir.spec.record import Spec, need_model
 
 from .decoder import BLOCKS, VERIFY, Decoder
 from .draft import DRAFT, build_draft
+from .encoder import ENCODE, Encoder
 from .media import PICTURES, Media, placeholders, supported_media
 from .towers import build_towers
 
@@ -34,7 +35,8 @@ def build_program(
     with `verifies` also `verify`, for draft tokens, and with a drafter `draft`; with media also its
     towers and `prefill_media`, in which the tokens of an image see each other."""
     kind, hidden = dtype or spec.dtype, drafter is not None
-    phases = (*PHASES, VERIFY) if verifies else PHASES
+    phases = (*whole_graphs(spec), *(p for p in PHASES[2:] if not spec.embedding))
+    phases = (*phases, VERIFY) if verifies else phases
     graphs = {p: build_graph(spec, p, all_logits, kind, media, hidden) for p in phases}
     if drafter:
         graphs[DRAFT] = build_draft(spec, drafter, kind)
@@ -43,6 +45,16 @@ def build_program(
     if has_blocks(spec) and set(PICTURES) & set(media.kinds):
         graphs[BLOCKS] = build_graph(spec, BLOCKS, all_logits, kind, hidden=hidden)
     return Program(graphs | build_towers(spec, media, kind))
+
+
+def whole_graphs(spec: Spec) -> tuple[str, str]:
+    """Return the graphs that read every weight of the text model."""
+    return PHASES[0], ENCODE if spec.embedding else TEXT_GRAPHS[0]
+
+
+def text_graphs(spec: Spec) -> tuple[str, ...]:
+    """Return the graphs that compute a text: those of a decoder, or `encode`."""
+    return (ENCODE,) if spec.embedding else TEXT_GRAPHS
 
 
 def has_blocks(spec: Spec) -> bool:
@@ -69,12 +81,18 @@ def build_graph(
     sees the KV cache alone, and every one has its logits. `prefill_media` also takes `block_ids`
     i64[B,S], -1 outside of images (see the op `attention`). With `hidden` they also return the
     last hidden state: of the tokens of `decode` and `verify`, else of each last valid token.
+    An encoder has `encode` instead (model/encoder.py).
     `embed` takes `tokens` i64[B,S]; with media, placeholders get that of the padding token.
     """
-    phases = (*PHASES, VERIFY, BLOCKS)
+    phases = (*PHASES, VERIFY, BLOCKS, ENCODE)
     if phase not in phases:
         raise InputError(f"unknown phase {phase!r}; one of {', '.join(phases)}")
     need_model(spec)
+    if phase != "embed" and (phase == ENCODE) != bool(spec.embedding):
+        kind = "an encoder, and has" if spec.embedding else "no encoder, and has"
+        raise InputError(
+            f"{spec.name} is {kind} no {phase}; its graphs: {', '.join(text_graphs(spec))}"
+        )
     if phase == BLOCKS and not has_blocks(spec):
         why = (
             "its soft tokens see the past alone" if supported_media(spec) else "it takes text alone"
@@ -83,6 +101,8 @@ def build_graph(
     if phase == "embed":
         ids = placeholders(spec.tokens, media.kinds if media else ())
         return _embed(spec, dtype or spec.dtype, tuple(ids.values()))
+    if phase == ENCODE:
+        return Encoder(spec, phase, True, dtype or spec.dtype).build()
     return Decoder(spec, phase, all_logits, dtype or spec.dtype, hidden).build()
 
 
@@ -96,7 +116,7 @@ def _embed(spec: Spec, dtype: str, ids: tuple[int, ...]) -> Graph:
         tokens = b.emit("mask_ids", tokens, ids=ids, pad=pad, name="tokens.text")
     table = b.param("embed.table", Type(dtype, (text.vocab_size, text.hidden_size)))
     outs = [b.emit("embedding", table, tokens, scale=text.hidden_size**0.5, name="embeds")]
-    if text.ple:
+    if text.ple and text.ple.vocab_size:
         shape = (text.ple.vocab_size, text.num_hidden_layers * text.ple.dim)
         table = b.param(PLE_PARAM, Type(dtype, shape))
         outs.append(b.emit("embedding", table, tokens, scale=text.ple.dim**0.5, name="ple_rows"))

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 MAX_DRAFT_TOKENS = MAX_SLACK
 #: default draft tokens of a draft model: further ones are rarely accepted
 DRAFTED = 4
+#: texts of a chunk of an encoder by default
+PACKED_TEXTS = 64
 #: words for the drafter that belongs to the variant, and for none
 DEFAULT, NO_DRAFTER = "default", (None, "none")
 #: docs/numerics.md has the measurement
@@ -210,6 +212,8 @@ def resolved(
     the place of the options'. InputError for an option that the spec or the backend does not take.
     """
     device, dtype = device_of(backend, o.device), dtype_of(backend, o.dtype, spec)
+    if spec.embedding:
+        _check_encoder(spec, o)
     limits = limits or find_limits(spec, o, media)
     options = pass_options(
         check_latent(o.latent_kv, spec),
@@ -238,6 +242,22 @@ def resolved(
     )
 
 
+#: options of a build that only a model that generates has
+OF_DECODERS = ("drafter", "draft_tokens", "kv_dtype", "all_logits", "calibrate")
+
+
+def _check_encoder(spec: Spec, o: BuildOptions) -> None:
+    """Raise InputError for an option that an encoder has no use for."""
+    for name in OF_DECODERS:
+        if (value := getattr(o, name)) not in (None, False, "none", 0):
+            flag = f"--{name.replace('_', '-')} {'' if value is True else value}".rstrip()
+            raise InputError(
+                f"{flag}: {spec.name} is an encoder, without KV cache and logits; leave it out"
+            )
+    if o.tp != 1:
+        raise InputError(f"--tp {o.tp}: an encoder runs as one rank; leave the option out")
+
+
 def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
     """Return the limits; the prefill chunk is widened to the largest image whose tokens see each
     other, which is never cut (media/merge.py). Warns if the user gave a smaller one, and of images
@@ -250,6 +270,9 @@ def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
     if o.max_seq is not None and o.max_seq > longest:
         raise InputError(f"--max-seq {o.max_seq}: {spec.name} has {longest} positions")
     seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq
+    if spec.embedding:  # a text is never cut; --max-batch counts the texts of a chunk
+        texts = PACKED_TEXTS if o.max_batch == Limits.max_batch else o.max_batch
+        return Limits(texts, seq, seq)
     chunk, largest = min(o.prefill_chunk, seq), max(media.grids, default=0)
     if largest > seq:
         message = "--max-seq %d: an image of %d soft tokens, as built for, does not fit"
@@ -266,7 +289,7 @@ def find_placement(requested: str | None, spec: Spec, device: str) -> str | None
     the device, if it has room for it."""
     if requested is not None:
         _one_of("--set ple_placement", requested, PLACEMENTS)
-    if spec.text.ple is None:
+    if spec.text.ple is None or spec.text.ple.vocab_size is None:
         if requested is not None:
             raise InputError(
                 f"--set ple_placement={requested}: this spec has no per-layer embeddings"

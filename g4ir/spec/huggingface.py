@@ -7,9 +7,10 @@ Not through a config object: transformers 5.15 and later move `global_head_dim` 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from g4ir.errors import SpecError
 from g4ir.spec.reader import (
@@ -36,6 +37,7 @@ from .parts import (
     AttentionKind,
     Centroids,
     Drafter,
+    EmbeddingHead,
     Layers,
     Moe,
     Ple,
@@ -51,6 +53,7 @@ from .parts import (
     slug,
 )
 from .rules import canonical, problems
+from .sentence_transformers import read_modules
 
 MAX_BYTES = 4 * 2**20
 REQUIRED: Any = object()
@@ -58,6 +61,7 @@ REQUIRED: Any = object()
 PERIOD = 6
 
 log = logging.getLogger(__name__)
+V = TypeVar("V", bound=Variant)
 
 # --- reading ----------------------------------------------------------------------------------
 
@@ -135,6 +139,8 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
         other = f"{quote(config_type)} is not one of {', '.join(hf.MODEL_TYPES)}{near}"
         raise keys.fail("model_type", relative(config_type) or other)
     model_type, composite = hf.MODEL_TYPES[config_type]
+    key, other_type = hf.VARIANTS.get(config_type, ("", ""))
+    model_type = other_type if key and keys.take(key, bool | None, False) else model_type
     read = _assistant if model_type.endswith(ASSISTANT) else _composite if composite else _text_only
     parts = read(keys, model_type)
     keys.done()
@@ -147,10 +153,25 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
         prefixes=replace(Prefixes(), **prefixes),
         **parts,
     )
+    folder = None if isinstance(source, dict) else Path(where.file).parent
+    if spec.embedding and folder and (layers := read_modules(folder)) is not None:
+        spec = with_dense(spec, (layer.width for layer in layers))
     for path, message, _ in problems(spec):
         theirs = hf.HF_NAMES.get(path)
         raise fail(where, f"{path} ({theirs})" if theirs else path, message)
     return canonical(spec)
+
+
+def with_dense(spec: V, widths: Iterable[int]) -> V:
+    """Return an encoder with dense layers of these widths, which a config does not state."""
+    assert spec.embedding
+    head = replace(spec.embedding, dense=tuple(widths))
+    sized = replace(spec, embedding=head)
+    return replace(sized, embedding=replace(head, dims=_dims(head.dims, sized.embedding_size)))
+
+
+def _dims(trained: Iterable[int], size: int) -> tuple[int, ...]:
+    return (size, *sorted((d for d in trained if d < size), reverse=True))
 
 
 def _read(source: str | Path | dict[str, Any]) -> tuple[Any, Where, str]:
@@ -192,6 +213,7 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
         tokens = _tokens(section, keys)
         section.done()
         return {"text": text, "tokens": tokens, "dtype": dtype}
+    embedding = _embedding(section, text, hf.family(model_type))
     soft = keys.take("vision_soft_tokens_per_image", int | None, None)
     vision, audio = (_part(keys, name, TOWERS[model_type][name]) for name in ("vision", "audio"))
     if soft is not None and isinstance(vision, Vision):
@@ -206,7 +228,8 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
     have = {"vision": vision is not None, "audio": audio is not None}
     tokens = replace(_tokens(section, keys), **_media(keys, text.vocab_size, have))
     section.done()
-    return {"text": text, "tokens": tokens, "vision": vision, "audio": audio, "dtype": dtype}
+    parts = {"text": text, "tokens": tokens, "vision": vision, "audio": audio, "dtype": dtype}
+    return parts | {"embedding": embedding}
 
 
 def _leave_out_parts(keys: Keys, model_type: str) -> None:
@@ -239,7 +262,23 @@ def _drafter(keys: Keys) -> Drafter:
 def _text_only(keys: Keys, model_type: str) -> dict[str, Any]:
     tied = keys.take("tie_word_embeddings", bool, True)
     text = replace(_text(keys, model_type), tie_word_embeddings=tied)
-    return {"text": text, "tokens": _tokens(keys, keys), "dtype": _dtype(keys) or "f32"}
+    head = _embedding(keys, text, hf.family(model_type))
+    parts = {"text": text, "tokens": _tokens(keys, keys), "dtype": _dtype(keys) or "f32"}
+    return parts | {"embedding": head}
+
+
+def _embedding(keys: Keys, text: Text, family: hf.Family) -> EmbeddingHead | None:
+    """Return an encoder's head, with the family's dense layers."""
+    rule, hints = family.embedding, hints_of(EmbeddingHead)
+    if not rule:
+        return None
+    key, width = rule.get("projection", ""), None
+    if key:
+        width = keys.take(key, hints["projection"], family.keys[key])
+    dense = tuple(n * text.hidden_size for n in rule.get("dense", ()))
+    size = dense[-1] if dense else width or text.hidden_size
+    trained = keys.take("matryoshka_dimensions", hints["dims"] | None, None)
+    return EmbeddingHead(_dims(trained or rule["dims"], size), width, dense)
 
 
 def _dtype(keys: Keys) -> str | None:
@@ -257,6 +296,8 @@ def _dtype(keys: Keys) -> str | None:
 def _text(keys: Keys, model_type: str) -> Text:
     hints, family = hints_of(Text), hf.family(model_type)
     for key, feature in family.without.items():
+        if key == family.when:
+            continue
         keys.only(key, hf.NOTHING, f"{model_type} has no {feature}")
     layers = keys.take("num_hidden_layers", Layers, family.keys["num_hidden_layers"])
     kinds = _layer_types(keys, layers, family)
@@ -276,7 +317,7 @@ def _text(keys: Keys, model_type: str) -> Text:
 
 def _bidirectional(keys: Keys, family: hf.Family) -> str | None:
     name = "use_bidirectional_attention"
-    if name in family.without:
+    if name not in family.keys:
         return None
     mode: str | None = keys.take(name, str | None, family.keys[name])
     if mode not in (None, "vision"):
@@ -314,11 +355,10 @@ def _attention(
     else:  # per_layer_config overrides the older keys
         keys.seen |= {"global_head_dim", "num_global_key_value_heads"}
     ropes = _ropes(keys, set(kinds) | {FULL}, family)
-    sliding = AttentionKind(
-        **base | overrides[SLIDING],
-        rope=ropes[SLIDING],
-        window=keys.take("sliding_window", hints["window"], family.keys["sliding_window"]),
-    )
+    window = keys.take("sliding_window", hints["window"], family.keys["sliding_window"])
+    if window and (reach := family.embedding.get("reach")):
+        window = window // reach + 1
+    sliding = AttentionKind(**base | overrides[SLIDING], rope=ropes[SLIDING], window=window)
     return sliding, AttentionKind(**base | overrides[FULL], rope=ropes[FULL], k_eq_v=tied)
 
 
@@ -329,8 +369,10 @@ def _global_geometry(keys: Keys, tied: bool, family: hf.Family) -> dict[str, int
         return {}
     hints = hints_of(AttentionKind)
     dim = keys.take("global_head_dim", hints["head_dim"] | None, family.keys["global_head_dim"])
-    heads = keys.take("num_global_key_value_heads", hints["num_key_value_heads"] | None, None)
-    out = {"head_dim": dim, "num_key_value_heads": heads if tied else None}
+    key = "num_global_key_value_heads"
+    heads = keys.take(key, hints["num_key_value_heads"] | None, family.keys.get(key))
+    counts = tied or key in family.keys
+    out = {"head_dim": dim, "num_key_value_heads": heads if counts else None}
     return {name: value for name, value in out.items() if value is not None}
 
 
@@ -436,14 +478,14 @@ def _moe(keys: Keys) -> Moe | None:
 
 def _ple(keys: Keys, family: hf.Family) -> Ple | None:
     names, hints = ("hidden_size_per_layer_input", "vocab_size_per_layer_input"), hints_of(Ple)
-    if names[1] not in family.keys:
+    if names[0] not in family.keys:
         return None
-    dim, vocab = (keys.take(n, int | None, family.keys[n]) for n in names)
-    if not dim:
-        return None
-    return Ple(
-        keys.take(names[0], hints["dim"], dim), keys.take(names[1], hints["vocab_size"], vocab)
-    )
+    dim = keys.take(names[0], int | None, family.keys[names[0]])
+    vocab = None
+    if names[1] in family.keys:
+        vocab = keys.take(names[1], int | None, family.keys[names[1]])
+        vocab = keys.take(names[1], hints["vocab_size"], vocab) if dim else vocab
+    return Ple(keys.take(names[0], hints["dim"], dim), vocab) if dim else None
 
 
 def _tokens(text: Keys, top: Keys) -> Tokens:

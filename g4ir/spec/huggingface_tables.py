@@ -41,6 +41,8 @@ class Family:
     chat: str = CHAT_FORMS[0]
     text: dict[str, bool] = field(default_factory=dict)
     prefixes: dict[str, list[str]] = field(default_factory=dict)
+    embedding: dict[str, Any] = field(default_factory=dict)
+    when: str = ""
 
     @property
     def plain(self) -> list[str]:
@@ -63,7 +65,13 @@ def family(model_type: str) -> Family:
 
 _FILES = [(kind, *file) for kind, row in FAMILIES.items() for file in row["files"].items()]
 # config model_type -> (model_type of the spec, is it a composite config with towers?)
-MODEL_TYPES = {name: (kind, parts) for kind, name, (_, parts) in _FILES}
+MODEL_TYPES = {
+    name: (kind, parts) for kind, name, (_, parts) in _FILES if "when" not in FAMILIES[kind]
+}
+# config model_type -> key of those of its configs that are of another model_type, and that type
+VARIANTS = {
+    name: (row["when"], kind) for kind, name, _ in _FILES if "when" in (row := FAMILIES[kind])
+}
 ARCHITECTURES = {(kind, parts): name for kind, _, (name, parts) in _FILES}
 KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
 HF_KINDS = {kind: name for name, kind in KINDS.items()}

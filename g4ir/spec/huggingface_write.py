@@ -111,9 +111,12 @@ def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
 def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
     text, tokens, base = spec.text, spec.tokens, spec.model_type.removesuffix(ASSISTANT)
     family = hf.family(base)
+    names = {kind: name for name, (kind, composite) in hf.MODEL_TYPES.items() if not composite}
+    names |= {kind: name for name, (_, kind) in hf.VARIANTS.items()}
     plain = [*family.plain, *({"use_bidirectional_attention"} & family.keys.keys())]
     return {
-        "model_type": f"{base}_text",
+        "model_type": names[base],
+        **_embedding_to_hf(spec, family),
         "dtype": dtype,
         **{name: getattr(text, name) for name in plain},
         "num_hidden_layers": text.num_hidden_layers,
@@ -131,6 +134,19 @@ def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
     }
 
 
+def _embedding_to_hf(spec: Variant, family: hf.Family) -> dict[str, Any]:
+    """Return the keys of an encoder; modules.json states its dense layers."""
+    head = spec.embedding
+    if not head:
+        return {}
+    out: dict[str, Any] = {family.when: True} if family.when else {}
+    if key := family.embedding.get("projection"):
+        out[key] = head.projection
+    if spec.text.ple:
+        out["hidden_size_per_layer_input"] = spec.text.ple.dim
+    return out | {"matryoshka_dimensions": list(head.dims)}
+
+
 def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
     """Return the older keys if they suffice; per_layer_config if full layers have a different
     number of KV heads without K=V."""
@@ -140,6 +156,8 @@ def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
         "num_key_value_heads": sliding.num_key_value_heads,
         "sliding_window": sliding.window,
     }
+    if sliding.window and (reach := family.embedding.get("reach")):
+        out["sliding_window"] = (sliding.window - 1) * reach
     if "per_layer_config" in family.without:
         return out
     out["attention_k_eq_v"] = full.k_eq_v

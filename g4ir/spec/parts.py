@@ -83,10 +83,11 @@ class Moe:
 
 @dataclass(frozen=True)
 class Ple:
-    """Per-layer embeddings: one row of num_hidden_layers * dim per token id."""
+    """Per-layer embeddings: one row of num_hidden_layers * dim per token id; without a table
+    (`vocab_size` None) they are projected from the token embeddings alone."""
 
     dim: Count
-    vocab_size: Count
+    vocab_size: Count | None
 
 
 #: fields of Text that came with other families: a digest counts them where they are set
@@ -134,7 +135,8 @@ class Text:
     @property
     def readable_ids(self) -> int:
         """Number of token ids with a row in every embedding table."""
-        return min(self.vocab_size, self.ple.vocab_size) if self.ple else self.vocab_size
+        rows = self.ple.vocab_size if self.ple else None
+        return self.vocab_size if rows is None else min(self.vocab_size, rows)
 
     @property
     def first_kv_shared_layer(self) -> int:
@@ -241,6 +243,16 @@ class Drafter:
 
 
 @dataclass(frozen=True)
+class EmbeddingHead:
+    """The head of an encoder, whose attention is bidirectional: `projection` of every token, mean
+    over the tokens, `dense` layers, L2 norm. `dims`: sizes to which an embedding may be cut."""
+
+    dims: Annotated[tuple[Count, ...], Length(1, 32)]
+    projection: Count | None = None
+    dense: Annotated[tuple[Count, ...], Length(0, 8)] = ()
+
+
+@dataclass(frozen=True)
 class Prefixes:
     """Tensor name prefixes of each part in a checkpoint; the first one that is present is used."""
 
@@ -293,6 +305,14 @@ class Variant:
     audio: Audio | UnifiedAudio | None = None
     prefixes: Prefixes = field(default_factory=Prefixes)
     drafter: Drafter | None = None
+    embedding: EmbeddingHead | None = None
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of an encoder's embedding; 0 for a decoder."""
+        if not (e := self.embedding):
+            return 0
+        return e.dense[-1] if e.dense else e.projection or self.text.hidden_size
 
     def owners(self) -> dict[str, int]:
         """Return layer kind -> the layer whose KV cache KV-shared layers of that kind and draft

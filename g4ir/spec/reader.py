@@ -450,9 +450,9 @@ LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
 }
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. The message of its ValueError continues the file's name: `is no JSON
-    object: found a list`, `key 'x' is given twice`."""
+def json_object(raw: bytes, kind: type = dict) -> Any:
+    """Parse a JSON object, or a list (`kind`). The message of its ValueError continues the file's
+    name: `is no JSON object: found a list`, `key 'x' is given twice`."""
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique)
     except _DuplicateKey:
@@ -464,11 +464,11 @@ def json_object(raw: bytes) -> dict[str, Any]:
     except ValueError as err:  # an integer too long to convert too
         reason = str(err)[:120]
     else:
-        if isinstance(value, dict):
+        if isinstance(value, kind):
             return value
-        kind = "a list" if isinstance(value, list) else json.dumps(value)[:MAX_QUOTED]
-        reason = f"found {kind}"
-    raise ValueError(f"is no JSON object: {reason}")
+        names: dict[Any, str] = {dict: "an object", list: "a list"}
+        reason = f"found {names.get(type(value)) or json.dumps(value)[:MAX_QUOTED]}"
+    raise ValueError(f"is no JSON {'object' if kind is dict else 'list'}: {reason}")
 
 
 class _DuplicateKey(ValueError):

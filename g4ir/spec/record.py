@@ -47,7 +47,7 @@ from .rules import Problem, canonical, problems, readable_pattern
 
 SCHEMA = 1
 #: fields added later, excluded from the digest at their default
-LATER = ("chat",)
+LATER = ("chat", "embedding")
 
 MAX_EXTENDS = 8
 EXTENDS = "a shipped variant, or a YAML file beside this one, whose fields are the defaults"

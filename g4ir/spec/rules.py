@@ -71,6 +71,7 @@ def problems(spec: Variant) -> Iterator[Problem]:
     yield from _feed_forward_problems(spec.text)
     yield from _token_problems(spec)
     yield from _tower_problems(spec)
+    yield from _embedding_problems(spec)
 
 
 def _pattern_problems(text: Text) -> Iterator[Problem]:
@@ -193,6 +194,29 @@ def _tower_problems(spec: Variant) -> Iterator[Problem]:
     if isinstance(spec.audio, Audio) and spec.audio.hidden_size % spec.audio.num_attention_heads:
         total = ("audio.hidden_size", spec.audio.hidden_size)
         yield _no_divisor("audio.num_attention_heads", spec.audio.num_attention_heads, *total)
+
+
+def _embedding_problems(spec: Variant) -> Iterator[Problem]:
+    rule, head = FAMILIES[spec.model_type.removesuffix(ASSISTANT)].get("embedding"), spec.embedding
+    if (head is None) != (rule is None):
+        verb = "an encoder and needs one" if rule else "no encoder and has none; leave it out"
+        yield Problem("embedding", f"{spec.model_type} is {verb}", ("model_type",))
+    if not head or not rule:
+        return
+    size = spec.embedding_size
+    if head.dims[0] != size or list(head.dims) != sorted({*head.dims}, reverse=True):
+        message = f"{list(head.dims)}: expected falling sizes that start with the full one, {size}"
+        yield Problem("embedding.dims", message)
+    if (head.projection is not None) != ("projection" in rule):
+        yield Problem(
+            "embedding.projection",
+            f"{spec.model_type} has {'one' if 'projection' in rule else 'none'}",
+        )
+    for name in ("num_kv_shared_layers", "final_logit_softcapping", "moe"):
+        if getattr(spec.text, name):
+            yield Problem(f"text.{name}", "an encoder has none; leave it out", ("embedding",))
+    if spec.text.ple and spec.text.ple.vocab_size is not None:
+        yield Problem("text.ple.vocab_size", "an encoder has no such table; give null")
 
 
 def _vision_problems(vision: Vision) -> Iterator[Problem]:

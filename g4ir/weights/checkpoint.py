@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.names import (
     CODES,
+    DENSE,
     DRAFTER_PREFIX,
     FINAL_NORM,
     HEAD,
@@ -28,6 +29,7 @@ from g4ir.model.tensors import CLIP_BOUNDS, media_tensors
 from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
+from g4ir.spec.sentence_transformers import MODULES, read_modules
 from g4ir.weights import tensorfile
 from g4ir.weights.formats import Files, read_coded
 from g4ir.weights.formats.base import StoredWeight, TensorRef, by_plain_name, invalid
@@ -105,7 +107,7 @@ class Checkpoint:
         kinds whose towers are included; `dtype`: the engine's, to which wider scales are rounded.
         """
         directory = Path(directory)
-        headers = read_headers(directory)
+        headers = (*read_headers(directory), *(_dense_headers(directory) if spec.embedding else ()))
         names = by_plain_name(directory, headers)
         prefix = find_prefix(directory, spec, names)
         files = Files(directory, names, partial(is_text, spec, prefix), dtype)
@@ -283,6 +285,18 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
         raise broken(directory, msg, "fix: remove the one that is left over")
     paths = {file: _inside(directory, file, index) for file in sorted(shards)}
     return tuple(_read_shard(path, shards[file]) for file, path in paths.items())
+
+
+def _dense_headers(directory: Path) -> Iterator[Header]:
+    """Yield the headers of an encoder's dense layers, each a file in a folder of its own, with the
+    tensors' names in a spec."""
+    for i, layer in enumerate(read_modules(directory) or ()):
+        where = directory / MODULES
+        header = tensorfile.read_header(_inside(directory, f"{layer.folder}/{SINGLE}", where))
+        named = {
+            f"{DENSE}{i}.{n}": replace(e, name=f"{DENSE}{i}.{n}") for n, e in header.entries.items()
+        }
+        yield replace(header, entries=named)
 
 
 def _no_weights(directory: Path) -> str:

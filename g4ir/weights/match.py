@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from g4ir.model.names import HEAD, ORDER, TOKEN_TABLE
+from g4ir.model.names import DENSE, HEAD, ORDER, TOKEN_TABLE
 from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text_tensors
 from g4ir.spec.record import Spec
 
@@ -125,7 +125,8 @@ class TensorMatch:
     @cached_property
     def needed(self) -> dict[str, str]:
         """Stored name -> bare name of the tensors that the spec needs."""
-        out = {self.prefix + bare: bare for bare in text_tensors(self.spec) if bare != HEAD}
+        text = (bare for bare in text_tensors(self.spec) if bare != HEAD)
+        out = {bare if bare.startswith(DENSE) else self.prefix + bare: bare for bare in text}
         for bare in self.towers:
             names = (name for name in tower_names(self.spec, bare) if name in self.names)
             if stored := next(names, None):
@@ -192,6 +193,8 @@ class TensorMatch:
                 fix = "drafter" if name.startswith(DRAFTER) else "media"
             elif name.endswith(V_PROJ):
                 text, fix = f"{text} ({_kind_of(self.spec, name)}.k_eq_v is false)", "k_eq_v"
+            elif name.startswith(DENSE):
+                fix = "modules"
             elif name == HEAD:
                 text, fix = f"{text} (tie_word_embeddings is false)", "tie"
             elif len(absent) <= MAX_LISTED:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import WeightsError
-from g4ir.model.names import HEAD, ORDER, PLE_TABLE, TOKEN_TABLE
+from g4ir.model.names import DENSE, HEAD, ORDER, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.finite import cast
 from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.record import Spec
+from g4ir.spec.sentence_transformers import MODULES
 from g4ir.ui.files import check_disk_space, check_folder, new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress
 
@@ -52,17 +53,21 @@ def write_checkpoint(
     check_empty(directory)
     values = spec.to_hf() if config else {}
     alone = spec.drafter or (config and "text_config" not in values)
-    prefix = prefix or ("model." if alone else "model.language_model.")
+    base = "" if spec.embedding else "model."  # the config of an encoder names a bare model
+    prefix = prefix or (base if alone else f"{base}language_model.")
     dtype = dtype or source.dtype
-    names = _names(spec, source, prefix, media)
+    names = _names(spec, source, "" if prefix is None else prefix, media)
     tensors = _tensors(names, source, dtype)
+    dense = {n: tensors.pop(n) for n in [*tensors] if n.startswith(DENSE)}
     if dead:
         tensors |= _dead(spec, dtype, prefix)
-    check_disk_space(directory, sum(t.nbytes for t in tensors.values()))
+    check_disk_space(directory, sum(t.nbytes for t in (*tensors.values(), *dense.values())))
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = new_folder(directory.parent, f".{directory.name}.")
     try:
         _write_weights(work, _split(tensors, shards), progress)
+        if spec.embedding:
+            _write_modules(work, spec, [*dense.values()])
         for name, raw in (side_files or {}).items():
             write_file(work / name, [raw])
         if config:
@@ -89,7 +94,10 @@ def _names(
 ) -> dict[str, tuple[str, Shape]]:
     """Return the names of a checkpoint's tensors -> those without a prefix, and shapes."""
     text, towers = text_tensors(spec), media_tensors(spec, media)
-    names = {(name if name == HEAD else prefix + name): (name, text[name]) for name in text}
+    names = {
+        (name if name == HEAD or name.startswith(DENSE) else prefix + name): (name, text[name])
+        for name in text
+    }
     names |= {tower_names(spec, name)[0]: (name, towers[name]) for name in towers}
     return {name: target for name, target in names.items() if target[0] not in source.defaults}
 
@@ -149,6 +157,32 @@ def _write_weights(work: Path, files: list[dict[str, FileTensor]], progress: Pro
     if len(files) > 1:
         total = sum(t.nbytes for tensors in files for t in tensors.values())
         _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _write_modules(work: Path, spec: Spec, dense: list[FileTensor]) -> None:
+    """Write what sentence-transformers runs after the transformer: the mean, dense layers, norm."""
+    size, kind = spec.text.hidden_size, "sentence_transformers.models."
+    if spec.embedding and spec.embedding.projection:
+        size = spec.embedding.projection
+    pooling = {"word_embedding_dimension": size, "pooling_mode_mean_tokens": True}
+    configs: list[tuple[str, dict[str, Any]]] = [("Pooling", pooling)]
+    for t in dense:
+        out, into = t.shape
+        activation = "torch.nn.modules.linear.Identity"
+        config = {"in_features": into, "out_features": out, "bias": False}
+        configs.append(("Dense", config | {"activation_function": activation}))
+    configs.append(("Normalize", {}))
+    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{kind}Transformer"}]
+    for i, (name, config) in enumerate(configs, 1):
+        folder = f"{i}_{name}"
+        modules.append({"idx": i, "name": str(i), "path": folder, "type": kind + name})
+        (work / folder).mkdir()
+        if config:
+            _write_json(work / folder / CONFIG, config)
+        if name == "Dense":
+            tensors = {"linear.weight": dense[i - 2]}
+            tensorfile.write_tensors(work / folder / SINGLE, tensors, {"format": "pt"})
+    _write_json(work / MODULES, modules)
 
 
 def _write_json(path: Path, value: Any) -> None:

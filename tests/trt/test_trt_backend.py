@@ -179,7 +179,7 @@ def test_documented_tensors(shared: Engine) -> None:
     want = engine.session(2).prefill(t)
     sizes = {"B": 2, "S": 9, "C": 64}
     made = {x["name"]: _zeros(x, sizes) for x in described["inputs"]}
-    for name, value in engine.embed(t).items():
+    for name, value in engine.embed_tokens(t).items():
         made[name].copy_(value)
     made["positions"].copy_(torch.arange(9).expand(2, 9))
     made["lengths"].fill_(9)

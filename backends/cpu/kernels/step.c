@@ -31,7 +31,8 @@ typedef struct {
 enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
     LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW, MUL_INTEGERS, MASK_IDS,
-    EMBED_ROWS, GREEDY, END_STEP, ATTEND_CHUNK, LAST_ROW, LAST_SEEN, CLUSTER_HEAD, PICK_ID
+    EMBED_ROWS, GREEDY, END_STEP, ATTEND_CHUNK, LAST_ROW, LAST_SEEN, CLUSTER_HEAD, PICK_ID, ATTEND_TEXTS,
+    MEAN_TEXTS, UNIT_NORM
 };
 
 typedef struct {
@@ -394,6 +395,59 @@ static int attend_chunk(const running *a) {
                              k->at, a->of[5].at, a->of[6].at, a->of[7].at, a->of[8].at, q->dtype, k->dtype,
                              n[0], n[1], rows_of(q) / (n[0] * n[1]), n[3], q->width,
                              used < slots ? used : slots, k->width, n[2], a->i->f, a->threads);
+}
+
+/* q, k, v [S, heads, d], cumulative lengths of texts, out; n: S, window, KV heads; f: scale. Each text is a
+ * chunk of its own without a cache, so that its values do not depend on its neighbours. */
+static int attend_texts(const running *a) {
+    const operand *q = a->of, *k = a->of + 1, *v = a->of + 2, *texts = a->of + 3, *out = a->of + 4;
+    const int64_t *n = a->i->n, *ends = (const int64_t *)texts->at, none = 0;
+    int64_t heads = rows_of(q) / n[0], failed = 0, begin = 0, tokens = ends[texts->width - 1];
+    int64_t *positions = malloc(2 * (tokens + 1) * sizeof *positions), *last = positions + tokens + 1;
+    if (!positions) return 1;
+    for (int64_t i = 0; i < tokens; i++) positions[i] = i;
+    for (int64_t b = 0; b < texts->width && !failed; begin = ends[b++]) {
+        int64_t length = ends[b] - begin, from = begin * heads, kv_from = begin * n[2];
+        for (int64_t i = 0; i < length; i++) last[i] = n[1] && i + n[1] < length ? i + n[1] - 1 : length - 1;
+        if (length)
+            failed = g4ir_attend_chunk(row(q, from), positions, last, &none, NULL, NULL, row(k, kv_from),
+                                       row(v, kv_from), row(out, from), q->dtype, k->dtype, 1, length, heads,
+                                       n[2], q->width, 0, k->width, n[1], a->i->f, a->threads);
+    }
+    free(positions);
+    return failed;
+}
+
+/* x [S, D], cumulative lengths of texts, y [B, D] */
+static void mean_texts(const running *a, int64_t from, int64_t to, float *scratch) {
+    const operand *x = a->of, *y = a->of + 2;
+    const int64_t *ends = (const int64_t *)a->of[1].at;
+    int64_t width = x->width;
+    float *sum = scratch, *one = scratch + width;
+    for (int64_t b = from; b < to; b++) {
+        int64_t begin = b ? ends[b - 1] : 0, count = ends[b] > begin ? ends[b] - begin : 1;
+        for (int64_t j = 0; j < width; j++) sum[j] = 0;
+        for (int64_t r = begin; r < ends[b]; r++) {
+            read_numbers(row(x, r), x->dtype, one, width);
+            for (int64_t j = 0; j < width; j++) sum[j] += one[j];
+        }
+        for (int64_t j = 0; j < width; j++) sum[j] /= count;
+        write_numbers(row(y, b), y->dtype, sum, width);
+    }
+}
+
+/* x, y (fp32) */
+static void unit_norm(const running *a, int64_t from, int64_t to, float *scratch) {
+    const operand *x = a->of, *y = a->of + 1;
+    for (int64_t r = from; r < to; r++) {
+        double sum = 0;
+        read_numbers(row(x, r), x->dtype, scratch, x->width);
+        for (int64_t j = 0; j < x->width; j++) sum += (double)scratch[j] * scratch[j];
+        float norm = sqrt(sum);
+        norm = norm < 1e-12f ? 1e-12f : norm;
+        for (int64_t j = 0; j < x->width; j++) scratch[j] /= norm;
+        write_numbers(row(y, r), y->dtype, scratch, x->width);
+    }
 }
 
 /* x [B, S, width], lengths, y; n: B, S: gathers the row of token lengths[b] - 1 */
@@ -842,6 +896,9 @@ static int run_one(const running *a) {
     case LAST_SEEN: last_seen(a); return 0;
     case CLUSTER_HEAD: return cluster_head(a);
     case PICK_ID: pick_id(a); return 0;
+    case ATTEND_TEXTS: return attend_texts(a);
+    case MEAN_TEXTS: return by_rows(a, a->of + 2, mean_texts, 2 * a->of->width);
+    case UNIT_NORM: return by_rows(a, a->of + 1, unit_norm, a->of->width);
     }
     return 2;
 }

@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any
 
 from g4ir.errors import SpecError
+from g4ir.spec.huggingface import with_dense
 from g4ir.spec.parts import ASSISTANT, CHAT_FORMATS, CHAT_FORMS, FAMILIES, FULL, SLIDING, relative
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
@@ -44,6 +45,8 @@ OTHER_NAMES = {
 }
 #: keys of towers in the same file (as ollama writes it), ignored
 OF_TOWERS = ("vision.", "audio.", "mm.")
+#: tensors of an encoder's dense layers, and its pooling_type
+DENSE, POOLED_BY_MEAN = ("dense_2.weight", "dense_3.weight"), 1
 UNROTATED = 1e30
 MAX_PAIRS = 1 << 15
 #: fields without a GGUF key, or derived by llama.cpp
@@ -62,7 +65,9 @@ def read_spec(file: Container) -> Spec:
         config = _drafter(keys, config)
     keys.check_unread()
     try:
-        return Spec.from_hf(config, file.name)
+        spec = Spec.from_hf(config, file.name)
+        widths = [file.tensors[name].shape[0] for name in DENSE if name in file.tensors]
+        return with_dense(spec, widths) if spec.embedding and widths else spec
     except SpecError as error:
         raise SpecError(f"{file.path}: metadata as a {error}") from None
 
@@ -188,7 +193,9 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in keys.file.tensors,
         **(_layers_alike(keys, layers) if keys.rules.get("alike") else _layers(keys, sliding)),
         **token_ids(keys.file, keys.file.vocabulary),
+        **keys.rules.get("config", {}),
     }
+    _check_encoder(keys)
     stated, rows = keys.get("vocab_size"), config["vocab_size"]
     if stated not in (None, rows):
         raise keys.error("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
@@ -213,6 +220,24 @@ def _drafter(keys: _Keys, text: dict[str, Any]) -> dict[str, Any]:
         "use_ordered_embeddings": False,
         "tie_word_embeddings": text["tie_word_embeddings"],
     }
+
+
+def _check_encoder(keys: _Keys) -> None:
+    """Raise SpecError if an encoder has another pooling than the mean, or causal attention."""
+    if "config" not in keys.rules:
+        return
+    for name, value in (("pooling_type", POOLED_BY_MEAN), ("attention.causal", False)):
+        if (found := keys.get(name)) not in (None, value):
+            raise keys.error(name, f"{quoted(found)} is not supported, only {value}")
+    for name in DENSE:
+        stem = name.removesuffix(".weight")
+        tensor = keys.file.tensors.get(name)
+        for key, axis in (("feat_out", 0), ("feat_in", 1)):
+            size = keys.get(f"{stem}_{key}")
+            if tensor and size not in (None, tensor.shape[axis]):
+                raise keys.contradiction(
+                    f"{stem}_{key}", size, f"tensor {name} has", tensor.shape[axis]
+                )
 
 
 def _layers(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
@@ -394,6 +419,7 @@ MODELS = (SCORED, "gemma4")
 PREFIX = "tokenizer.ggml."
 #: the default chat template; the list of named templates, each stored under TEMPLATE.NAME
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+ADD_EOS = "add_eos_token"
 READ = {TEMPLATE, TEMPLATES, *(f"{PREFIX}{name}" for name in TABLES["tokenizer_keys"])}
 SAMPLING = "general.sampling."
 #: key -> its name in a generation_config.json
@@ -453,10 +479,12 @@ def side_files(file: Container) -> dict[str, bytes]:
         add = file.values.get(f"{PREFIX}add_bos_token", True)
         if type(add) is not bool:
             raise file.error(f"{PREFIX}add_bos_token", "expected a bool", add)
+        encodes = "config" in architecture(file)
+        end = encodes and file.values.get(f"{PREFIX}{ADD_EOS}", True)
         out["tokenizer.json"] = _json(
-            _tokenizer(file, ids) | {"post_processor": _first(file, ids, add)}
+            _tokenizer(file, ids) | {"post_processor": _added_ids(file, ids, add, end is True)}
         )
-        out["tokenizer_config.json"] = _json({"add_bos_token": add})
+        out["tokenizer_config.json"] = _json({"add_bos_token": add, "add_eos_token": end is True})
     return out
 
 
@@ -468,6 +496,8 @@ def _not_applied(file: Container) -> Iterator[str]:
     """Yield tokenizer and template keys that would change the text and are not applied."""
     for key, value in file.values.items():
         name = key.removeprefix(PREFIX)
+        if name == ADD_EOS and "config" in architecture(file):
+            continue
         if name in TABLES["tokenizer_values"]:
             if value not in TABLES["tokenizer_values"][name]:
                 yield f"{key} {quoted(value)}"
@@ -562,22 +592,27 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     return {**TABLES["tokenizer"], "added_tokens": added, "model": bpe}
 
 
-def _first(file: Container, ids: Mapping[str, int], added: bool) -> dict[str, Any] | None:
-    """Return the post-processor that prepends <bos>; None if it is not to be added."""
-    bos = _id(file, "bos_token_id")
-    text = next((text for text, i in ids.items() if i == bos), None)
-    if not added or text is None:
+def _added_ids(
+    file: Container, ids: Mapping[str, int], start: bool, end: bool
+) -> dict[str, Any] | None:
+    """Return the post-processor that adds <bos> at the start, and of an encoder <eos> at the end;
+    None if neither is to be added."""
+    added = {"bos_token_id": start, "eos_token_id": end}
+    tokens = [_id(file, key) if add else None for key, add in added.items()]
+    texts = [next((t for t, i in ids.items() if i == token), None) for token in tokens]
+    if texts == [None, None]:
         return None
 
     def parts(name: str, kind: int) -> list[dict[str, Any]]:
-        token = {"SpecialToken": {"id": text, "type_id": kind}}
-        return [token, {"Sequence": {"id": name, "type_id": kind}}]
+        first, last = ([{"SpecialToken": {"id": t, "type_id": kind}}] if t else [] for t in texts)
+        return [*first, {"Sequence": {"id": name, "type_id": kind}}, *last]
 
+    special = {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in zip(texts, tokens) if t}
     return {
         "type": "TemplateProcessing",
         "single": parts("A", 0),
         "pair": parts("A", 0) + parts("B", 1),
-        "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+        "special_tokens": special,
     }
 
 

@@ -132,6 +132,10 @@ class _Tensor:
 def architecture_of(spec: Spec) -> str:
     """Return general.architecture of a spec; SpecError for one that has none."""
     name = spec.model_type.partition("_")[0]
+    if spec.embedding:
+        raise SpecError(
+            f"spec {spec.name}: encoders are not written as GGUF files; take --format hf"
+        )
     if name not in TABLES["architectures"] or spec.drafter:
         raise SpecError(f"spec {spec.name}: model_type {spec.model_type} has no GGUF architecture")
     return name

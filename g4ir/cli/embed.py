@@ -1,0 +1,147 @@
+"""`g4ir embed`: embeddings of texts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.ui import console
+from g4ir.ui.files import write_file
+
+from .common import OnEngine, Programs, emit
+from .verb import Text, flag, json_flag
+
+#: ends of --out
+NPY, JSONL = ".npy", ".jsonl"
+#: values of an embedding that are printed
+SHOWN = 4
+#: characters of a text that are printed
+WIDTH = 40
+
+
+class Embed(OnEngine):
+    """Print or write embeddings of texts."""
+
+    text: list[Text] = flag("a text", (), "TEXT", one_of=True)
+    input: str | None = flag(
+        'a text per line of FILE.txt, {"text": ...} of FILE.jsonl; - for stdin',
+        None,
+        "FILE",
+        one_of=True,
+    )
+    task: str | None = flag("prompt in front: query, document, ... or none", None, "NAME")
+    dims: int | None = flag("size of the embeddings (Matryoshka)", None, "N")
+    truncate: bool = flag("cut texts beyond the context (default: refuse)", False)
+    out: str | None = flag(
+        "write them: float32 [texts, size], or JSON lines", None, "FILE.npy|.jsonl"
+    )
+    json: bool = json_flag()
+    load: Programs
+
+    def __post_init__(self) -> None:
+        if self.out is not None and not self.out.endswith((NPY, JSONL)):
+            raise InputError(f"--out {self.out}: expected a name that ends in {NPY} or {JSONL}")
+        if self.out is not None and self.json:
+            raise InputError("give --out or --json, not both")
+
+    def __call__(self) -> int:
+        texts = [*self.text] if self.input is None else read_texts(self.input)
+        path = self.with_engine().engine
+        with console.Progress() as progress, closing(self.load.engine(path, progress)) as engine:
+            engine.embedder.check(self.task, self.dims)
+
+            def parts() -> Iterator[Any]:
+                """Yield the embeddings of some thousand texts at a time."""
+                from g4ir.engine.embeddings import WINDOW
+
+                for start in range(0, len(texts), WINDOW):
+                    yield engine.embedder.embed(
+                        texts[start : start + WINDOW],
+                        self.task,
+                        self.dims,
+                        self.truncate,
+                        partial(said, progress, start, len(texts)),
+                        start,
+                    )
+
+            if self.out is not None:
+                size = self.dims or engine.spec.embedding_size
+                _write(Path(self.out), parts(), (len(texts), size))
+                return 0
+            rows = [row for part in parts() for row in part.tolist()]
+            progress.stop()
+            if self.json:
+                emit({"model": engine.spec.name, "dims": len(rows[0]), "embeddings": rows})
+            else:
+                print("".join(_lines(texts, rows)), end="")
+        return 0
+
+
+def said(progress: console.Progress, start: int, total: int, done: int) -> None:
+    progress(f"{start + done}/{total} texts")
+
+
+def read_texts(source: str) -> list[str]:
+    """Return the texts of a file, or of stdin for `-`. InputError names the line that has none."""
+    if source == "-":
+        name, raw = "stdin", sys.stdin.buffer.read()
+    else:
+        try:
+            name, raw = source, Path(source).read_bytes()
+        except OSError as e:
+            raise InputError(f"--input {source}: {e.strerror}") from None
+    try:
+        lines = raw.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as e:
+        raise InputError(f"{name}: not UTF-8 at byte {e.start}") from None
+    as_json = source.endswith(JSONL) or (source == "-" and raw.lstrip()[:1] == b"{")
+    texts = [_text(f"{name}: line {i}", line, as_json) for i, line in enumerate(lines, 1)]
+    if not texts:
+        raise InputError(f"{name} has no lines")
+    return texts
+
+
+def _text(where: str, line: str, as_json: bool) -> str:
+    text: Any = line
+    if as_json:
+        try:
+            values = json.loads(line)
+        except ValueError as e:
+            raise InputError(f"{where}: no JSON: {str(e)[:100]}") from None
+        text = values.get("text") if isinstance(values, dict) else None
+        if not isinstance(text, str):
+            raise InputError(f'{where}: expected an object with "text", found {line[:60]!r}')
+    if not text.strip():
+        raise InputError(f"{where} is empty; leave it out")
+    return str(text)
+
+
+def _write(path: Path, parts: Iterator[Any], shape: tuple[int, int]) -> None:
+    """Write embeddings as they are computed; the file is complete or not there."""
+    import numpy as np
+
+    if path.suffix == NPY:
+        head = BytesIO()
+        header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(head, header)
+        write_file(path, [head.getvalue()], (part.numpy().tobytes() for part in parts))
+        return
+    rows = (row for part in parts for row in part.tolist())
+    lines = (json.dumps({"index": i, "embedding": row}) for i, row in enumerate(rows))
+    write_file(path, (f"{line}\n".encode() for line in lines))
+
+
+def _lines(texts: list[str], rows: list[list[float]]) -> Iterator[str]:
+    """Yield a line per text: the start of its embedding, and its similarity to the first text."""
+    for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
+        start = " ".join(f"{x:+.4f}" for x in row[:SHOWN])
+        short = text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
+        like = f"  similarity {sum(a * b for a, b in zip(row, rows[0])):+.4f}" if i else ""
+        yield f"{short!r}: {len(row)} values, {start} ...{like}\n"

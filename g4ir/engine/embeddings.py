@@ -1,0 +1,252 @@
+"""Embeddings of texts by an encoder's engine.
+
+Texts are sorted by length and packed into chunks without padding: an encoder attends within each
+text (ops/encoder.py), so that products run at the rate of a full chunk, and an embedding does not
+depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from g4ir.chat.prompt import text_ids
+from g4ir.errors import CheckError, EngineError, InputError
+from g4ir.model.encoder import EMBEDDING, ENCODE
+from g4ir.spec.parts import FAMILIES, Variant
+from g4ir.spec.reader import did_you_mean
+from g4ir.spec.sentence_transformers import PROMPTS
+
+from .parts import EngineParts
+from .prompts import checked_ids
+
+Tensor = torch.Tensor
+#: a text, or its token ids
+TextOrIds = str | Sequence[int]
+
+#: tokens of a chunk, unless one text has more; more were not faster (docs/embeddings.md)
+PACKED_TOKENS = 1024
+#: min tokens of a chunk: a chunk of one token would take the kernels of a decode step
+MIN_TOKENS = 2
+#: texts that are tokenised and sorted together, which bounds the memory
+WINDOW = 4096
+#: characters of a text for each token that an engine can hold, at most: longer ones are cut or
+#: refused before they are tokenised
+MAX_CHARACTERS = 64
+
+
+def need_encoder(engine: EngineParts) -> None:
+    """Raise InputError unless the engine is an encoder's."""
+    if not engine.spec.embedding:
+        why = f"{engine.spec.name} generates text and has no embeddings"
+        raise InputError(f"{engine.path}: {why}; give an encoder, such as embeddinggemma-300m")
+
+
+def need_decoder(engine: EngineParts) -> None:
+    """Raise InputError if the engine is an encoder's."""
+    if engine.spec.embedding:
+        why = f"{engine.spec.name} is an encoder: it embeds texts and generates none"
+        raise InputError(f"{engine.path}: {why}; use `g4ir embed`, or give a model that generates")
+
+
+def find_dims(spec: Variant, dims: int | None) -> int:
+    """Return the size of embeddings; InputError for one that the model was not trained for."""
+    assert spec.embedding
+    sizes = spec.embedding.dims
+    if dims is not None and (type(dims) is not int or dims not in sizes):
+        trained = ", ".join(map(str, sizes))
+        raise InputError(f"dims {dims}: {spec.name} was trained for {trained}")
+    return sizes[0] if dims is None else dims
+
+
+def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | None]:
+    """Return task -> text in front of a text, and the default task: the checkpoint's, else those
+    of the model_type. EngineError for an invalid file."""
+    path = folder / PROMPTS
+    if not path.is_file():
+        return FAMILIES[spec.model_type]["prompts"], None
+    values = json.loads(path.read_bytes())
+    prompts = values.get("prompts") if isinstance(values, dict) else None
+    if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
+        raise EngineError(f"{path}: prompts must map names to texts; restore the file")
+    default = values.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise EngineError(
+            f"{path}: default_prompt_name {str(default)[:80]!r} is none of its prompts"
+        )
+    return {**FAMILIES[spec.model_type]["prompts"], **prompts}, default
+
+
+class Embedder:
+    """Embeds texts on an encoder's engine; several threads take turns, a chunk each."""
+
+    def __init__(self, engine: Any) -> None:
+        need_encoder(engine)
+        self.engine = engine
+        self.prompts, self.default_task = read_prompts(engine.path, engine.spec)
+        self._state = engine.runtime.new_state(engine.limits.max_batch)
+        self._lock = Lock()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer()
+
+    def prompt(self, task: str | None) -> str:
+        """Return the text in front of the texts of a task; InputError for an unknown one."""
+        name = self.default_task if task is None else task
+        if name is None or name == "none":
+            return ""
+        if name not in self.prompts:
+            near = did_you_mean(name, self.prompts)
+            tasks = ", ".join(("none", *self.prompts))
+            raise InputError(f"task {name[:80]!r}{near}: {self.engine.spec.name} has {tasks}")
+        return self.prompts[name]
+
+    def check(self, task: str | None = None, dims: int | None = None) -> None:
+        """Raise InputError for a task or a size that the model does not have."""
+        self.prompt(task)
+        find_dims(self.engine.spec, dims)
+
+    def embed(
+        self,
+        texts: Sequence[TextOrIds],
+        task: str | None = None,
+        dims: int | None = None,
+        truncate: bool = False,
+        progress: Callable[[int], None] | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """Return embeddings float32 [N, dims]; `progress` is called with the number of texts done;
+        `first`: the number of the first text in errors."""
+        prompt, size = self.prompt(task), find_dims(self.engine.spec, dims)
+        out = torch.empty(len(texts), size)
+        for start in range(0, len(texts), WINDOW):
+            ids = self.tokenize(texts[start : start + WINDOW], prompt, truncate, first + start)
+            done = start
+            for rows, vectors in self.encode(ids, first + start):
+                out[[start + row for row in rows]] = _cut(vectors, size)
+                done += len(rows)
+                if progress:
+                    progress(done)
+        return out
+
+    def tokenize(
+        self, texts: Sequence[TextOrIds], prompt: str = "", truncate: bool = False, first: int = 0
+    ) -> list[list[int]]:
+        """Return the token ids of each text after the prompt, with the tokenizer's own start and
+        end tokens; ids are taken as they are. InputError for an empty or too long text (`truncate`:
+        cut before the end token), or an invalid one; `first`: the first text's number in it."""
+        spec, limit = self.engine.spec, self.engine.limits.max_seq
+        strings = [self._checked(t, first + i, truncate) for i, t in enumerate(texts)]
+        encoded = iter(self._encode([prompt + s for s in strings if s is not None], first))
+        out = []
+        for i, (text, string) in enumerate(zip(texts, strings, strict=True)):
+            name = f"text {first + i}"
+            if isinstance(text, str):
+                ids = next(encoded)
+            else:
+                ids = checked_ids(text, spec.text.vocab_size, name)
+            if len(ids) > limit:
+                if not truncate:
+                    raise _too_long(name, f"{len(ids)} tokens", limit)
+                ends = string is not None and ids[-1] in spec.tokens.eos
+                ids = [*ids[: limit - 1], ids[-1]] if ends else ids[:limit]
+            out.append(ids)
+        return out
+
+    def _checked(self, text: TextOrIds, number: int, truncate: bool) -> str | None:
+        """Return a text, cut to the characters of the longest possible one; None for token ids."""
+        name, limit = f"text {number}", self.engine.limits.max_seq
+        if not isinstance(text, str):
+            if not isinstance(text, Sequence) or not text:
+                raise InputError(f"{name}: expected a text or a list of token ids, not empty")
+            return None
+        if not text.strip():
+            raise InputError(f"{name} is empty; leave it out")
+        if len(text) > MAX_CHARACTERS * limit:
+            if not truncate:
+                raise _too_long(name, f"{len(text)} characters", limit)
+            text = text[: MAX_CHARACTERS * limit]
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"{name}: not UTF-8 at character {e.start}") from None
+        return text
+
+    def _encode(self, texts: list[str], first: int) -> list[list[int]]:
+        if not texts:
+            return []
+        try:
+            return text_ids(self.tokenizer, texts, special=True)
+        except BaseException as e:  # what the library's own code stumbles over is no Exception
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
+            why = f"tokenizer.json does not take texts {first} to {first + len(texts) - 1}"
+            raise InputError(f"{why}: {e}") from e
+
+    def encode(
+        self, ids: Sequence[Sequence[int]], first: int = 0
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield the embeddings of texts chunk by chunk: their indices, float32 [n, size].
+        CheckError for one that is not finite; `first`: the number of text 0 in it."""
+        engine = self.engine
+        engine.check_process()
+        for rows in pack(
+            [len(x) for x in ids], engine.limits.prefill_chunk, engine.limits.max_batch
+        ):
+            vectors = self._run([ids[row] for row in rows])
+            if not bool(vectors.isfinite().all()):
+                row = rows[int((~vectors.isfinite().all(-1)).nonzero()[0, 0])]
+                why = "its embedding is NaN or infinite, as weights are, or values beyond the dtype"
+                raise CheckError(
+                    f"text {first + row} ({len(ids[row])} tokens): {why}; try --dtype float32"
+                )
+            yield rows, vectors
+
+    def _run(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Run one chunk of at most max_batch texts; embeddings float32 [n, size] on the host."""
+        engine, lengths = self.engine, [len(x) for x in texts]
+        padding = [0] * (MIN_TOKENS - sum(lengths))
+        tokens = torch.tensor([[*(t for x in texts for t in x), *padding]])
+        positions = [i for n in lengths for i in range(n)] + padding
+        unused = [0] * (engine.limits.max_batch - len(texts))
+        ends = torch.tensor([*lengths, *unused]).cumsum(0)
+        with self._lock:
+            feeds = engine.embed_tokens(tokens)
+            feeds |= {"positions": torch.tensor([positions]), "ends": ends}
+            feeds = {name: t.to(engine.device) for name, t in feeds.items()}
+            outputs = engine.runtime.run(ENCODE, feeds, self._state, tokens.shape[1], True)
+            vectors: Tensor = outputs[EMBEDDING][0, : len(texts)].to("cpu", torch.float32)
+        return vectors
+
+
+def _too_long(name: str, length: str, limit: int) -> InputError:
+    fix = "cut it, give --truncate, or build with a longer --max-seq"
+    return InputError(f"{name}: {length}, and this engine takes {limit} tokens; {fix}")
+
+
+def _cut(vectors: Tensor, size: int) -> Tensor:
+    """Return the first `size` elements of each embedding, normalised again."""
+    if size == vectors.shape[1]:
+        return vectors
+    return torch.nn.functional.normalize(vectors[:, :size], dim=-1)
+
+
+def pack(lengths: Sequence[int], limit: int, count: int) -> Iterator[list[int]]:
+    """Yield the texts of each chunk, the longest first: at most `count`, with PACKED_TOKENS tokens
+    or one text of at most `limit`."""
+    budget, chunk, size = min(limit, PACKED_TOKENS), list[int](), 0
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if chunk and (size + lengths[row] > budget or len(chunk) == count):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(row)
+        size += lengths[row]
+    if chunk:
+        yield chunk

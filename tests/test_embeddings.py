@@ -1,0 +1,367 @@
+"""Encoders: embeddings against transformers and sentence-transformers' definition, alone and in
+company; files; bad input."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
+
+import g4ir
+from g4ir.engine.embeddings import PACKED_TOKENS, pack
+from g4ir.errors import CheckError, G4Error, InputError, SpecError
+from g4ir.model.tensors import text_tensors
+from g4ir.spec.parts import FULL, SLIDING, Ple
+from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.spec.rules import canonical
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.gguf.container import read_container
+from g4ir.weights.gguf.metadata import read_spec
+from g4ir.weights.random import random_weights
+from g4ir.weights.write import write_checkpoint
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import ok, refused, tokenizer
+from tests.configs import short
+
+NAMES = ("tiny-embedding", "tiny-embedding-2")
+SEED, AGREES = 3, 1e-5
+LENGTHS = (3, 17, 40, 1, 2, 5, 60, 9)
+SEEDS = tuple(range(20))
+#: transformers that have both models
+HAS_SECOND = hasattr(transformers, "EmbeddingGemma2TextModel")
+
+
+def random_encoder(name: str, seed: int) -> Spec:
+    """An encoder of the kind of `name` with every size drawn."""
+    rng, base = random.Random(seed), load_spec(name)
+    layers, heads, dim = rng.randint(2, 5), rng.choice((2, 4)), rng.choice((16, 32))
+    kv = [rng.choice([n for n in (1, 2, 4) if heads % n == 0]) for _ in range(2)]
+    alike = base.embedding is not None and bool(base.embedding.dense)
+    text = replace(
+        base.text,
+        hidden_size=rng.choice((32, 48)),
+        intermediate_size=rng.choice((48, 72)),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        pattern=(*(SLIDING,) * rng.randint(1, 3), FULL),
+        sliding=replace(
+            base.text.sliding,
+            head_dim=dim,
+            num_key_value_heads=kv[0],
+            window=rng.randint(2, 12),
+        ),
+        full=replace(
+            base.text.full,
+            head_dim=dim if alike else 2 * dim,
+            num_key_value_heads=kv[0] if alike else kv[1],
+        ),
+        ple=None if alike else Ple(rng.choice((8, 16)), None),
+    )
+    size = text.hidden_size if alike else rng.choice((24, 40))
+    assert base.embedding
+    head = replace(
+        base.embedding,
+        dims=(size, 8),
+        projection=None if alike else size,
+        dense=(4 * size, size) if alike else (),
+    )
+    return check_spec(canonical(replace(base, name=f"{name}-{seed}", text=text, embedding=head)))
+
+
+class Oracle:
+    """The model by transformers, and what sentence-transformers does after it."""
+
+    def __init__(self, spec: Spec, weights: Checkpoint) -> None:
+        drop = ("architectures", "dtype", "model_type")
+        config = {k: v for k, v in spec.to_hf().items() if k not in drop}
+        kind = "Gemma3" if spec.model_type == "gemma3_embedding" else "EmbeddingGemma2"
+        make, of = (getattr(transformers, f"{kind}Text{x}") for x in ("Model", "Config"))
+        self.model = make(of(**config, attn_implementation="eager")).eval()
+        names = [n for n in text_tensors(spec) if not n.startswith("dense.")]
+        self.model.load_state_dict({n: weights.tensor(n) for n in names})
+        self.dense = [
+            weights.tensor(f"dense.{i}.linear.weight") for i in range(len(spec.embedding.dense))
+        ]
+
+    @torch.no_grad()
+    def __call__(self, ids: list[int]) -> torch.Tensor:
+        x = self.model(input_ids=torch.tensor([ids])).last_hidden_state.mean(1)
+        for w in self.dense:
+            x = x @ w.T
+        return torch.nn.functional.normalize(x, dim=-1)[0]
+
+
+def drawn_ids(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(512) for _ in range(n)] for n in lengths]
+
+
+def build(spec: Spec | str, out: Path, **options: Any) -> Any:
+    return g4ir.build(spec, out=out, random_weights=SEED, **options)
+
+
+@pytest.mark.parametrize("seed", short(0, 1, 2, of=SEEDS))
+@pytest.mark.parametrize("name", NAMES[: 1 + HAS_SECOND])
+def test_embeddings_are_those_of_transformers(name: str, seed: int, tmp_path: Path) -> None:
+    spec, ids = random_encoder(name, seed), drawn_ids(seed)
+    oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
+    want = torch.stack([oracle(x) for x in ids])
+    for backend in ("reference", "torch"):
+        with build(spec, tmp_path / backend, backend=backend, max_batch=3 + seed) as engine:
+            got = engine.embed(ids)
+            assert got.dtype == torch.float32 and (got - want).abs().max() < AGREES
+            alone = torch.cat([engine.embed(x) for x in ids])
+            assert (alone - want).abs().max() < AGREES
+            assert backend == "reference" or torch.equal(alone, got)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant"), [("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_narrow_engines_are_near_and_exact_in_company(
+    name: str, dtype: str, quant: str | None, tmp_path: Path
+) -> None:
+    ids = drawn_ids(5, (1, 2, 7, 100, 256, 30))
+    with build(name, tmp_path / "wide", backend="reference") as wide:
+        want = wide.embed(ids)
+    with build(name, tmp_path / "narrow", dtype=dtype, quant=quant) as engine:
+        got = engine.embed(ids)
+        assert (got * want).sum(-1).min() > 0.998  # the layers are 64 wide
+        assert torch.equal(torch.cat([engine.embed(x) for x in ids]), got)
+        assert engine.runtime.recorded_phases == {"encode"}
+
+
+def test_packing_computes_no_padding() -> None:
+    lengths = [random.Random(1).randint(1, 256) for _ in range(500)]
+    chunks = list(pack(lengths, 256 * 8, 64))
+    assert sorted(row for chunk in chunks for row in chunk) == [*range(500)]
+    sizes = [sum(lengths[row] for row in chunk) for chunk in chunks]
+    assert max(sizes) <= PACKED_TOKENS and max(map(len, chunks)) <= 64
+    full = [n for n, chunk in zip(sizes[:-1], chunks) if len(chunk) < 64]
+    assert min(full) > PACKED_TOKENS - 256
+    assert [*pack([5, 2000, 3], 2048, 8)] == [[1], [0, 2]]
+
+
+# --- folders of sentence-transformers, GGUF files -------------------------------------------------
+
+
+def folder_of(folder: Path, name: str = NAMES[0], **files: str) -> Path:
+    """A folder of sentence-transformers with a tokenizer that adds <bos> and <eos>."""
+    spec, made = load_spec(name), tokenizer()
+    special = [(t, made.token_to_id(t)) for t in ("<bos>", "<eos>")]
+    made.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
+    prompts = {"prompts": {"query": "q: ", "ours": "w3 "}, "default_prompt_name": "ours"}
+    side = {
+        "tokenizer.json": made.to_str(),
+        "config_sentence_transformers.json": json.dumps(prompts),
+    }
+    raw = {n: text.encode() for n, text in (side | files).items()}
+    return write_checkpoint(folder, spec, random_weights(spec, SEED, torch.float32), side_files=raw)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("encoder")
+    with g4ir.build(None, out=folder / "e", checkpoint=folder_of(folder / "c")) as engine:
+        yield engine
+
+
+def test_texts_tasks_and_sizes(model: Any) -> None:
+    ids = model.tokenizer().encode("w3 ab w7").ids
+    assert ids[0] == 2 and ids[-1] == 1
+    oracle = Oracle(model.spec, random_weights(model.spec, SEED, torch.float32))
+    whole = model.embed("ab w7")  # the default task is `ours`
+    assert (whole[0] - oracle(ids)).abs().max() < AGREES
+    assert torch.equal(whole, model.embed(["w3 ab w7"], task="none"))
+    assert not torch.equal(whole, model.embed("ab w7", task="document"))
+    for size in (32, 16):
+        cut = model.embed(["ab w7", "w9"], dims=size)
+        assert cut.shape == (2, size)
+        assert torch.allclose(cut[0], torch.nn.functional.normalize(whole[0, :size], dim=-1))
+    assert torch.equal(model.embed(ids), whole)
+
+
+def test_long_texts(model: Any) -> None:
+    with pytest.raises(InputError, match=r"text 1: .* tokens, and this engine takes 256"):
+        model.embed(["a", "ab " * 300], task="none")
+    ids = model.tokenizer().encode("ab " * 300).ids
+    cut = model.embed(["ab " * 300], task="none", truncate=True)
+    assert torch.equal(cut, model.embed([*ids[:255], 1]))
+    assert torch.equal(cut, model.embed("ab " * 100_000, task="none", truncate=True))
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        (["a", " "], {}, "text 1 is empty"),
+        ([[]], {}, "text 0: .* not empty"),
+        ([[5, 512]], {}, "text 0: token 512 at index 1"),
+        (["a"], {"dims": 48}, "trained for 64, 32, 16"),
+        (["a"], {"task": "quary"}, "did you mean query"),
+        (["\ud800"], {}, "text 0: not UTF-8"),
+        ([3.5], {}, "text 0: expected a text or a list"),
+    ],
+)
+def test_refused_texts(texts: Any, options: Any, message: str, model: Any) -> None:
+    with pytest.raises(InputError, match=message):
+        model.embed(texts, **options)
+
+
+def test_models_of_the_other_kind(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is an encoder"):
+        model.session()
+    with pytest.raises(InputError, match="is an encoder"):
+        model.generate([1, 2])
+    chat = build("tiny-moe", tmp_path / "chat", backend="reference")
+    with chat, pytest.raises(InputError, match="generates text and has no embeddings"):
+        chat.embed("a")
+    for options in ({"draft_tokens": 2}, {"kv_dtype": "int8"}, {"all_logits": True}, {"tp": 2}):
+        with pytest.raises(G4Error, match="encoder"):
+            build(NAMES[0], tmp_path / "e", **options)
+
+
+def test_an_embedding_that_is_not_finite(tmp_path: Path) -> None:
+    with build(NAMES[0], tmp_path / "e") as engine:
+        engine.tables["embed.table"][9] = float("nan")
+        with pytest.raises(CheckError, match=r"text 1 .*NaN"):
+            engine.embed([[3, 4], [5, 9, 9, 9]])
+        assert engine.embed([3, 4]).isfinite().all()
+
+
+def test_a_folder_without_its_dense_layers(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "c")
+    assert Spec.from_hf(folder).embedding == load_spec(NAMES[0]).embedding
+    exported = g4ir.export(folder, tmp_path / "again")
+    for name in ("3_Dense/model.safetensors", "modules.json", "1_Pooling/config.json"):
+        assert (exported / name).read_bytes() == (folder / name).read_bytes()
+    pooling = folder / "1_Pooling/config.json"
+    pooling.write_text('{"pooling_mode_cls_token": true}')
+    with pytest.raises(SpecError, match=r"pooling cls.*only mean"):
+        Spec.from_hf(folder)
+    (folder / "modules.json").unlink()
+    with pytest.raises(G4Error, match=r"dense\.0\.linear\.weight.*missing(.|\n)*modules\.json"):
+        g4ir.build(None, out=tmp_path / "e", checkpoint=folder)
+    with pytest.raises(SpecError, match="not written as GGUF"):
+        g4ir.export(exported, tmp_path / "x.gguf", format="gguf")
+
+
+def gguf_file(path: Path, spec: Spec, **changes: Any) -> Path:
+    """A file as llama.cpp's converter writes one with the dense modules."""
+    import gguf
+
+    names, arch = (
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, spec.text.num_hidden_layers),
+        "gemma-embedding",
+    )
+    weights, text, writer = (
+        random_weights(spec, SEED, torch.float32),
+        spec.text,
+        gguf.GGUFWriter(path, arch),
+    )
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count(text.num_attention_heads)
+    writer.add_head_count_kv(text.sliding.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    writer.add_key_length(text.sliding.head_dim)
+    writer.add_value_length(text.sliding.head_dim)
+    assert text.sliding.window
+    writer.add_sliding_window(2 * (text.sliding.window - 1))
+    writer.add_array(
+        f"{arch}.attention.sliding_window_pattern", [k == SLIDING for k in text.layer_types]
+    )
+    writer.add_uint32(f"{arch}.pooling_type", changes.get("pooling_type", 1))
+    made = tokenizer()
+    tokens = [made.id_to_token(i) for i in range(text.vocab_size)]
+    kinds = [
+        3 if t in ("<pad>", "<eos>", "<bos>") else 6 if t.startswith("<0x") else 1 for t in tokens
+    ]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types(kinds)
+    for key, i in (("bos", 2), ("eos", 1), ("padding", 0), ("unknown", 3)):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", i)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    for bare in text_tensors(spec):
+        if bare.startswith("dense."):
+            if changes.get("bare"):
+                continue
+            name = f"dense_{int(bare.split('.')[1]) + 2}.weight"
+        else:
+            stem = bare.removesuffix(".weight")
+            name = f"{names.get_name(f'model.{stem}')}.weight"
+        t = weights.tensor(bare)
+        writer.add_tensor(name, (t + 1 if "norm" in bare else t).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gguf_files(model: Any, tmp_path: Path) -> None:
+    spec = replace(model.spec, text=replace(model.spec.text, query_pre_attn_scalar=32))
+    file = gguf_file(tmp_path / "e.gguf", spec)
+    with g4ir.build(None, out=tmp_path / "g", checkpoint=file, dtype="float32") as engine:
+        assert (engine.spec.embedding.dense, engine.spec.text) == ((256, 64), spec.text)
+        assert engine.tokenizer().encode("ab w7").ids == model.tokenizer().encode("ab w7").ids
+        oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
+        ids = engine.tokenizer().encode("title: none | text: ab").ids
+        assert (engine.embed("ab", task="document")[0] - oracle(ids)).abs().max() < AGREES
+    with pytest.raises(SpecError, match=r"pooling_type: '?2'? is not supported"):
+        read_spec(read_container(gguf_file(tmp_path / "cls.gguf", spec, pooling_type=2)))
+    with pytest.raises(G4Error, match=r"dense_2\.weight.*missing"):
+        g4ir.build(
+            None, out=tmp_path / "b", checkpoint=gguf_file(tmp_path / "b.gguf", spec, bare=True)
+        )
+
+
+# --- the command line ------------------------------------------------------------------------
+
+
+def test_embed_command(model: Any, tmp_path: Path) -> None:
+    texts, want = ["ab", "w7 w9", "a"], model.embed(["ab", "w7 w9", "a"], "query", 32)
+    values = json.loads(
+        ok("embed", model.path, *(w for t in texts for w in ("--text", t)), *QUERY, "--json")
+    )
+    assert values["dims"] == 32 and values["embeddings"] == want.tolist()
+    plain, lines = tmp_path / "in.txt", tmp_path / "in.jsonl"
+    plain.write_text("\n".join(texts))
+    lines.write_text("".join(json.dumps({"text": t, "id": 1}) + "\n" for t in texts))
+    ok("embed", model.path, "--input", plain, *QUERY, "--out", tmp_path / "o.npy")
+    assert np.array_equal(np.load(tmp_path / "o.npy"), want.numpy())
+    ok("embed", model.path, "--input", lines, *QUERY, "--out", tmp_path / "o.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [r["index"] for r in rows] == [0, 1, 2] and [
+        r["embedding"] for r in rows
+    ] == want.tolist()
+    out = ok("embed", model.path, "--text", "ab", "--text", "ab")
+    assert out.splitlines()[1].endswith("similarity +1.0000")
+
+
+QUERY = ("--task", "query", "--dims", "32")
+
+
+def test_refused_commands(model: Any, tmp_path: Path) -> None:
+    file = tmp_path / "in.txt"
+    file.write_text("ab\n\nw7\n")
+    assert "in.txt: line 2 is empty" in refused("embed", model.path, "--input", file)
+    assert "ends in .npy or .jsonl" in refused("embed", model.path, "--text", "a", "--out", "x.bin")
+    assert "is an encoder" in refused("run", model.path, "hello")
+    file.write_text("ab\nw7 " + "ab " * 300)
+    outcome = command("embed", model.path, "--input", file, "--out", tmp_path / "o.npy")
+    assert outcome.code == 2 and not [*tmp_path.glob("*o.npy*")]
