@@ -50,7 +50,9 @@ class Serve(Verb):
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
     log_requests: bool = http("log a line per request, without texts", False)
     log_format: LogFormat | None = http("log lines with time and level", None)
-    api_key_file: str | None = access("file of accepted API keys, one per line", None, "FILE")
+    api_key_file: str | None = access(
+        "file of API keys, one per line; read again at SIGHUP", None, "FILE"
+    )
     allow_host: list[str] = access("extra Host header on a loopback address", (), "NAME")
     allow_origin: list[str] = access("origin whose web pages may call the API; *: any", (), "URL")
     tls_cert: str | None = access("TLS certificate chain (PEM)", None, "FILE")
@@ -60,6 +62,8 @@ class Serve(Verb):
     prefix_memory: Size | None = scheduler("prefix cache size in memory; 0: none", None, "BYTES")
     chunk_tokens: int | None = setting("prefill tokens between two decode steps")
     max_body: int = setting("maximum size of a request body in MiB", 32)
+    key_requests: int | None = setting("requests a minute of a key without limits in its file")
+    key_tokens: int | None = setting("tokens a minute of such a key")
     models_memory: Bytes | None = setting(
         "memory for several models (default: that of the machine)"
     )
@@ -122,7 +126,7 @@ class Serve(Verb):
             console.say("loading", model=model.name, needs=size_text(model.need))
             one = replace(self, models=[f"{model.name}={model.path}"])
             log = partial(console.say, model=model.name)
-            return WorkerHandle(serve_one, (one, router.secret), log)
+            return WorkerHandle(serve_one, (one, router.secret), log, router.charge)
 
         limits = {
             "max_loaded": self.max_loaded,
@@ -147,8 +151,9 @@ class Serve(Verb):
         """Create the server of one model from the flags."""
         try:
             from g4ir.serve.app import ANY_NAME, Server
-            from g4ir.serve.auth import Auth, allowed_hosts, read_keys
+            from g4ir.serve.auth import Auth, allowed_hosts
             from g4ir.serve.media_sources import MediaFolder
+            from g4ir.serve.rate_limits import KeyLimits
             from g4ir.serve.server import Address
         except ImportError as e:
             if (e.name or "").startswith("g4ir"):
@@ -161,14 +166,16 @@ class Serve(Verb):
         if self.max_body < 1:
             raise InputError(f"--max-body {self.max_body}: expected at least 1 MiB")
         max_bytes = self.max_body << 20
-        keys = read_keys(self.api_key_file) if self.api_key_file else ()
+        limits = KeyLimits(self.key_requests, self.key_tokens)
+        if limits != KeyLimits() and not self.api_key_file:
+            raise InputError("--set key_requests and key_tokens are for keys: give --api-key-file")
         default, *others = named_models(self.models)
         own = [n for n in self.served_name if n != ANY_NAME]
         if others and own:
             raise InputError("--served-name is for one model; give several as NAME=MODEL")
         name, *aliases = own or [default]
         aliases += [ANY_NAME] if ANY_NAME in self.served_name else []
-        check_minimums(vars(self), max_loaded=1, load_wait=0)
+        check_minimums(vars(self), max_loaded=1, load_wait=0, key_requests=1, key_tokens=1)
         if not self.max_gap > 0:
             raise InputError(f"--max-gap {self.max_gap:g}: expected more than 0 milliseconds")
         config = SchedulerConfig(
@@ -180,7 +187,7 @@ class Serve(Verb):
         )
         app = Server(
             name,
-            Auth(keys, allowed_hosts(self.host, self.allow_host), max_bytes),
+            Auth((), allowed_hosts(self.host, self.allow_host), max_bytes),
             AsyncEngineConfig(waiting=self.queue),
             config,
             MediaFolder.named(self.media_dir, max_bytes),
@@ -188,8 +195,11 @@ class Serve(Verb):
             aliases=(*aliases,),
             origins=_origins(self.allow_origin),
             root_path=_root_path(self.root_path),
+            key_file=self.api_key_file,
+            key_limits=limits,
             log=console.say if self.log_requests else None,
         )
+        app.read_keys()
         tls = self.tls_cert, self.tls_key
         return app, Address(self.host, self.port, self.drain, tls)
 
@@ -202,6 +212,7 @@ def serve_one(pipe: Any, verb: Serve, secret: str) -> None:
         console.use_format(verb.log_format)
         parent, quiet = Parent(pipe), lambda message: None
         server, _ = verb.make_server()
+        server.key_file = None
         server.gate = WorkerAuth(max_body=server.gate.max_body, secret=secret)
         server.page, server.root_path, server.origins = False, "", ()
         server.log = parent if verb.log_requests else None

@@ -57,7 +57,9 @@ def make_router(server: Server) -> Router:
 
     if launched() is not None:
         raise InputError("torchrun started several processes, which serve one model: give one")
-    return Router(**{f.name: getattr(server, f.name) for f in fields(server)})
+    router = Router(**{f.name: getattr(server, f.name) for f in fields(server)})
+    router.read_keys()
+    return router
 
 
 def make_pool(

@@ -38,7 +38,7 @@ from g4ir.media.soft import Soft
 
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
-from .auth import JSON, Auth
+from .auth import JSON, Auth, read_keys, salt_of
 from .http_errors import Refused, ending, later, refusal
 from .media_queue import SMALL, VIDEO, MediaQueue, wait_for_leaving
 from .media_sources import MediaFolder, read_bytes
@@ -48,6 +48,7 @@ from .prompts import Prompts, ServedRequest
 from .protocols import messages, ollama, responses, transcriptions
 from .protocols.parts import AnswerFormat
 from .protocols.translation import Body, Translation
+from .rate_limits import KeyLimits, RateLimits
 from .request_log import HEADERS, RequestLog
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,9 @@ class Server:
     origins: tuple[str, ...] = ()
     #: path prefix behind a proxy, which may strip it or not
     root_path: str = ""
+    #: file of the gate's keys, and limits of keys without own ones
+    key_file: str | None = None
+    key_limits: KeyLimits = field(default_factory=KeyLimits)
     #: callback with the values of a log line for each request
     log: Callable[..., None] | None = None
 
@@ -139,6 +143,9 @@ class Server:
         self.draining = False
         #: how far the engine is, while it is built or loaded
         self.progress = "the engine is being loaded"
+        self.limits = RateLimits({})
+        #: callback with a key's salt and the tokens of each of its requests
+        self.charge = self.limits.charge
         self._large = asyncio.Semaphore(1)
         self._media = MediaQueue(self.settings.waiting)
 
@@ -153,6 +160,21 @@ class Server:
         service = AsyncEngine(engine, self.settings, self.scheduler_config)
         self.service = self.metrics.service = service
         return [service.scheduler.prefiller.capacity()]
+
+    def read_keys(self) -> int:
+        """Read the key file (again), and return the number of keys. InputError if it is wrong: the
+        keys stay."""
+        keys = read_keys(self.key_file) if self.key_file else {}
+        default = vars(self.key_limits)
+        own = {salt_of(key): vars(limits) for key, limits in keys.items()}
+        self.limits.replace(
+            {
+                salt: KeyLimits(**{k: default[k] if n is None else n for k, n in limits.items()})
+                for salt, limits in own.items()
+            }
+        )
+        self.gate = replace(self.gate, keys=keys)
+        return len(keys)
 
     @property
     def ready(self) -> bool:
@@ -229,7 +251,9 @@ class Server:
 
         async def handle(request: Request) -> Response:
             try:
-                request.state.salt = self.gate.check(request, path)
+                request.state.salt = salt = self.gate.check(request, path)
+                if salt and request.method == "POST":
+                    self.limits.check(salt)
                 return await handler(request)
             except Exception as e:
                 return self._refused(e, request, path)
@@ -504,6 +528,8 @@ class Running:
             if not handle.done:
                 handle.cancel()
             self.server.metrics.took(handle.counts)
+            used = handle.counts.prompt + handle.counts.generated
+            self.server.charge(self.request.state.salt, used)
         self.request.state.said |= self._log_values()
         self.handles = []
 

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from g4ir.errors import InputError
 
 from .http_errors import Refused
+from .rate_limits import KeyLimits
 
 JSON = "application/json"
 #: host names of this machine
@@ -29,7 +31,7 @@ GUARDED = ("/v1/", "/api/", "/metrics", "/tokenize", "/detokenize", "/render", "
 class Auth:
     """hosts: allowed Host names, None: any; keys: allowed API keys, (): none is needed."""
 
-    keys: tuple[bytes, ...] = ()
+    keys: Collection[bytes] = ()
     hosts: tuple[str, ...] | None = None
     max_body: int = 32 << 20
     body_s: float = 30.0
@@ -52,7 +54,7 @@ class Auth:
             why = "two different keys were sent" if keys else "the API key is missing or wrong"
             headers = {"WWW-Authenticate": "Bearer"}
             raise Refused(401, f"{why}: {fix}", code="invalid_api_key", headers=headers)
-        return hashlib.sha256(raw).hexdigest()
+        return salt_of(raw)
 
     def _check_host(self, request: Request) -> None:
         """Protect against DNS rebinding: a website may reach a local server through its own domain
@@ -101,20 +103,33 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def read_keys(path: str | Path) -> tuple[bytes, ...]:
-    """Read API keys from a file, one per line; InputError for an empty file, and for keys that a
-    header cannot contain."""
-    path = Path(path)
+def salt_of(key: bytes) -> str:
+    """Return the prefix-cache salt of a key, which also names it without telling it."""
+    return hashlib.sha256(key).hexdigest()
+
+
+def read_keys(path: str | Path) -> dict[bytes, KeyLimits]:
+    """Read API keys and their limits from a file, one per line: KEY [requests=N] [tokens=N], both a
+    minute. InputError names the line."""
+    path, keys = Path(path), dict[bytes, KeyLimits]()
     try:
-        keys = [line.strip() for line in path.read_text().split("\n") if line.strip()]
+        lines = [line.split() for line in path.read_text().split("\n") if line.strip()]
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8; write one key a line") from None
-    for i, key in enumerate(keys):
-        if not (key.isascii() and key.isprintable() and " " not in key):
-            raise InputError(f"{path}: key {i + 1} has characters that no header can have")
+    for number, (key, *words) in enumerate(lines, 1):
+        if not (key.isascii() and key.isprintable()) or not all("=" in word for word in words):
+            raise InputError(f"{path}: key {number} has characters that no header can have")
+        limits = dict[str, int]()
+        for word in words:
+            match = re.fullmatch(r"(requests|tokens)=([1-9][0-9]{0,11})", word)
+            if not match or match[1] in limits:
+                fix = "expected requests=N or tokens=N after it, each once"
+                raise InputError(f"{path}: key {number}: {fix}")
+            limits[match[1]] = int(match[2])
+        keys[key.encode()] = KeyLimits(**limits)
     if not keys:
         raise InputError(f"{path}: has no key; write one a line")
-    return tuple(key.encode() for key in keys)
+    return keys
 
 
 def allowed_hosts(host: str, names: Sequence[str] = ()) -> tuple[str, ...] | None:

@@ -194,8 +194,22 @@ class ServerProcess(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle shutdown signals; unlike uvicorn, do not raise them again."""
-        with console.handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self.handle_exit)):
+        handlers: dict[signal.Signals, Any]
+        handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self.handle_exit)
+        if self.server.key_file:
+            handlers |= {s: self.handle_reload for s in signal.Signals if s.name == "SIGHUP"}
+        with console.handled(handlers):
             yield
+
+    def handle_reload(self, sig: int, frame: FrameType | None) -> None:
+        """Read the key file again, in a thread: this one may be writing to the log."""
+        threading.Thread(target=self.reload, daemon=True).start()
+
+    def reload(self) -> None:
+        try:
+            self.log("keys read again", keys=self.server.read_keys())
+        except (InputError, OSError) as e:
+            self.log(f"{e}; the keys stay as they are", level="error")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown; a thread waits for the drain."""

@@ -95,6 +95,7 @@ class WorkerProcess(ServerProcess):
 def serve_model(server: Server, parent: Parent, loader: Callable[[], Engine]) -> None:
     """Serve one model to the router, until the pipe or a signal ends it; ends the process."""
     process = WorkerProcess(server, parent, loader)
+    server.charge = lambda salt, tokens: parent.send(salt=salt, tokens=tokens)
     threading.Thread(target=process.watch, daemon=True).start()
     try:
         process.run()
@@ -121,12 +122,12 @@ def warm_up() -> None:
 @dataclass
 class WorkerHandle:
     """The parent's side. `main`: a module's function of the pipe and `args`, run in the child;
-    `log`: callback with the child's log lines."""
+    `log`: callback with the child's log lines; `charge`: with salt and tokens of its requests."""
 
     main: Callable[..., None]
     args: tuple[Any, ...]
     log: Callable[..., None]
-    progress: Callable[[str], None] = lambda message: None
+    charge: Callable[[str, int], None]
     port: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +158,8 @@ class WorkerHandle:
                     value = json.loads(self._pipe.recv_bytes())
                     if "message" in value:
                         self.log(value["message"], value["level"], **value["values"])
+                    elif "tokens" in value:
+                        self.charge(value["salt"], value["tokens"])
                     else:
                         port, error = value.get("port"), value.get("error", "")
                         loop.call_soon_threadsafe(settle, port, error)
