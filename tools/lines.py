@@ -45,7 +45,7 @@ CAPS = {
     "g4ir/bench": 1310,
     "g4ir/serve": 3480,
     "g4ir/serve/protocols": 1180,
-    "g4ir/cli": 3040,
+    "g4ir/cli": 3260,
     "g4ir-vllm": 1170,
     "bench": 1800,
     "examples": 260,
