@@ -20,6 +20,8 @@ KERNEL_FORMATS = {
     "b8": "IQ4",
     "b4": "MIN4",
     "b1": "MIN5",
+    "u64": "INT2",
+    "u32": "INT3",
 }
 #: ISA extensions, any set of which allows integer dot products with tiles; and per format
 _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})

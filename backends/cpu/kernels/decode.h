@@ -89,6 +89,19 @@ static inline void read_int5(const uint8_t *p, uint8_t zero, float *to) {
     read_halves(codes, to);
 }
 
+/* Blocks of INT2, or with `high` of INT3. */
+static inline void read_fourths(const int high, const uint8_t *p, float *to) {
+    uint32_t words[3] = {0};
+    uint8_t codes[BLOCK];
+    memcpy(words, p, high ? INT3_BYTES : INT2_BYTES);
+    for (int j = 0; j < 8; j++) {
+        uint32_t word = words[j / 4] >> (j % 4 * 2) & 0x03030303;
+        if (high) word |= (words[2] >> j & 0x01010101) << 2;
+        for (int t = 0; t < 4; t++) codes[j / 4 * 16 + j % 4 + 4 * t] = (word >> (8 * t) & 7) - (high ? 4 : 2);
+    }
+    read_int8(codes, to);
+}
+
 typedef uint32_t block_words __attribute__((vector_size(BLOCK)));
 typedef uint8_t block_bytes __attribute__((vector_size(BLOCK)));
 
@@ -121,6 +134,7 @@ static inline void read_block(const int form, const uint8_t *row, int64_t i, flo
     const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
     if (form == INT4 || form == IQ4 || form == MIN4) read_int4(form, p, form == INT4 ? 8 : 0, to);
     else if (form == INT5 || form == MIN5) read_int5(p, form == INT5 ? 16 : 0, to);
+    else if (FOURTHS(form)) read_fourths(form == INT3, p, to);
     else if (HALVES(form)) read_in_halves(form, p, i % BLOCKS_OF(form), to);
     else if (form == FP8) read_fp8(p, to);
     else read_int8(p, to);

@@ -11,8 +11,9 @@
 #define FP8_TILES
 #endif
 /* Whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2 accumulates
- * without saturation. */
-#define IN_16_BITS(form) (WIDE == 32 || (form) == FP8)
+ * without saturation. Codes of 2 and 3 bits need no int16: a block's sums of byte products fit 16 bits. */
+#define IN_16_BITS(form) (WIDE == 32 && !FOURTHS(form) || (form) == FP8)
+#define SUMS_IN_16_BITS(form) (WIDE == 32 && FOURTHS(form))
 
 /* A block of a row of x, permuted to the order of the weight's words. Its values are (256 high + low) * unit,
  * or pairs * unit: the first pair for bytes 0 and 2 of a word, the second for bytes 1 and 3. `unit` is NaN if a
@@ -81,6 +82,14 @@ static inline void add_word(const int form, const int parts, const row_words *fa
     sum[0] = (row_sums)vdotq_s32((int32x4_t)sum[0], codes, (int8x16_t)vdupq_n_s32(d->high[j]));
     if (parts == 2) sum[1] = (row_sums)vdotq_s32((int32x4_t)sum[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
 #else
+    if (SUMS_IN_16_BITS(form)) {
+        UNROLLED for (int i = 0; i < parts; i++) {
+            __m256i x = _mm256_set1_epi32(i ? d->low[j] : d->high[j]);
+            x = _mm256_maddubs_epi16((__m256i)factors[0], x);
+            sum[i] = (row_sums)_mm256_add_epi16((__m256i)sum[i], x);
+        }
+        return;
+    }
     UNROLLED for (int i = 0; i < 2; i++) {
         __m256i x = _mm256_set1_epi32(d->pairs[2 * j + i]);
         sum[0] += (row_sums)_mm256_madd_epi16((__m256i)factors[i], x);
@@ -90,12 +99,19 @@ static inline void add_word(const int form, const int parts, const row_words *fa
 
 /* Initialises the sums with the bias correction `less`; total_of combines them. */
 static inline void start_sums(const int form, const int parts, int32_t less, row_sums *sum) {
-    sum[0] = sum[1] = (row_sums){0};
-    sum[parts == 2 && !IN_16_BITS(form)] += less;
+    sum[0] = sum[1] = sum[2] = (row_sums){0};
+    sum[SUMS_IN_16_BITS(form) ? 2 : parts == 2 && !IN_16_BITS(form)] += less;
 }
 
 static inline row_floats total_of(const int form, const int parts, const row_sums *sum) {
     if (form == FP8) return (row_floats)sum[0] + (row_floats)sum[1];
+#if WIDE == 32
+    if (SUMS_IN_16_BITS(form)) {
+        __m256i all = _mm256_madd_epi16((__m256i)sum[0], _mm256_set1_epi16(parts == 2 ? 256 : 1));
+        if (parts == 2) all = _mm256_add_epi32(all, _mm256_madd_epi16((__m256i)sum[1], _mm256_set1_epi16(1)));
+        return __builtin_convertvector((row_sums)all + sum[2], row_floats);
+    }
+#endif
     row_sums all = parts == 2 && !IN_16_BITS(form) ? (sum[0] << 8) + sum[1] : sum[0];
     return __builtin_convertvector(all, row_floats);
 }
@@ -141,6 +157,8 @@ static inline float sum_of_part(const int form, const digits *d, int half) {
 /* Permutes a block's bytes to the order of the weight's words. */
 static inline __m256i in_order(int form, __m256i bytes) {
     __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    __m128i fourths = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    if (FOURTHS(form)) return _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(fourths));
     return EVEN_ODD(form) ? _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order)) : bytes;
 }
 
@@ -221,7 +239,7 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
     int16_t *pairs = (int16_t *)to->pairs;
     int8_t *high = (int8_t *)to->high, *low = (int8_t *)to->low;
     for (int j = 0; j < BLOCK; j++) { /* code j is byte j % 4 of word j / 4 */
-        int of = EVEN_ODD(form) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
+        int of = value_at(form, j);
         if (IN_16_BITS(form))
             pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = all[of];
         else

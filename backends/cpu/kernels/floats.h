@@ -94,10 +94,8 @@ static float_dot *const FLOAT_DOTS[] = {NULL, floats_1, floats_2, floats_3, floa
 /* Converts a row of x to fp32, permuted to the order of values in the words of codes. */
 static void row_in_order(const coded *p, int64_t r, float *to) {
     for (int64_t i = 0; i < p->k; i += BLOCK)
-        for (int j = 0; j < BLOCK; j++) {
-            int of = EVEN_ODD(FORM) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
-            to[i + j] = load(p->x, r * p->k + i + of, p->dtype);
-        }
+        for (int j = 0; j < BLOCK; j++)
+            to[i + j] = load(p->x, r * p->k + i + value_at(FORM, j), p->dtype);
 }
 
 typedef struct {

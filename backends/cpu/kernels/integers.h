@@ -39,7 +39,7 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
                 UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int h = 0; h < halves; h++)
                     sum[s][r] = multiply_add(-below[h], all_rows(sum_of_part(form, x[r] + i + b, h)), sum[s][r]);
             UNROLLED for (int h = 0; h < halves; h++) {
-                row_sums made[TOGETHER][2];
+                row_sums made[TOGETHER][3];
                 UNROLLED for (int r = 0; r < rows; r++) {
                     const digits *d = x[r] + i + b;
                     start_sums(form, parts, minima ? 0 : halves == 2 ? d->less[h] : d->both, made[r]);

@@ -18,8 +18,10 @@ enum { THREES_HIGH = 32, THREES_SHARED = 48, THREES_BYTES = 56, TWOS_SHARED = 32
 /* The same for formats with minima: low 4 bits, uint5's upper bits, 6-bit scales and minima of the blocks. */
 #define ABOVE 256
 enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
-/* Bytes of an int5 block: low 4 bits, then the upper bits. */
+/* Bytes of an int5 block: low 4 bits, then the upper bits; of an int3 block: low 2 bits, then a word of the upper
+ * bits. */
 #define FIVES_BYTES 20
+enum { INT2_BYTES = 8, INT3_BYTES = 12 };
 
 /* Formats whose super-blocks are UINT4's or UINT5's; those with minima; those with a scale per half block. */
 #define SUPER(form) ((form) == UINT4 || (form) == UINT5)
@@ -30,6 +32,8 @@ enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
 #define BYTES_OF(form)                                                                          \
     ((form) == INT4 || (form) == IQ4 || (form) == MIN4 ? HALF                                   \
      : (form) == INT5 || (form) == MIN5 ? FIVES_BYTES                                           \
+     : (form) == INT2 ? INT2_BYTES                                                              \
+     : (form) == INT3 ? INT3_BYTES                                                              \
      : (form) == INT6 ? SIXES_BYTES                                                             \
      : (form) == INT3K ? THREES_BYTES                                                            \
      : (form) == UINT2 ? TWOS_BYTES                                                             \
@@ -38,8 +42,14 @@ enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
 /* Minimum codes per scale; a group is a multiple. */
 #define SHARE_OF(form) ((form) == INT8 || (form) == FP8 ? HALF : BLOCKS_OF(form) * BLOCK)
 /* Whether unpacked words have the even values of a block first, then the odd ones: formats with two codes per
- * byte. */
-#define EVEN_ODD(form) ((form) != INT8 && (form) != FP8 && !HALVES(form))
+ * byte; or every fourth value: formats with four. */
+#define FOURTHS(form) ((form) == INT2 || (form) == INT3)
+#define EVEN_ODD(form) ((form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form))
+/* The value of a block in byte j % 4 of unpacked word j / 4. */
+static inline int value_at(int form, int j) {
+    if (FOURTHS(form)) return j / 16 * 16 + j / 4 % 4 + j % 4 * 4;
+    return EVEN_ODD(form) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
+}
 
 /* Maximum tiles multiplied at a time with one row of x; each is in a memory stream of its own. AMD CPUs
  * (detected by SSE4A) are fastest with four streams and no prefetch: int8 34 and 51 GB/s against 30 and 36 for
@@ -61,7 +71,7 @@ static inline int strips_of_one(void) {
 #endif
 static inline int on_amx(int form, int digits, int64_t rows) {
 #ifdef ON_AMX
-    return rows > 4 && digits == 2 && EVEN_ODD(form);
+    return rows > 4 && digits == 2 && (EVEN_ODD(form) || FOURTHS(form));
 #endif
     return 0;
 }

@@ -6,6 +6,8 @@
 
 /* Value 2 * j (0) or 2 * j + 1 (1) of a block. */
 static inline row_floats number_of_pair(const row_words *words, int j, int odd) {
+    const int value = 2 * j + odd;
+    if (FOURTHS(FORM)) return number(words[value / 16 * 4 + value % 4], value % 16 / 4);
     if (EVEN_ODD(FORM)) return number(words[j / 4 * 2 + odd], j % 4);
     return number(words[j / 2], j % 2 * 2 + odd);
 }

@@ -152,7 +152,7 @@ static inline row_floats smaller(row_floats a, row_floats b) {
 #define NIBBLES 0x0f0f0f0fu
 /* Bias of stored codes: code = value + BIAS. */
 static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16, [INT3K] = 4,
-                                [IQ4] = WITH_SIGN ? 0 : 128};
+                                [IQ4] = WITH_SIGN ? 0 : 128, [INT2] = 2, [INT3] = 4};
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
 
 /* The values of the codes, indices of a table, biased. */
@@ -189,6 +189,12 @@ static inline row_words code_word(const int form, const uint8_t *p, int b, int j
         row_words low = words_at(p, j) >> (2 * b) & 0x03030303u;
         if (form == UINT2) return low;
         return low | (words_at(p, THREES_HIGH / 4 + j % 4) >> (b + j / 4 * 4) & 0x01010101u) << 2;
+    }
+    if (FOURTHS(form)) {
+        row_words low = words_at(p, j / 4) >> (j % 4 * 2) & 0x03030303u;
+        if (form == INT2) return low;
+        row_words u = words_at(p, INT2_BYTES / 4);
+        return low | (j < 2 ? u << (2 - j) : u >> (j - 2)) & 0x04040404u;
     }
     row_words c = words_at(p, 4 * b + j / 2) >> (j % 2 * 4) & NIBBLES;
     if (form == IQ4) return values_listed(form, c);
