@@ -38,6 +38,8 @@ Tensors = dict[str, torch.Tensor]
 Pack = Callable[[str, torch.Tensor], Tensors]
 E4M3 = torch.float8_e4m3fn
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
+#: what a module packed in some forms means, beside its tensors
+MEANING = ".meaning"
 
 
 def is_linear(module: str, w: torch.Tensor) -> bool:
@@ -52,6 +54,7 @@ class Case:
     pack: Pack
     blocks: tuple[int, int] = (0, 0)
     stacked: str = ""
+    model: str = "tiny-moe"
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Case:
@@ -59,7 +62,8 @@ class Case:
         pack = globals()[name]
         config = row.get("config") or compressed(row["format"], row["weights"])
         blocks, stacked = row.get("blocks", (0, 0)), row.get("stacked", "")
-        return cls(config, pack(*given) if given else pack, blocks, stacked)
+        made = pack(*given) if given else pack
+        return cls(config, made, blocks, stacked, row.get("model", "tiny-moe"))
 
     def write(self, oracle: Oracle, folder: Path) -> Path:
         """Write the oracle's checkpoint, quantised."""
@@ -79,10 +83,14 @@ class Case:
             for name in [n for n in tensors if n.endswith(".weight")]:
                 module = name.removesuffix(".weight")
                 if tensors[name].dim() == 2 and not module.endswith(tuple(kept)):
-                    tensors.update(self.pack(module, tensors.pop(name)))
+                    tensors.update(without_meaning(self.pack(module, tensors.pop(name))))
 
         edited = {"tie_word_embeddings": False} if mobile else {}
         return rewrite(folder, change, quantization_config=self.config, **edited)
+
+
+def without_meaning(tensors: Tensors) -> Tensors:
+    return {name: t for name, t in tensors.items() if not name.endswith(MEANING)}
 
 
 def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +230,58 @@ def mobile_weight(configs: Mapping[str, Any]) -> Pack:
     return pack
 
 
+def _affine(w: torch.Tensor, bits: int, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Integers 0.. [N, K], zero points [N, G] and scales f16 [N, G] of w."""
+    x, most = grouped(w, group), (1 << bits) - 1
+    zero = torch.full(x.shape[:2], float(1 << bits - 1))
+    low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    scale = (x.abs().amax(-1) / (most // 2 + 0.5) if symmetric else (high - low) / most).half()
+    if not symmetric:
+        zero = (-low / scale.float()).round().clamp(1, most)
+    q = (x / scale.float()[..., None] + zero[..., None]).round().clamp(0, most)
+    return q.flatten(1), zero, scale
+
+
+def gptq_weight(bits: int, group: int, symmetric: bool, form: str, act_order: bool = False) -> Pack:
+    """GPTQ: everything lies transposed; with `act_order` columns have any group."""
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        k, each = w.shape[1], group if group > 0 else w.shape[1]
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(k))
+        order = order if act_order else torch.arange(k)
+        q, zero, scale = _affine(w[:, order], bits, each, symmetric)
+        q, index = q[:, order.argsort()], (torch.arange(k) // each)[order.argsort()]
+        half, less = 1 << bits - 1, 1 if form == "gptq" else 0
+        return {
+            f"{module}.qweight": words(q - half, bits).t().contiguous(),
+            f"{module}.qzeros": words((zero - less - half).t(), bits),
+            f"{module}.scales": scale.t().contiguous(),
+            f"{module}.g_idx": index.int(),
+            f"{module}{MEANING}": (q - zero[:, index]) * scale.float()[:, index],
+        }
+
+    return pack
+
+
+def awq_weight(group: int, symmetric: bool = False) -> Pack:
+    """AWQ (gemm): columns 0, 2, 4, 6, 1, 3, 5, 7 in a word."""
+
+    def in_words(t: torch.Tensor) -> torch.Tensor:
+        return words(t.t().unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1) - 8, 4)
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        q, zero, scale = _affine(w, 4, group, symmetric)
+        means = (grouped(q, group) - zero[..., None]) * scale.float()[..., None]
+        return {
+            f"{module}.qweight": in_words(q),
+            f"{module}.qzeros": in_words(zero),
+            f"{module}.scales": scale.t().contiguous(),
+            f"{module}{MEANING}": means.flatten(1),
+        }
+
+    return pack
+
+
 def four_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
     parts = (codes + 2).to(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
     return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
@@ -230,6 +290,8 @@ def four_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
 def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> torch.Tensor:
     """The numbers [N, K] of a module packed as above, whose scales serve blocks of rows x columns;
     0: all of them."""
+    if meant := [t for name, t in parts.items() if name.endswith(MEANING)]:
+        return meant[0]
     named = {name.rpartition(".")[2]: t for name, t in parts.items()}
     (scale,) = (t.float() for name, t in named.items() if "scale" in name)
     codes = named.get("weight_packed")
@@ -320,7 +382,7 @@ def quantise_experts(case: Case, folder: Path) -> Tensors:
     def packed_as(name: str, w: torch.Tensor) -> Tensors:
         made = case.pack(name, w)
         means[name] = meaning(made, tuple(w.shape), *case.blocks)
-        return made
+        return without_meaning(made)
 
     def change(tensors: Tensors) -> None:
         for name in list(tensors):
@@ -357,14 +419,20 @@ def quantise_experts(case: Case, folder: Path) -> Tensors:
     return dense
 
 
+@pytest.mark.parametrize(
+    "backend", ["reference", *(pytest.param(b, marks=FULL) for b in ("torch", "onnx"))]
+)
 @pytest.mark.parametrize("case", OTHERS)
-def test_experts_and_blocks(case: str, tmp_path: Path) -> None:
-    """Against the dense model: transformers leaves experts that lie one by one at random."""
-    oracle = find_oracle(load_spec("tiny-moe"))
+def test_experts_and_blocks(case: str, backend: str, tmp_path: Path) -> None:
+    """Against the dense model: transformers leaves experts that lie one by one at random, and reads
+    GPTQ and AWQ with libraries of their own."""
+    spec = load_spec(OTHERS[case].model)
+    oracle = find_oracle(spec)
     dense = moe_checkpoint(OTHERS[case], oracle, tmp_path / "c")
-    engine = built(tmp_path / "c", tmp_path / "e")
-    assert engine.config.quant and engine.config.quant.from_checkpoint
-    for name in ("L0.moe.gate_up", "L1.moe.down", "L2.attn.wq"):
+    engine = built(tmp_path / "c", tmp_path / "e", backend=backend)
+    quant = engine.config.quant
+    assert (quant is None) == ("act-order" in case) and (quant is None or quant.from_checkpoint)
+    for name in {"L0.moe.gate_up", "L1.moe.down", "L2.attn.wq"} & {*weights_of(spec)}:
         want = dense.tensors[f"model.{checkpoint_name(name)}"]
         assert torch.equal(engine.param(name), want), name
     got, want = logits(engine, oracle), dense.run(oracle.tokens[:1, :40])

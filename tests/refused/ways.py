@@ -35,7 +35,7 @@ from tests.media_tools import broken_files, media_engine
 from tests.oracle import find_oracle
 from tests.refused.cases import put
 from tests.test_ops import node
-from tests.test_quantised_checkpoints import CASES as CODES
+from tests.test_quantised_checkpoints import CASES, OTHERS
 
 WEIGHTS = "weights-00000.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -251,7 +251,7 @@ def codes(
     **options: Any,
 ) -> Any:
     """A build of a checkpoint in codes, with other tensors and another config.json."""
-    folder = CODES[of].write(find_oracle(load_spec("tiny-ple")), world.here / "c")
+    folder = (OTHERS | CASES)[of].write(find_oracle(load_spec("tiny-ple")), world.here / "c")
     file = folder / "config.json"
     values = json.loads(file.read_text())
     for path, value in (set or {}).items():

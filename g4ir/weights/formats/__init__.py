@@ -11,6 +11,7 @@ from g4ir.weights.tensorfile import broken, quoted, read_json
 
 from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
+from .gptq import read_awq, read_gptq
 from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
 #: quant_method -> reader (config tree, files) -> quantised tensors
@@ -18,6 +19,8 @@ METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": read_fp8,
     "gemma": read_mobile,
+    "gptq": read_gptq,
+    "awq": read_awq,
 }
 
 

@@ -248,6 +248,18 @@ class ScaleBlocks:
         return scales
 
 
+def checked_scales(ref: TensorRef, stored: torch.Tensor, signed: bool = False) -> torch.Tensor:
+    """Return scales of a stored tensor; WeightsError for zeros, NaN, infinities and, unless
+    `signed`, negative ones."""
+    values = stored.float().abs() if signed else stored.float()
+    good = (values > 0) & values.isfinite()
+    if not bool(good.all()):
+        msg = f"a scale is {float(stored.float()[~good].flatten()[0]):g}"
+        expected = "finite numbers other than 0" if signed else "positive and finite numbers"
+        raise invalid(ref, f"{msg}, expected {expected}", "fix: download the file again")
+    return stored
+
+
 def _stored_scales(
     files: Files, ref: TensorRef, shape: tuple[int, ...], grid: ScaleBlocks, signed: bool
 ) -> Part:
@@ -260,12 +272,7 @@ def _stored_scales(
     def read(ids: torch.Tensor | None) -> torch.Tensor:
         stored = files.rows(ref, ids if by_row else None)
         stored = stored.float() if ref[1].dtype == "F8_E8M0" else stored
-        values = stored.float().abs() if signed else stored.float()
-        good = (values > 0) & values.isfinite()
-        if not bool(good.all()):
-            msg = f"a scale is {float(stored[~good].flatten()[0]):g}"
-            expected = "finite numbers other than 0" if signed else "positive and finite numbers"
-            raise invalid(ref, f"{msg}, expected {expected}", "fix: download the file again")
+        checked_scales(ref, stored, signed)
         if by_row:
             return grid.spread(stored, (len(stored), *shape[1:]), None)
         return grid.spread(stored, shape, ids)
