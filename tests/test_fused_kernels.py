@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 #: format -> values that share a scale
 CODED = {"int8": 32, "int6": 128, "uint5": 256, "int4": 32, "int5": 64, "uint4": 256}
-CODED |= {"int3": 32, "int2": 96}
+CODED |= {"int3": 32, "int2": 96, "fp4": 64}
 #: for what a product makes: `SUM` of its terms' size
 SUM = 2.0**-8
 #: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds

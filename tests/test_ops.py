@@ -108,7 +108,7 @@ def test_results_are_as_inferred(case: tuple[str, int]) -> None:
 
 
 #: dtypes that torch does not compare
-BITS = [torch_dtype(name) for name in ("b16", "b8", "b4", "b2", "b1")]
+BITS = [torch_dtype(name) for name in ("b16", "b8", "b4", "b2", "b1", "f4")]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,6 +283,40 @@ def awq_weight(group: int, symmetric: bool = False) -> Pack:
     return pack
 
 
+def _e2m1(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest e2m1 numbers of y [N, G, g], and their codes, two in a byte."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = (y.abs()[..., None] - table).abs().argmin(-1)
+    nibbles = (nearest + 8 * (y < 0)).flatten(1).to(torch.uint8)
+    return table[nearest] * y.sign(), nibbles[:, ::2] | nibbles[:, 1::2] << 4
+
+
+def nvfp4_weight(names: Sequence[str]) -> Pack:
+    """Names of codes, scales, and of the number that divides (compressed-tensors) or multiplies."""
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        x, divisor = grouped(w, 16), 448 * 6 / w.abs().max()
+        scale = (x.abs().amax(-1) / 6 * divisor).to(E4M3)
+        numbers, codes = _e2m1(x / scale.float()[..., None] * divisor)
+        number = divisor[None] if names[2] == "weight_global_scale" else 1 / divisor
+        means = numbers * scale.float()[..., None] / divisor
+        parts = zip((*names, MEANING[1:]), (codes, scale, number, means.flatten(1)), strict=True)
+        return {f"{module}.{name}": t for name, t in parts}
+
+    return pack
+
+
+def mxfp4_weight(module: str, w: torch.Tensor) -> Tensors:
+    x = grouped(w, 32 if w.shape[1] % 32 == 0 else 16)
+    exponent = x.abs().amax(-1).log2().floor() - 2
+    numbers, codes = _e2m1(x / exponent.exp2()[..., None])
+    return {
+        f"{module}.weight_packed": codes,
+        f"{module}.weight_scale": (exponent + 127).to(torch.uint8),
+        f"{module}{MEANING}": (numbers * exponent.exp2()[..., None]).flatten(1),
+    }
+
+
 def four_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
     parts = (codes + 2).to(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
     return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
@@ -365,6 +400,27 @@ def test_against_transformers(case: str, model: str, backend: str, tmp_path: Pat
     assert relative(got, theirs(folder, oracle)).max().item() < oracle.budget
 
 
+@pytest.mark.parametrize("case", ["NVFP4", "MXFP4"])
+def test_four_bit_floats_as_their_library_writes_them(case: str) -> None:
+    """transformers computes with them in bf16 alone, so codes are compared."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import mxfp4, nvfp4
+    from compressed_tensors.quantization import QuantizationScheme
+
+    w = torch.randn(48, 128, generator=torch.Generator().manual_seed(1))
+    made = {n.removeprefix("x."): t for n, t in OTHERS[case].pack("x", w).items()}
+    scale = made["weight_scale"]
+    scale = scale.float() if scale.dtype == E4M3 else (scale.float() - 127).exp2()
+    weights = OTHERS[case].config["config_groups"]["group_0"]["weights"]
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    writers = {"NVFP4": nvfp4.NVFP4PackedCompressor, "MXFP4": mxfp4.MXFP4PackedCompressor}
+    state = {"weight": w, "weight_scale": scale}
+    if case == "NVFP4":
+        state["weight_global_scale"] = made["weight_global_scale"]
+    for name, want in writers[case].compress(state, scheme).items():
+        assert torch.equal(made[name].view(torch.uint8), want.view(torch.uint8)), name
+
+
 def moe_checkpoint(case: Case, oracle: Oracle, folder: Path) -> Oracle:
     """Write a checkpoint with quantised experts. Returns the dense model that it means."""
     model = copy.deepcopy(oracle.model)
@@ -434,9 +490,24 @@ def test_experts_and_blocks(case: str, backend: str, tmp_path: Path) -> None:
     assert (quant is None) == ("act-order" in case) and (quant is None or quant.from_checkpoint)
     for name in {"L0.moe.gate_up", "L1.moe.down", "L2.attn.wq"} & {*weights_of(spec)}:
         want = dense.tensors[f"model.{checkpoint_name(name)}"]
-        assert torch.equal(engine.param(name), want), name
+        rtol = 3e-7 if "NVFP4" in case else 0  # two scales, multiplied in either order
+        torch.testing.assert_close(engine.param(name), want, rtol=rtol, atol=0)
     got, want = logits(engine, oracle), dense.run(oracle.tokens[:1, :40])
     assert relative(got, want).max().item() < oracle.budget
+
+
+def test_modelopt_describes_itself_beside_config_json(tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-dense"))
+    folder = OTHERS["NVFP4 of ModelOpt"].write(oracle, tmp_path / "c")
+    forms = Checkpoint.open(folder, oracle.spec).forms
+    assert {scheme.form for scheme in forms.values()} == {"fp4", "int8"}
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    stated = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    text = json.dumps({"producer": {"name": "modelopt"}, "quantization": stated})
+    (folder / "hf_quant_config.json").write_text(text)
+    assert Checkpoint.open(folder, oracle.spec).forms == forms
 
 
 def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ KERNEL_FORMATS = {
     "b1": "MIN5",
     "u64": "INT2",
     "u32": "INT3",
+    "f4": "FP4",
 }
 #: ISA extensions, any set of which allows integer dot products with tiles; and per format
 _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})

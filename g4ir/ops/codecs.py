@@ -63,6 +63,8 @@ class QuantFormat:
 
 #: values of `iq4`, ggml's IQ4_NL
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+#: values of `fp4`, twice those of e2m1 (OCP Microscaling Formats 1.0)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 #: values of a block of the C kernels
 MINIMA_GROUP = 32
 FORMATS = {
@@ -77,6 +79,7 @@ FORMATS = {
     "uint4": QuantFormat("i32", 15, LAYOUTS["uint4"], 32, 2, 32, 63),
     "min4": QuantFormat("b4", 15, LAYOUTS["min4"], 32, 2),
     "iq4": QuantFormat("b8", 127, LAYOUTS["iq4"], 32, table=_IQ4),
+    "fp4": QuantFormat("f4", 12 * 448, LAYOUTS["fp4"], 16, shared=16, max_integer=448, table=_FP4),
     "int3k": QuantFormat("b2", 3 * 31, LAYOUTS["int3k"], 16, shared=16, max_integer=31),
     "uint2": QuantFormat("b16", 3, LAYOUTS["uint2"], 16, 2, 16, 15),
     "fp8": QuantFormat("f8e4m3", 448, LAYOUTS["fp8"]),
@@ -90,7 +93,7 @@ ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: formats whose scales minimise the weighted error of calibrated weights
 CALIBRATED = ("int4", "uint4", "uint5")
 #: formats that are converted to int8 for matmuls that do not support them
-AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2")
+AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2", "fp4")
 #: formats that are also converted where a sibling of another format is packed with them
 JOINED_AS_BYTES = ("int6", "int5", "iq4", "int3k")
 #: format -> format with the same codes as 8-bit integers
@@ -115,7 +118,8 @@ def dequantize_codes(codes: Any, scales: Any, dtype: Any) -> Any:
         factors, minima = factors.unflatten(-1, (-1, 2)).unbind(-1)
     integers = shared_integers(codes)
     if integers:
-        values = apply_scales(values.to(torch.int16), integers[0])
+        exact = torch.float32 if integers[0].is_floating_point() else torch.int16
+        values = apply_scales(values.to(exact), integers[0].to(exact))
     w = apply_scales(values.to(factors.dtype), factors)
     if minima is not None:
         below = apply_scales(integers[1].to(w.dtype), minima) if integers else minima
@@ -140,7 +144,7 @@ def pack_codes(values: Any, fmt: str, integers: Any = None) -> Any:
     """Pack values [.., K], and the bytes of their shared integers if the format has them, into
     codes [.., K / block_values * block_elements]."""
     layout = FORMATS[fmt].layout
-    if FORMATS[fmt].table:
+    if FORMATS[fmt].table and fmt != "fp4":
         values = torch.bucketize(values, torch.tensor(FORMATS[fmt].table).to(values))
     data = (values + layout.zero).to(torch.uint8).unflatten(-1, (-1, layout.values))
     fields = {} if integers is None else {"integers": integers.unflatten(-1, (data.shape[-2], -1))}
@@ -178,13 +182,17 @@ def unpack_codes(codes: Any) -> Any:
 
 
 def shared_integers(codes: Any) -> tuple[Any, ...]:
-    """Return the shared integers [.., K/shared], if the format has them: i8; for formats with
-    minima those of scales and of minima, u8 each."""
+    """Return the shared integers [.., K/shared], if the format has them: i8, f32 of fp4;
+    for formats with minima those of scales and of minima, u8 each."""
     fmt = _format_of(codes)
     if not fmt.shared:
         return ()
     data = fmt.layout.split(_blocks(codes, fmt))["integers"].flatten(-2)
-    return PAIRS_OF_INTEGERS[fmt.shared][0](data) if fmt.scales > 1 else (data.view(torch.int8),)
+    if fmt.scales > 1:
+        return PAIRS_OF_INTEGERS[fmt.shared][0](data)
+    if fmt is FORMATS["fp4"]:
+        return (data.view(torch.float8_e4m3fn).float(),)
+    return (data.view(torch.int8),)
 
 
 #: values that share integers -> how pairs of these are unpacked and packed
@@ -299,6 +307,17 @@ def _with_integers(name: str, y: Any) -> Any:
     return pack_codes(values.flatten(-2), name, shared)[:, None]
 
 
+def _fp4(y: Any) -> Any:
+    """Return fp4 codes of y [n, G, g], already divided by its scales, packed [n, 1, bytes]: e4m3
+    scales of 16 values that avoid clipping, then the nearest values; the even one of two."""
+    shared = y.flatten(-2).unflatten(-1, (-1, FORMATS["fp4"].shared))
+    scales = (shared.abs().amax(-1) / max(_FP4)).to(torch.float8_e4m3fn)
+    x = shared / scales.to(y.dtype).clamp(min=2.0**-9)[..., None]
+    table = torch.tensor(_FP4[:8]).to(y)
+    nibbles = torch.bucketize(x.abs(), (table[1:] + table[:-1]) / 2) + 8 * (x < 0)
+    return pack_codes(nibbles.flatten(-2), "fp4", scales.view(torch.uint8))[:, None]
+
+
 def _from_table(y: Any) -> Any:
     """Return iq4 codes of y [n, G, g], already divided by its scales: the nearest values."""
     table = torch.tensor(_IQ4).to(y)
@@ -317,6 +336,7 @@ _CODES: dict[str, Callable[[Any], Any]] = {
     **{form: partial(_with_integers, form) for form in ("int6", "int3k")},
     **{form: partial(_integers, form) for form in ("int5", "int4", "int3", "int2")},
     "iq4": _from_table,
+    "fp4": _fp4,
     "fp8": lambda y: y.clamp(-448, 448).to(torch.float8_e4m3fn),
 }
 

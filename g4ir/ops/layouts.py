@@ -177,6 +177,7 @@ LAYOUTS = {
     "int3k": _layout(128, 4, low=(32, QUARTERS), high=(16, THIRDS), integers=8),
     "int6": _layout(128, 32, low=(64, halves(64)), high=(32, QUARTERS), integers=8),
     "iq4": _layout(32, low=(16, PAIRS)),
+    "fp4": _layout(64, low=(32, PAIRS), integers=4),
     "min4": _layout(32, low=(16, PAIRS)),
     "min5": _layout(32, low=(16, PAIRS), high=(4, fifth(32))),
     "uint2": _layout(128, low=(32, QUARTERS), integers=8),

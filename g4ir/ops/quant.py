@@ -105,6 +105,7 @@ class quantize:
         "f32[4,96] {form='int3', group=32, scale='f16'}",
         "f32[4,96] {form='int2', group=0, scale='bf16'}",
         "f32[4,96] {form='iq4', group=32, scale='f16'}",
+        "f32[4,192] {form='fp4', group=64, scale='f32'}",
         "f32[2,256] {form='int3k', group=128, scale='f16'}",
         "f32[2,256] {form='uint2', group=256, scale='f32'}",
         "f32[2,64] {form='min4', group=32, scale='f32'}",

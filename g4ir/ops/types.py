@@ -46,6 +46,7 @@ _DTYPES = {
     "b4": ("bits4x2", 1),
     "b2": ("bits2x4", 1),
     "b1": ("bits1x8", 1),
+    "f4": ("float4_e2m1fn_x2", 1),
 }
 TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}

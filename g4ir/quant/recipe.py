@@ -76,6 +76,7 @@ SCHEMES = {
     "int4": Scheme("int4", 32, "bf16"),
     "fp8": Scheme("fp8", 0, None),
     **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4", "int3k", "uint2")},
+    "fp4": Scheme("fp4", 0, "f32"),
     **{form: Scheme(form, 32, "f16") for form in ("int5", "iq4", "min4", "min5", "int3", "int2")},
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]

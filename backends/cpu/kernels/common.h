@@ -27,10 +27,12 @@
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
 
-/* Values of 4-bit codes: themselves, and those of IQ4 (g4ir/ops/codecs.py). */
-static const int8_t TABLE[2][16] = {
+/* Values of 4-bit codes: themselves, those of IQ4 and of FP4 (g4ir/ops/codecs.py). */
+#define TABLE_OF(form) ((form) == IQ4 ? 1 : (form) == FP4 ? 2 : 0)
+static const int8_t TABLE[3][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

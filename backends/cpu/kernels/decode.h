@@ -68,14 +68,16 @@ static inline void read_halves(const half_block *halves, float *to) {
     read_int8(codes, to);
 }
 
-/* 4-bit values minus `zero`; IQ4: the table's. */
+/* 4-bit values minus `zero`; IQ4 and FP4: the table's. */
 static inline void read_int4(const int form, const uint8_t *p, uint8_t zero, float *to) {
     half_block codes[2];
     memcpy(codes, p, HALF);
     codes[1] = (codes[0] >> 4) - zero;
     codes[0] = (codes[0] & 15) - zero;
-    for (int j = 0; form == IQ4 && j < HALF; j++)
-        codes[0][j] = (uint8_t)TABLE[1][codes[0][j]], codes[1][j] = (uint8_t)TABLE[1][codes[1][j]];
+    for (int j = 0; TABLE_OF(form) && j < HALF; j++) {
+        codes[0][j] = (uint8_t)TABLE[TABLE_OF(form)][codes[0][j]];
+        codes[1][j] = (uint8_t)TABLE[TABLE_OF(form)][codes[1][j]];
+    }
     read_halves(codes, to);
 }
 
@@ -107,8 +109,7 @@ typedef uint8_t block_bytes __attribute__((vector_size(BLOCK)));
 
 /* Block b of a group of four: values times the integer scale of their half block (4 bits of UINT2's bytes). */
 static inline void read_in_halves(const int form, const uint8_t *p, int b, float *to) {
-    const int at = form == INT6 ? SIXES_SHARED : form == INT3K ? THREES_SHARED : TWOS_SHARED;
-    const int8_t *shared = (const int8_t *)p + at + 2 * b;
+    const int8_t *shared = (const int8_t *)p + SHARED_OF(form) + 2 * b;
     block_words low, high = {0};
     memcpy(&low, form == INT6 ? p + b % 2 * BLOCK : p, BLOCK);
     if (form == INT6) {
@@ -129,12 +130,22 @@ static inline void read_in_halves(const int form, const uint8_t *p, int b, float
     for (int j = 0; j < BLOCK; j++) to[j] *= j < HALF ? first : second;
 }
 
+/* Block b of two: values times the e4m3 scale of their half block. */
+static inline void read_fp4(const uint8_t *p, int b, float *to) {
+    float scales[BLOCK];
+    uint8_t shared[BLOCK] = {p[FP4_SHARED + 2 * b], p[FP4_SHARED + 2 * b + 1]};
+    read_fp8(shared, scales);
+    read_int4(FP4, p + b * HALF, 0, to);
+    for (int j = 0; j < BLOCK; j++) to[j] *= scales[j / HALF];
+}
+
 /* Address of the codes of block i of a row. */
 static inline void read_block(const int form, const uint8_t *row, int64_t i, float *to) {
     const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
     if (form == INT4 || form == IQ4 || form == MIN4) read_int4(form, p, form == INT4 ? 8 : 0, to);
     else if (form == INT5 || form == MIN5) read_int5(p, form == INT5 ? 16 : 0, to);
     else if (FOURTHS(form)) read_fourths(form == INT3, p, to);
+    else if (form == FP4) read_fp4(p, i % BLOCKS_OF(form), to);
     else if (HALVES(form)) read_in_halves(form, p, i % BLOCKS_OF(form), to);
     else if (form == FP8) read_fp8(p, to);
     else read_int8(p, to);
@@ -250,7 +261,7 @@ static void decode_above(const rows_to_decode *d, int64_t first, int64_t last) {
 #ifdef __AVX512BW__
 /* bf16 values of the sixteen codes from `first` on, or of the table's. */
 static inline __m256i values_of(float first, float scale, float least) {
-    __m128i bytes = _mm_loadu_si128((const __m128i *)TABLE[FORM == IQ4]);
+    __m128i bytes = _mm_loadu_si128((const __m128i *)TABLE[TABLE_OF(FORM)]);
     __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     codes = _mm512_add_ps(codes, _mm512_set1_ps(first));
     return in_bf16(_mm512_fmsub_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(least)));

@@ -9,18 +9,10 @@
 #define FLOAT_ROWS 4
 #define FLOAT_STRIPS(ROWS) ((ROWS) < 3 && WORDS < TILE ? 2 : 1)
 
-/* Decodes e4m3 code t of each word. It is subnormal below 2^-6: decoded as if normal it gives `high`, the true
- * value is smaller. */
-static inline row_floats fp8_number(row_words codes, int t) {
-    row_words c = codes << (24 - 8 * t);
-    row_floats high = (row_floats)((c >> 4 & 0x07f00000u) + (120u << 23));
-    row_floats low = multiply_add(high, all_rows(2), all_rows(-0x1p-6f));
-    return (row_floats)((row_words)smaller(low, high) | (c & 0x80000000u));
-}
-
 /* Decodes code t of each word. */
 static inline row_floats number(row_words codes, int t) {
     if (FORM == FP8) return fp8_number(codes, t);
+    if (WITH_SIGN && FORM == FP4) return signed_byte(codes, t);
     if (FORM == INT8 || FORM == IQ4) return signed_byte(WITH_SIGN ? codes : codes ^ 0x80808080u, t);
     return __builtin_convertvector((row_sums)(codes >> (8 * t) & 255) - BIAS[FORM], row_floats);
 }

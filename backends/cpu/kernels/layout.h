@@ -22,18 +22,24 @@ enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
  * bits. */
 #define FIVES_BYTES 20
 enum { INT2_BYTES = 8, INT3_BYTES = 12 };
+/* The same for fp4, whose half blocks have e4m3 scales. */
+enum { FP4_SHARED = 32, FP4_BYTES = 36 };
+/* Offset of the scales of half blocks. */
+#define SHARED_OF(form)                                                                         \
+    ((form) == INT6 ? SIXES_SHARED : (form) == INT3K ? THREES_SHARED : (form) == FP4 ? FP4_SHARED : TWOS_SHARED)
 
 /* Formats whose super-blocks are UINT4's or UINT5's; those with minima; those with a scale per half block. */
 #define SUPER(form) ((form) == UINT4 || (form) == UINT5)
 #define MINIMA(form) (SUPER(form) || (form) == UINT2 || (form) == MIN4 || (form) == MIN5)
-#define HALVES(form) ((form) == INT6 || (form) == INT3K || (form) == UINT2)
+#define HALVES(form) ((form) == INT6 || (form) == INT3K || (form) == UINT2 || (form) == FP4)
 /* Blocks per super-block, and its bytes. */
-#define BLOCKS_OF(form) (HALVES(form) ? 4 : SUPER(form) ? 8 : 1)
+#define BLOCKS_OF(form) ((form) == FP4 ? 2 : HALVES(form) ? 4 : SUPER(form) ? 8 : 1)
 #define BYTES_OF(form)                                                                          \
     ((form) == INT4 || (form) == IQ4 || (form) == MIN4 ? HALF                                   \
      : (form) == INT5 || (form) == MIN5 ? FIVES_BYTES                                           \
      : (form) == INT2 ? INT2_BYTES                                                              \
      : (form) == INT3 ? INT3_BYTES                                                              \
+     : (form) == FP4  ? FP4_BYTES                                                               \
      : (form) == INT6 ? SIXES_BYTES                                                             \
      : (form) == INT3K ? THREES_BYTES                                                            \
      : (form) == UINT2 ? TWOS_BYTES                                                             \
@@ -44,7 +50,7 @@ enum { INT2_BYTES = 8, INT3_BYTES = 12 };
 /* Whether unpacked words have the even values of a block first, then the odd ones: formats with two codes per
  * byte; or every fourth value: formats with four. */
 #define FOURTHS(form) ((form) == INT2 || (form) == INT3)
-#define EVEN_ODD(form) ((form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form))
+#define EVEN_ODD(form) ((form) == FP4 || (form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form))
 /* The value of a block in byte j % 4 of unpacked word j / 4. */
 static inline int value_at(int form, int j) {
     if (FOURTHS(form)) return j / 16 * 16 + j / 4 % 4 + j % 4 * 4;
@@ -71,7 +77,7 @@ static inline int strips_of_one(void) {
 #endif
 static inline int on_amx(int form, int digits, int64_t rows) {
 #ifdef ON_AMX
-    return rows > 4 && digits == 2 && (EVEN_ODD(form) || FOURTHS(form));
+    return rows > 4 && digits == 2 && !HALVES(form) && (EVEN_ODD(form) || FOURTHS(form));
 #endif
     return 0;
 }

@@ -152,13 +152,14 @@ static inline row_floats smaller(row_floats a, row_floats b) {
 #define NIBBLES 0x0f0f0f0fu
 /* Bias of stored codes: code = value + BIAS. */
 static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16, [INT3K] = 4,
-                                [IQ4] = WITH_SIGN ? 0 : 128, [INT2] = 2, [INT3] = 4};
+                                [IQ4] = WITH_SIGN ? 0 : 128, [INT2] = 2, [INT3] = 4,
+                                [FP4] = WITH_SIGN ? 0 : 12};
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
 
 /* The values of the codes, indices of a table, biased. */
 static inline row_words values_listed(const int form, row_words codes) {
     uint8_t table[TILE] __attribute__((aligned(TILE)));
-    UNROLLED for (int i = 0; i < TILE; i++) table[i] = (uint8_t)(TABLE[form == IQ4][i] + BIAS[IQ4]);
+    UNROLLED for (int i = 0; i < TILE; i++) table[i] = (uint8_t)(TABLE[TABLE_OF(form)][i] + BIAS[form]);
 #if WIDE == 64
     __m128i list = _mm_load_si128((const __m128i *)table);
     return (row_words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(list), (__m512i)codes);
@@ -197,7 +198,7 @@ static inline row_words code_word(const int form, const uint8_t *p, int b, int j
         return low | (j < 2 ? u << (2 - j) : u >> (j - 2)) & 0x04040404u;
     }
     row_words c = words_at(p, 4 * b + j / 2) >> (j % 2 * 4) & NIBBLES;
-    if (form == IQ4) return values_listed(form, c);
+    if (TABLE_OF(form)) return values_listed(form, c);
     if (form == INT5 || form == MIN5) {
         row_words u = words_at(p, HALF / 4);
         return c | (j < 4 ? u << (4 - j) : u >> (j - 4)) & 0x10101010u;
@@ -231,18 +232,26 @@ static inline strip strip_of(const coded *p, int64_t tile, int lane, float *out)
 }
 #define EACH_STRIP UNROLLED for (int s = 0; s < strips; s++)
 
+/* Decodes e4m3 code t of each word. It is subnormal below 2^-6: decoded as if normal it gives `high`, the true
+ * value is smaller. */
+static inline row_floats fp8_number(row_words codes, int t) {
+    row_words c = codes << (24 - 8 * t);
+    row_floats high = (row_floats)((c >> 4 & 0x07f00000u) + (120u << 23));
+    row_floats low = multiply_add(high, all_rows(2), all_rows(-0x1p-6f));
+    return (row_floats)((row_words)smaller(low, high) | (c & 0x80000000u));
+}
+
 /* Scales of the half blocks of block `b` of the super-block at `p`, and the minima to subtract. */
 static inline void block_factors(const int form, const uint8_t *p, int b, row_floats scale,
                                  row_floats least, row_floats *factor, row_floats *below) {
     factor[0] = factor[1] = scale;
     below[0] = below[1] = MINIMA(form) ? least : (row_floats){0};
     if (HALVES(form)) {
-        const int at = form == INT6 ? SIXES_SHARED : form == INT3K ? THREES_SHARED : TWOS_SHARED;
-        row_words shared = words_at(p, at / 4 + b / 2);
+        row_words shared = words_at(p, SHARED_OF(form) / 4 + b / 2);
         UNROLLED for (int h = 0; h < 2; h++) {
             int nth = b % 2 * 2 + h;
             row_floats integer = signed_byte(form == UINT2 ? shared & NIBBLES : shared, nth);
-            factor[h] = product_of(scale, integer);
+            factor[h] = product_of(scale, form == FP4 ? fp8_number(shared, nth) : integer);
             if (form == UINT2) below[h] = product_of(least, signed_byte(shared >> 4 & NIBBLES, nth));
         }
     }

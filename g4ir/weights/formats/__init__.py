@@ -11,9 +11,12 @@ from g4ir.weights.tensorfile import broken, quoted, read_json
 
 from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
+from .fp4 import read_modelopt
 from .gptq import read_awq, read_gptq
 from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
+#: what describes files of ModelOpt that config.json does not
+MODELOPT = "hf_quant_config.json"
 #: quant_method -> reader (config tree, files) -> quantised tensors
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
@@ -21,13 +24,16 @@ METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "gemma": read_mobile,
     "gptq": read_gptq,
     "awq": read_awq,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
 }
 
 
 def is_coded(config: Path) -> bool:
     """Whether a config.json declares quantised weights."""
     values = read_json(config)
-    return any(values.get(key) is not None for key in (KEY, MLX_KEY))
+    stated = any(values.get(key) is not None for key in (KEY, MLX_KEY))
+    return stated or (config.parent / MODELOPT).is_file()
 
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
@@ -40,7 +46,11 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
             raise broken(config, f"{MLX_KEY}: {quoted(stated)} is not read", MLX_OTHER)
         return read_mlx(config, stated, files)
     if values is None:
-        return QuantisedTensors(files.names, {}, {})
+        if not (config.parent / MODELOPT).is_file():
+            return QuantisedTensors(files.names, {}, {})
+        config = config.parent / MODELOPT  # older files say it there alone
+        values = read_json(config).get("quantization")
+        values = {"quant_method": "modelopt", **values} if isinstance(values, dict) else None
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
         msg = f"{KEY}: quant_method {quoted(method)} is not read, only {', '.join(METHODS)}"

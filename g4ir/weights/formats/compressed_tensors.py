@@ -2,8 +2,8 @@
 
 Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
 bits first, also across words; the bytes of 2- and 4-bit rows are those of ops/codecs.py. int8 and
-e4m3 lie as they are. With zero points z the codes are q - z, of one bit more. Activations are not
-rounded.
+e4m3 lie as they are. With zero points z the codes are q - z, of one bit more. NVFP4 and MXFP4 are
+in fp4.py. Activations are not rounded.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ from .base import (
     selector,
     subtract_zeros,
 )
+from .fp4 import MXFP4_GROUP, NVFP4_GROUP, mxfp4_weight, nvfp4_weight
 
-PACKED = "pack-quantized"
+PACKED, NVFP4, MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 READ = {
     (PACKED, "int"): range(1, 9),
+    (NVFP4, "float"): (4,),
+    (MXFP4, "float"): (4,),
     ("int-quantized", "int"): (8,),
     ("naive-quantized", "int"): (8,),
     ("float-quantized", "float"): (8,),
@@ -53,12 +56,22 @@ READ = {
 }
 OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
 WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
-ZERO, INDEX = ".weight_zero_point", ".weight_g_idx"
+ZERO, INDEX, GLOBAL = ".weight_zero_point", ".weight_g_idx", ".weight_global_scale"
+#: format -> strategy and group size that it has alone
+FIXED = {NVFP4: ("tensor_group", NVFP4_GROUP), MXFP4: ("group", MXFP4_GROUP)}
 ACTIVATIONS = (
-    *(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
+    *(
+        ".input_scale",
+        ".input_global_scale",
+        ".input_zero_point",
+        ".output_scale",
+        ".output_zero_point",
+    ),
     *(".q_scale", ".k_scale", ".v_scale"),
 )
-SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX)
+SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, GLOBAL)
+#: format -> tensors of its codes, otherwise `weight`
+CODE_SUFFIXES = {PACKED: (WORDS, SHAPE), NVFP4: (WORDS, GLOBAL), MXFP4: (WORDS,)}
 #: modules that are no Linear, by the end of their name
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NOT_ROUNDED = "a scale of activations or caches, which are not rounded"
@@ -94,6 +107,7 @@ class QuantArgs:
             "tensor": ScaleBlocks(0, 0),
             "channel": ScaleBlocks(1, 0),
             "group": ScaleBlocks(1, group) if group > 0 else None,
+            "tensor_group": ScaleBlocks(1, group) if group > 0 else None,
             "block": ScaleBlocks(*self.block_structure) if self.block_structure else None,
         }
         return grids.get(self.strategy or default_strategy.get(self.group_size, "group"))
@@ -184,11 +198,16 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
     if args is None:
         raise _unread(where, "weights", None)
     bits = READ.get((layout, args.type))
+    strategy = args.grid is not None and args.strategy != "tensor_group"
+    only, size = FIXED.get(layout, (args.strategy, args.group_size))
+    if layout in FIXED:
+        strategy = args.strategy == only
     symmetric = args.symmetric or (layout == PACKED and args.num_bits < 8)
     for key, value, is_read in (
         ("format", layout, bits is not None),
         ("num_bits", args.num_bits, args.num_bits in (bits or ())),
-        ("strategy", args.strategy, args.grid is not None),
+        ("strategy", args.strategy, strategy),
+        ("group_size", args.group_size, args.group_size == size),
         ("actorder", args.actorder, args.actorder not in ("group", "dynamic", True)),
         ("symmetric", False, symmetric),
     ):
@@ -226,7 +245,7 @@ def _take(
 def _weight(
     files: Files, parts: Mapping[str, TensorRef], args: QuantArgs, layout: str
 ) -> StoredWeight:
-    code_suffixes = {PACKED: (WORDS, SHAPE)}.get(layout, (WEIGHT,))
+    code_suffixes = CODE_SUFFIXES.get(layout, (WEIGHT,))
     expected = (*code_suffixes, SCALE, *([] if args.symmetric else [ZERO]))
     if ref := parts.get(INDEX):
         raise invalid(ref, "columns in another order (actorder with g_idx) are not read", OTHERWISE)
@@ -237,6 +256,10 @@ def _weight(
         raise invalid(first, f"its module has no {missing[1:]}")
     codes, grid = parts[code_suffixes[0]], args.grid
     assert grid
+    if layout == NVFP4:
+        return nvfp4_weight(files, codes, parts[SCALE], parts[GLOBAL], divides=True)
+    if layout == MXFP4:
+        return mxfp4_weight(files, codes, parts[SCALE])
     if layout == PACKED:
         return _packed(files, parts, args, grid)
     dtype, name = {"int": ("I8", "int8"), "float": ("F8_E4M3", "fp8")}[args.type]
