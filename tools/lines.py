@@ -26,7 +26,7 @@ CAPS = {
     "g4ir/model": 1420,
     "g4ir/parallel": 630,
     "g4ir/quant": 520,
-    "g4ir/weights": 4700,
+    "g4ir/weights": 4990,
     "g4ir/plan": 1640,
     "backends": 800,
     "backends/inductor": 1320,
