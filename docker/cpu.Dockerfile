@@ -19,7 +19,8 @@ RUN pip install --no-cache-dir -c /tmp/constraints.txt torch \
     --index-url https://download.pytorch.org/whl/cpu
 RUN --mount=from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir -c /tmp/constraints.txt "$(ls /wheels/*.whl)[serve,mm]"
-RUN useradd --create-home g4ir && install -d -m 700 -o g4ir -g g4ir /data
+# Kubernetes names the user by this number.
+RUN useradd --uid 1000 --create-home g4ir && install -d -m 700 -o g4ir -g g4ir /data
 ENV XDG_CACHE_HOME=/data/cache XDG_STATE_HOME=/data/state
 USER g4ir
 WORKDIR /home/g4ir
