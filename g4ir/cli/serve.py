@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,7 @@ from .verb import ANY_MODEL, Bytes, Size, Verb, argument, flag, setting
 
 if TYPE_CHECKING:
     from g4ir.serve.app import Server
+    from g4ir.serve.embedding_model import EmbeddingModel
     from g4ir.serve.pool import ModelPool, PooledModel
     from g4ir.serve.router import Router
     from g4ir.serve.server import Address
@@ -39,6 +40,7 @@ class Serve(Verb):
     from_environment = True
     models: list[str] = argument(f"{ANY_MODEL}; several are loaded on demand", "MODEL", "*")
     first_use: FirstUse
+    embed: str | None = flag("embedding model in the same process", None, "MODEL")
     config: str | None = http("YAML file of flags; flags and G4IR_FLAG variables win", None, "FILE")
     host: str = http("bind address (default 127.0.0.1)", "127.0.0.1", "NAME")
     port: int = http("port (default 8000; 0: any free port)", 8000, "N")
@@ -82,13 +84,17 @@ class Serve(Verb):
             draft = folder_drafts(model, self.draft)
             if draft != self.draft:
                 return replace(self, draft=draft)()
+        if self.embed and len(named) > 1:
+            raise InputError(
+                f"--embed {self.embed} goes with one MODEL, and {len(named)} are given"
+            )
         app, address = self.make_server()
         from g4ir.serve import server
         from g4ir.serve.auth import is_loopback
 
         router = make_router(app) if len(named) > 1 else None
         app = router or app
-        for model in named.values():
+        for model in (*named.values(), *named_embedder(self.embed).values()):
             self._check_model(model)
         if not (app.gate.keys or is_loopback(self.host)):
             console.say(f"{self.host} is open to others, and no --api-key-file is given", "warning")
@@ -103,6 +109,8 @@ class Serve(Verb):
                         raise console.Ended(signal.SIGTERM)
 
                 engines = self.first_use.engines([*named.values()], self.draft, progress=report)
+                if self.embed:
+                    app.embeddings = self._embedding_model(report)
                 for engine in engines:
                     server.check_engine(engine, self.load.trust)
                 if router:
@@ -117,6 +125,13 @@ class Serve(Verb):
             # crash.
             console.leave(0)
         return 0
+
+    def _embedding_model(self, report: Callable[[str], None]) -> EmbeddingModel:
+        from g4ir.serve.embedding_model import EmbeddingModel
+
+        ((name, model),) = named_embedder(self.embed).items()
+        (path,) = self.first_use.engines([model], progress=report)
+        return EmbeddingModel(name, self.load.engine(path, report))
 
     def _pool(self, router: Router, engines: Mapping[str, str]) -> ModelPool:
         """Return the models of a router, whose processes get the flags of this verb."""
@@ -198,10 +213,16 @@ class Serve(Verb):
             key_file=self.api_key_file,
             key_limits=limits,
             log=console.say if self.log_requests else None,
+            embedder=next(iter(named_embedder(self.embed)), None),
         )
         app.read_keys()
         tls = self.tls_cert, self.tls_key
         return app, Address(self.host, self.port, self.drain, tls)
+
+
+def named_embedder(model: str | None) -> dict[str, str]:
+    """Return name -> MODEL of --embed: NAME=MODEL, or MODEL."""
+    return named_models([model]) if model else {}
 
 
 def serve_one(pipe: Any, verb: Serve, secret: str) -> None:

@@ -108,10 +108,14 @@ class Embedder:
             raise InputError(f"task {name[:80]!r}{near}: {self.engine.spec.name} has {tasks}")
         return self.prompts[name]
 
+    def size(self, dims: int | None) -> int:
+        """Return the size of embeddings; InputError for one that the model was not trained for."""
+        return find_dims(self.engine.spec, dims)
+
     def check(self, task: str | None = None, dims: int | None = None) -> None:
         """Raise InputError for a task or a size that the model does not have."""
         self.prompt(task)
-        find_dims(self.engine.spec, dims)
+        self.size(dims)
 
     def embed(
         self,
@@ -124,13 +128,13 @@ class Embedder:
     ) -> Tensor:
         """Return embeddings float32 [N, dims]; `progress` is called with the number of texts done;
         `first`: the number of the first text in errors."""
-        prompt, size = self.prompt(task), find_dims(self.engine.spec, dims)
+        prompt, size = self.prompt(task), self.size(dims)
         out = torch.empty(len(texts), size)
         for start in range(0, len(texts), WINDOW):
             ids = self.tokenize(texts[start : start + WINDOW], prompt, truncate, first + start)
             done = start
             for rows, vectors in self.encode(ids, first + start):
-                out[[start + row for row in rows]] = _cut(vectors, size)
+                out[[start + row for row in rows]] = self.cut(vectors, size)
                 done += len(rows)
                 if progress:
                     progress(done)
@@ -209,6 +213,13 @@ class Embedder:
                 )
             yield rows, vectors
 
+    @staticmethod
+    def cut(vectors: Tensor, size: int) -> Tensor:
+        """Return the first `size` elements of each embedding, normalised again."""
+        if size == vectors.shape[1]:
+            return vectors
+        return torch.nn.functional.normalize(vectors[:, :size], dim=-1)
+
     def _run(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Run one chunk of at most max_batch texts; embeddings float32 [n, size] on the host."""
         engine, lengths = self.engine, [len(x) for x in texts]
@@ -229,13 +240,6 @@ class Embedder:
 def _too_long(name: str, length: str, limit: int) -> InputError:
     fix = "cut it, give --truncate, or build with a longer --max-seq"
     return InputError(f"{name}: {length}, and this engine takes {limit} tokens; {fix}")
-
-
-def _cut(vectors: Tensor, size: int) -> Tensor:
-    """Return the first `size` elements of each embedding, normalised again."""
-    if size == vectors.shape[1]:
-        return vectors
-    return torch.nn.functional.normalize(vectors[:, :size], dim=-1)
 
 
 def pack(lengths: Sequence[int], limit: int, count: int) -> Iterator[list[int]]:

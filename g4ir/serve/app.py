@@ -39,13 +39,15 @@ from g4ir.media.soft import Soft
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth, read_keys, salt_of
+from .embedding_model import EmbeddingModel
 from .http_errors import Refused, ending, later, refusal
 from .media_queue import SMALL, VIDEO, MediaQueue, wait_for_leaving
 from .media_sources import MediaFolder, read_bytes
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import Prompts, ServedRequest
-from .protocols import messages, ollama, responses, transcriptions
+from .protocols import embeddings, messages, ollama, responses, transcriptions
+from .protocols.embeddings import EmbeddingRequest
 from .protocols.parts import AnswerFormat
 from .protocols.translation import Body, Translation
 from .rate_limits import KeyLimits, RateLimits
@@ -79,6 +81,19 @@ class Api:
     parse: Callable[[bytes, str], Body] = lambda raw, content_type: schema.parsed(raw)
 
 
+@dataclass(frozen=True)
+class EmbeddingApi:
+    """A protocol of embeddings: the reader of bodies, and the answer to (request, vectors, tokens,
+    model)."""
+
+    read: Callable[[Body], EmbeddingRequest]
+    body: Callable[[EmbeddingRequest, Any, int, str], Body]
+    content_type: str | None = JSON
+
+
+EMBEDDINGS = EmbeddingApi(embeddings.read_embeddings, embeddings.embeddings_body)
+RERANK = EmbeddingApi(embeddings.read_rerank, embeddings.rerank_body)
+EMBED_OLLAMA = EmbeddingApi(embeddings.read_ollama, embeddings.ollama_body, None)
 CHATS = Api(lambda body: schema.CHAT)
 COMPLETIONS = Api(lambda body: schema.COMPLETIONS, Prompts.completions)
 RESPONSES = replace(CHATS, format=responses.ResponsesFormat, read=responses.read)
@@ -134,11 +149,14 @@ class Server:
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     #: callback with the values of a log line for each request
     log: Callable[..., None] | None = None
+    #: name of the embedding model beside it, if there is one
+    embedder: str | None = None
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(self.name), int(time.time())
         self.prompts: Prompts | None = None
         self.service: AsyncEngine | None = None
+        self.embeddings: EmbeddingModel | None = None
         #: whether new requests are refused
         self.draining = False
         #: how far the engine is, while it is built or loaded
@@ -191,6 +209,8 @@ class Server:
         self.stop()
         if self.service:
             self.service.engine.close()
+        if self.embeddings:
+            self.embeddings.close()
 
     def handlers(self) -> dict[str, tuple[str, Handler]]:
         """Return path -> its method and handler."""
@@ -219,7 +239,9 @@ class Server:
             "/api/show": ("POST", self.show),
             "/api/chat": ("POST", partial(self.answer, api=OLLAMA_CHAT)),
             "/api/generate": ("POST", partial(self.answer, api=OLLAMA_GENERATE)),
-            "/api/embed": ("POST", self.embed),
+            "/api/embed": ("POST", partial(self.embed, api=EMBED_OLLAMA)),
+            "/v1/embeddings": ("POST", partial(self.embed, api=EMBEDDINGS)),
+            "/v1/rerank": ("POST", partial(self.embed, api=RERANK)),
         }
 
     def app(self) -> Starlette:
@@ -311,11 +333,16 @@ class Server:
             model |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
             if note := self.prompts.template.note:
                 model["note"] = note
+        data = [{"id": n, **model} for n in self.names]
+        if self.embedder:
+            facts = self.embeddings.facts if self.embeddings else {}
+            plain = {"object": "model", "created": self.created, "owned_by": "g4ir"}
+            data.append({"id": self.embedder, **plain, **facts})
         if (name := request.path_params.get("name")) is None:
-            return json_response(
-                {"object": "list", "data": [{"id": n, **model} for n in self.names]}
-            )
-        self._check_model(name := name.rstrip("/"))
+            return json_response({"object": "list", "data": data})
+        if (name := name.rstrip("/")) == self.embedder:
+            return json_response(data[-1])
+        self._check_model(name)
         return json_response({"id": name, **model})
 
     async def server_info(self, request: Request) -> Response:
@@ -351,10 +378,33 @@ class Server:
         self._check_model(ollama.model_of(body))
         return json_response(ollama.show(prompts.engine, prompts.template))
 
-    async def embed(self, request: Request) -> Response:
+    async def embed(self, request: Request, api: EmbeddingApi) -> Response:
+        """Return the embeddings of texts, or documents ranked by them."""
         self._ready()
-        message = "this server has no embedding model"
-        raise Refused(501, message, code="not_supported")
+        if not (model := self.embeddings):
+            message = "this server has no embedding model; start it with --embed MODEL"
+            raise Refused(501, message, code="not_supported")
+        if api.content_type != JSON:
+            self._check_origin(request)
+        raw = await self.gate.body(request, api.content_type)
+
+        def parse() -> EmbeddingRequest:
+            body = schema.parsed(raw)
+            if (name := ollama.model_of(body)) not in (None, model.name):
+                if name in self.names:
+                    message = f"model: {name!r} generates text; for embeddings give {model.name!r}"
+                    raise Refused(400, message, param="model", code="not_supported")
+                raise self._no_model(str(name))
+            return api.read(body)
+
+        async with self._large if len(raw) > LARGE else contextlib.nullcontext():
+            asked = await run_in_threadpool(parse)
+        vectors, tokens = await model.embed(request, asked)
+        request.state.said |= {"prompt": tokens}
+        self.charge(request.state.salt, tokens)
+        return await run_in_threadpool(
+            lambda: json_response(api.body(asked, vectors, tokens, model.name))
+        )
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Return the tokenizer's settings, for clients that tokenise themselves."""
@@ -365,9 +415,16 @@ class Server:
         return [n for n in (self.name, *self.aliases) if n != ANY_NAME]
 
     def _check_model(self, name: str | None) -> None:
+        if name is not None and name == self.embedder and name not in self.names:
+            message = f"model: {name!r} embeds texts and generates none; give {self.name!r}"
+            raise Refused(400, message, param="model", code="not_supported")
         if name is not None and ANY_NAME not in self.aliases and name not in self.names:
-            message = f"model: there is no {name[:80]!r} here; this server has {self.name!r}"
-            raise Refused(404, message, param="model", code="model_not_found")
+            raise self._no_model(name)
+
+    def _no_model(self, name: str) -> Refused:
+        names = " and ".join(repr(n) for n in (self.name, self.embedder) if n)
+        message = f"model: there is no {name[:80]!r} here; this server has {names}"
+        return Refused(404, message, param="model", code="model_not_found")
 
     def _ready(self) -> tuple[Prompts, AsyncEngine]:
         if self.draining:

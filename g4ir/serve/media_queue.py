@@ -34,7 +34,8 @@ class MediaQueue:
     def __init__(self, limit: int) -> None:
         self.limit, self.count = limit, 0
         self._threads = {
-            kind: ThreadPoolExecutor(1, f"g4ir-media-{kind}", _lower) for kind in (SMALL, VIDEO)
+            kind: ThreadPoolExecutor(1, f"g4ir-media-{kind}", lower_thread)
+            for kind in (SMALL, VIDEO)
         }
 
     async def run(self, request: Request, kind: str, work: Callable[[Limit], T]) -> T:
@@ -67,5 +68,6 @@ async def wait_for_leaving(request: Request) -> None:
         pass
 
 
-def _lower() -> None:
+def lower_thread() -> None:
+    """Lower the priority of this thread."""
     lower_priority(threading.get_native_id())

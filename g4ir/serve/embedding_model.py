@@ -1,0 +1,98 @@
+"""The embedding model of a server: requests take turns, a chunk of texts each, in a thread of lower
+priority, so that a request of thousands of texts delays neither others nor running answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+from starlette.requests import Request
+
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
+
+from .http_errors import Refused, bad
+from .media_queue import lower_thread, wait_for_leaving
+from .protocols.embeddings import SIZE, EmbeddingRequest
+
+T = TypeVar("T")
+#: texts that are tokenised in one turn
+TOKENISED = 128
+
+
+class EmbeddingModel:
+    """An encoder's engine under the name that requests give."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine, self.embedder = name, engine, engine.embedder
+        _ = self.embedder.tokenizer  # raises for an engine without one
+        self._thread = ThreadPoolExecutor(1, "g4ir-embed", lower_thread)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What /v1/models says of it."""
+        spec = self.engine.spec
+        sizes = list(spec.embedding.dims) if spec.embedding else []
+        return {"max_model_len": self.engine.limits.max_seq, "embedding_sizes": sizes}
+
+    async def embed(self, request: Request, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
+        """Return the embeddings float32 [N, D] of a request's texts, and their tokens. Refused for
+        a wrong text, and if the client disconnects."""
+        loop, embedder = asyncio.get_running_loop(), self.embedder
+        leaving = loop.create_task(wait_for_leaving(request))
+
+        async def turn(work: Callable[..., T], *args: Any) -> T:
+            """Run a piece of work after those of other requests."""
+            done = loop.run_in_executor(self._thread, work, *args)
+            await asyncio.wait({done, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                done.cancel()
+                raise Refused(499, "the client went away")
+            return await done
+
+        try:
+            with named(SIZE):
+                size = embedder.size(asked.dims)
+            with named("task"):
+                prompts = [embedder.prompt(task) for task in asked.tasks]
+            ids = list[list[int]]()
+            with named(asked.field):
+                for start, end, prompt in _pieces(len(asked.texts), prompts):
+                    piece = asked.texts[start:end]
+                    ids += await turn(embedder.tokenize, piece, prompt, asked.truncate, start)
+            out, chunks = torch.empty(len(ids), size), embedder.encode(ids)
+            while chunk := await turn(next, chunks, None):
+                rows, vectors = chunk
+                out[rows] = embedder.cut(vectors, size)
+            return out, sum(map(len, ids))
+        finally:
+            leaving.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({leaving})
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.engine.close()
+
+
+def _pieces(count: int, prompts: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Yield (start, end, prompt) of the texts to tokenise in one turn; with two prompts the first
+    is the first text's."""
+    first = 1 if len(prompts) > 1 else 0
+    if first:
+        yield 0, 1, prompts[0]
+    for start in range(first, count, TOKENISED):
+        yield start, min(start + TOKENISED, count), prompts[-1]
+
+
+@contextmanager
+def named(field: str) -> Iterator[None]:
+    """A context in which an InputError becomes the refusal of a field."""
+    try:
+        yield
+    except InputError as e:
+        raise bad(field, str(e)) from None

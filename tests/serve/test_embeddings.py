@@ -1,0 +1,205 @@
+"""An embedding model beside a chat: /v1/embeddings, /v1/rerank, /api/embed, and both in one
+process."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+import g4ir
+from g4ir.engine.engine import Engine
+from g4ir.serve.embedding_model import EmbeddingModel
+from g4ir.serve.protocols.embeddings import MAX_TEXTS, METHOD
+from tests.serve.running import NAME, Running, eventually, running
+from tests.test_embeddings import folder_of
+
+TEXTS = ["ab w7", "w9", "a b ab w3 w3"]
+
+
+@dataclass
+class World:
+    served: Running
+    engine: Engine
+
+    def post(self, path: str, body: Any) -> Any:
+        with self.served.client() as client:
+            return client.post(path, json=body)
+
+    def refused(self, path: str, body: Any, status: int = 400) -> str:
+        answer = self.post(path, body)
+        assert answer.status_code == status, answer.text
+        return str(answer.json()["error"]["message"])
+
+
+@pytest.fixture(scope="module")
+def world(engine_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("embeddings")
+    g4ir.build(None, out=folder / "e", checkpoint=folder_of(folder / "c")).close()
+
+    def loader() -> Engine:
+        r.server.embeddings = EmbeddingModel("emb", g4ir.load_engine(folder / "e"))
+        return g4ir.load_engine(engine_folder)
+
+    started = threading.Event()
+
+    def wait() -> Engine:  # until `r` is bound
+        started.wait()
+        return loader()
+
+    with running(wait, options={"embedder": "emb"}) as r:
+        started.set()
+        eventually(lambda: r.server.service, 60)
+        assert r.server.embeddings
+        yield World(r, r.server.embeddings.engine)
+
+
+def test_embeddings_by_the_client_of_openai(world: World) -> None:
+    want = world.engine.embed(TEXTS)
+    with openai.OpenAI(base_url=f"{world.served.url}/v1", api_key="x", max_retries=0) as client:
+        answer = client.embeddings.create(model="emb", input=TEXTS, encoding_format="float")
+        assert [d.index for d in answer.data] == [0, 1, 2] and answer.model == "emb"
+        assert torch.equal(torch.tensor([d.embedding for d in answer.data]), want)
+        ids = world.engine.embedder.tokenize(TEXTS, world.engine.embedder.prompt(None))
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        packed = client.embeddings.create(model="emb", input=TEXTS[0])  # base64 inside
+        assert np.allclose(packed.data[0].embedding, want[0])
+        cut = client.embeddings.create(model="emb", input=TEXTS, dimensions=16, user="me")
+        assert torch.allclose(
+            torch.tensor(cut.data[2].embedding), world.engine.embed(TEXTS, dims=16)[2]
+        )
+        tokens = client.embeddings.create(
+            model="emb", input=[ids[1], ids[0]], encoding_format="float"
+        )
+        assert torch.equal(torch.tensor([d.embedding for d in tokens.data]), want[[1, 0]])
+        one = client.embeddings.create(model="emb", input=ids[1], encoding_format="float")
+        assert torch.equal(torch.tensor(one.data[0].embedding), want[1])
+        assert {m.id for m in client.models.list()} == {NAME, "emb"}
+        assert client.models.retrieve("emb").to_dict()["embedding_sizes"] == [64, 32, 16]
+    raw = world.post("/v1/embeddings", {"input": "w9", "encoding_format": "base64"}).json()
+    got = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
+    assert np.array_equal(got, want[1].numpy())
+
+
+def test_rerank_and_ollama(world: World) -> None:
+    body = {"query": "w9", "documents": [*TEXTS, {"text": "w9 w9"}], "top_n": 2}
+    answer = world.post("/v1/rerank", body | {"return_documents": True}).json()
+    query = world.engine.embed("w9", "query")[0]
+    scores = (world.engine.embed([*TEXTS, "w9 w9"], "document") @ query).tolist()
+    best = sorted(range(4), key=lambda i: -scores[i])[:2]
+    assert [r["index"] for r in answer["results"]] == best and answer["method"] == METHOD
+    assert np.allclose([r["relevance_score"] for r in answer["results"]], [scores[i] for i in best])
+    assert answer["results"][0]["document"]["text"] == [*TEXTS, "w9 w9"][best[0]]
+    body = {"model": "emb:latest", "input": [TEXTS[0], "ab " * 300]}
+    made = world.post("/api/embed", body).json()
+    want = world.engine.embed([TEXTS[0], "ab " * 300], truncate=True)
+    assert made["embeddings"] == want.tolist() and made["prompt_eval_count"] > 256
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/embeddings", {}, "input: expected a text"),
+        ("/v1/embeddings", {"input": []}, "input: expected a text"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input: text 1 is empty"),
+        ("/v1/embeddings", {"input": ["a", 3]}, "input: expected a text"),
+        ("/v1/embeddings", {"input": [[1, 9999]]}, "input: text 0: token 9999"),
+        ("/v1/embeddings", {"input": "ab " * 300}, "input: text 0: "),
+        (
+            "/v1/embeddings",
+            {"input": "a", "dimensions": 48},
+            "dimensions: .*trained for 64, 32, 16",
+        ),
+        ("/v1/embeddings", {"input": "a", "dimensions": "64"}, "dimensions: expected a whole"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "encoding_format": "int8"},
+            "encoding_format: expected one",
+        ),
+        ("/v1/embeddings", {"input": "a", "task": "quary"}, "task: .*did you mean query"),
+        (
+            "/v1/embeddings",
+            {"input": ["a"] * 100_000},
+            f"100000 texts, and a request may have {MAX_TEXTS}",
+        ),
+        (
+            "/v1/embeddings",
+            {"input": "a", "model": NAME},
+            "generates text; for embeddings give 'emb'",
+        ),
+        ("/v1/rerank", {"documents": ["a"]}, "query: is missing"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents: expected"),
+        ("/v1/chat/completions", {"model": "emb", "messages": []}, ""),
+        (
+            "/v1/completions",
+            {"model": "emb", "prompt": "a"},
+            "'emb' embeds texts and generates none",
+        ),
+    ],
+)
+def test_refused_bodies(path: str, body: Any, says: str, world: World) -> None:
+    import re
+
+    assert re.search(says, world.refused(path, body))
+
+
+def test_no_such_model_and_no_embedder(world: World, served: Running) -> None:
+    body = {"model": "other", "input": "a"}
+    assert "this server has 'tiny' and 'emb'" in world.refused("/v1/embeddings", body, 404)
+    with served.client() as client:
+        for path in ("/v1/embeddings", "/v1/rerank", "/api/embed"):
+            answer = client.post(path, json={"input": "a"})
+            assert answer.status_code == 501 and "--embed" in answer.text
+
+
+def test_a_client_that_leaves_ends_its_texts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = 0
+    embedder = world.engine.embedder
+    plain = embedder._run
+
+    def counted(texts: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        time.sleep(0.02)
+        return plain(texts)
+
+    monkeypatch.setattr(embedder, "_run", counted)
+    with pytest.raises(Exception, match="timed out"), world.served.client() as client:
+        client.post("/v1/embeddings", json={"input": [[5] * 200] * 4000}, timeout=1)
+    time.sleep(0.3)
+    seen = chunks
+    time.sleep(0.3)
+    assert 0 < seen == chunks < 1300
+
+
+def test_a_stream_beside_thousands_of_texts(world: World) -> None:
+    """Neither starves the other: tokens arrive while texts are embedded, and both end."""
+    done: list[float] = []
+
+    def embed() -> None:
+        world.post(
+            "/v1/embeddings", {"input": ["ab w3 w7 " * 5] * 1000, "encoding_format": "base64"}
+        )
+        done.append(time.monotonic())
+
+    thread = threading.Thread(target=embed)
+    thread.start()
+    times = [time.monotonic()]
+    body = {"prompt": "ab", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    with world.served.client() as client, client.stream("POST", "/v1/completions", json=body) as s:
+        for line in s.iter_lines():
+            if line.startswith("data: {"):
+                json.loads(line[6:])
+                times.append(time.monotonic())
+    thread.join(60)
+    assert done and len(times) > 20
