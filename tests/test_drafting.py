@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import re
@@ -212,6 +213,25 @@ def test_pace_follows_what_is_right_and_what_steps_cost() -> None:
     assert median(paced(0.8, cheap)[1]) > median(paced(0.5, cheap)[1]) >= 1
 
 
+@given(
+    st.lists(st.floats(0, 1.5), min_size=1, max_size=8),
+    st.lists(st.integers(0, 8), max_size=200),
+    st.integers(32, 400),
+)
+def test_drafts_never_make_a_text_slower(
+    more: list[float], accepted: list[int], tokens: int
+) -> None:
+    """By more than 3 %, whatever is right and whatever the steps of this machine cost."""
+    costs = [1 + x for x in itertools.accumulate(more, initial=0.0)]
+    pace, took, made, told = Pace(len(more)), 0.0, 0, iter(accepted)
+    while made < tokens:
+        count = min(pace.count(costs), tokens - made - 1)
+        right = min(next(told, 0), count)
+        pace.record(count, right, costs)
+        took, made = took + costs[count], made + right + 1
+    assert took <= 1.03 * made
+
+
 def test_costs_of_steps() -> None:
     """The median of the newest ones, by batch; what is not measured costs a little more."""
     costs = StepCosts()
@@ -286,6 +306,7 @@ def test_run_of_lines(folder: Path, tmp_path: Path) -> None:
 def test_chat_tells_its_rounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Measured costs decide how many tokens are drafted: on a busy machine any number.
     monkeypatch.setattr(StepCosts, "add", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "known", lambda *_: True)
 
     def said(*words: str) -> Outcome:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\nhi\n")))

@@ -95,6 +95,7 @@ class Scheduler:
     def __init__(self, engine: EngineParts, config: SchedulerConfig | None = None) -> None:
         config = config or SchedulerConfig()
         draft = resolve_draft(engine, config.draft.source, config.draft.tokens or None)
+        draft = replace(draft, proposer=config.draft.proposer)
         self.engine, self.config = engine, replace(config, draft=draft)
         self.max_batch = engine.limits.max_batch
         sizes = checked_buckets(config.buckets, self.max_batch)

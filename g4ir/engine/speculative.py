@@ -9,10 +9,12 @@ model (MTP) that continues from the target's hidden state.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 
@@ -33,14 +35,30 @@ NEWEST = 9
 MEMORY = 0.7
 #: first and longest pause, in steps, after drafts that did not pay
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
+#: plain steps that are measured before the first draft: what drafts cost is relative to them
+PLAIN_STEPS = 3
+#: steps that drafts may lose at first, and per step of the text: less than 3 % from 32 tokens on
+CREDIT, CREDIT_PER_STEP = 0.4, 0.015
+
+
+class Proposer(Protocol):
+    """Drafts from a sequence's tokens alone."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the sequence."""
+
+    def propose(self, count: int) -> list[int]:
+        """Return up to `count` tokens that may follow."""
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Source of drafts, and the maximum draft tokens per round."""
+    """Source of drafts, and the maximum draft tokens per round. `proposer`: makes the proposer of a
+    prompt, if it is another than the n-gram one."""
 
     source: str = NONE
     tokens: int = 0
+    proposer: Callable[[Sequence[int]], Proposer] | None = None
 
     def __bool__(self) -> bool:
         return self.source != NONE
@@ -126,6 +144,10 @@ class StepCosts:
         else:
             self._seconds[batch, tokens] = deque(maxlen=NEWEST)
 
+    def known(self, batch: int) -> bool:
+        """Whether enough plain steps of `batch` sequences are measured to compare drafts with."""
+        return len(self._seconds.get((batch, 1), ())) >= PLAIN_STEPS
+
     def of(self, batch: int, max_tokens: int) -> list[float]:
         """Return the costs of steps of 1 to max_tokens per sequence, relative to one token. Costs
         are monotonic; an unmeasured step costs COST per token more than the next smaller measured
@@ -142,29 +164,37 @@ class StepCosts:
 
 
 class Pace:
-    """Draft length of a sequence, from its recent acceptance rate and the cost of steps."""
+    """Draft length of a sequence, from its recent acceptance rate and the cost of steps. Drafts
+    that are all rejected cost what the credit covers, at most."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = self._count = max_tokens
         #: accepted and verified draft tokens; older rounds decay
         self._right, self._tried = 1.0, 2.0
-        #: steps saved, minus the cost of drafts in steps
-        self._credit = 1.0
+        #: steps saved, minus the cost of drafts in steps; what plain steps earn of it at most
+        self._credit, self._most_earned = CREDIT, CREDIT
         #: steps until the next draft
         self.pause, self._next_pause = 0, FIRST_PAUSE
 
     def record_plain_steps(self, steps: int) -> None:
-        """Record steps without a draft; they count towards the pause."""
+        """Record steps without a draft; they count towards the pause, and earn credit."""
         self.pause = max(0, self.pause - steps)
+        earned = min(self._most_earned, self._credit + CREDIT_PER_STEP * steps)
+        self._credit = max(self._credit, earned)
 
     def count(self, costs: Sequence[float]) -> int:
         """Return the draft length that maximises tokens per cost, if each token is accepted with
-        the same probability; 0 during a pause. costs: of steps of 1, 2, ... tokens."""
+        the same probability; 0 during a pause, and if the credit does not cover a draft that is
+        rejected. costs: of steps of 1, 2, ... tokens."""
+        self._most_earned = max(CREDIT, costs[1] - 1)
+        affordable = sum(cost - 1 <= self._credit for cost in costs[1 : self._count + 1])
+        if not affordable:
+            self._wait(costs)
         if self.pause:
             return 0
         share = self._right / self._tried
-        tokens = np.cumsum(share ** np.arange(self._count + 1))
-        return 1 + int(np.argmax(tokens[1:] / costs[1 : self._count + 1]))
+        tokens = np.cumsum(share ** np.arange(affordable + 1))
+        return 1 + int(np.argmax(tokens[1:] / costs[1 : affordable + 1]))
 
     def record(self, drafted: int, accepted: int, costs: Sequence[float]) -> None:
         """Record a round: tokens drafted and accepted."""
@@ -173,13 +203,21 @@ class Pace:
             return
         self._right = MEMORY * self._right + accepted
         self._tried = MEMORY * self._tried + min(drafted, accepted + 1)
-        self._credit = min(2.0, self._credit + accepted + 1 - costs[drafted])
+        # What earlier drafts saved covers a few of the longest.
+        most = max(2.0, 2 * (costs[-1] - 1))
+        self._credit = min(most, self._credit + accepted + 1 - costs[drafted])
         self._count = min(self.max_tokens, 2 * self._count if accepted == drafted else accepted + 1)
-        if accepted == drafted:
+        if accepted == drafted and costs[drafted] < drafted + 1:
             self._next_pause = FIRST_PAUSE
-        if self._credit < 0:
-            self._credit, self.pause = 0.0, self._next_pause
+        if costs[1] - 1 > self._credit:
+            self.pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+            self._wait(costs)
+
+    def _wait(self, costs: Sequence[float]) -> None:
+        """Pause until the credit covers the shortest draft."""
+        needed = costs[1] - 1 - self._credit
+        self.pause = max(self.pause, 1, math.ceil(needed / CREDIT_PER_STEP))
 
 
 class RowDrafts:
@@ -194,12 +232,15 @@ class RowDrafts:
     ) -> None:
         self.source, self.pace, self._stats = draft.source, Pace(draft.tokens), stats
         self._costs = costs
-        self.text = NgramProposer(prompt) if draft.source == NGRAM else None
+        proposer = draft.proposer or NgramProposer
+        self.text = proposer(prompt) if draft.source == NGRAM else None
         #: generated tokens already in `text`
         self._followed = 0
 
     def count(self, max_tokens: int, batch: int) -> int:
         """Return how many tokens to draft in a step of `batch` sequences, at most max_tokens."""
+        if not self._costs.known(batch):
+            return 0
         return max(
             0, min(self.pace.count(self._costs.of(batch, self.pace.max_tokens + 1)), max_tokens)
         )

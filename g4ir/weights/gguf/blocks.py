@@ -130,7 +130,7 @@ def _requantised(kind: str, form: str, group: int) -> BlockFormat:
 
     def part(blocks: torch.Tensor, index: int) -> torch.Tensor:
         parts = quantize_values(_dense(kind, blocks), form, group, "f16")
-        return parts[index].view(len(blocks), -1)  # type: ignore[no-any-return]
+        return parts[index].view(len(blocks), -1)
 
     codes, scales = (partial(part, index=i) for i in range(2))
     return BlockFormat(Scheme(form, group, "f16"), codes, scales, partial(_dense, kind))
