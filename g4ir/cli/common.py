@@ -229,7 +229,7 @@ def folder_drafts(model: str, draft: Draft) -> Draft:
 class OnEngine(Verb):
     """A verb that runs an engine."""
 
-    engine: str = argument(f"{ANY_MODEL}; an engine is built of it on first use", "MODEL")
+    engine: str = argument(f"{ANY_MODEL}, built on first use", "MODEL")
     first_use: FirstUse
 
     def with_engine(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 else:
     dataclass_transform = lambda **how: lambda cls: cls  # noqa: E731
 
-ANY_MODEL = "engine directory, GGUF file, checkpoint directory, Hugging Face id or variant"
+ANY_MODEL = "engine, GGUF file, checkpoint, hub id or variant"
 PRESET = "build options by name, also of the backend; flags win (see `g4ir presets`)"
 SWITCHES = {"on": True, "off": False}
 
