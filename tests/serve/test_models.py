@@ -216,6 +216,8 @@ def test_no_request_is_lost(routed: str, count: int) -> None:
     assert [m["id"] for m in listed] == [*"abc"] and sum(m["loaded"] for m in listed) == 2
     metrics = httpx.get(f"{routed}/metrics").text
     assert metrics.count("g4ir_slots{model=") == 2 and "g4ir_build_info{" in metrics
+    got = httpx.post(f"{routed}/v1/embeddings", json={"model": "a", "input": "Hi"})
+    assert got.status_code == 501 and "--embed" in got.text
     tags = httpx.get(f"{routed}/api/tags").json()["models"]
     assert [m["name"] for m in tags] == [*"abc"]
     body = {"model": "b:latest", "prompt": "Hi", "options": {"num_predict": 2}}
