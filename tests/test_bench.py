@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -45,9 +46,11 @@ from g4ir.bench.text import (
     text,
 )
 from g4ir.bench.work import request_costs, request_runs
+from g4ir.builder.build import build
 from g4ir.builder.load import load_engine
 from g4ir.check.reference import with_run
 from g4ir.engine.engine import Engine
+from g4ir.engine.speculative import StepCosts
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import Agreement, Tolerance, row_errors
 from g4ir.plan.cost import Cost, graph_costs, total
@@ -212,6 +215,29 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
     keys = json.loads(outcome.out)
     assert outcome.code == 1 and keys["runs"][0]["void"]
     assert [keys[k] for k in ("output_throughput", "mean_ttft_ms", "p99_itl_ms")] == [None] * 3
+
+
+def test_drafts_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of the source: drafts that are all rejected, and 70 % right ones."""
+    # Measured costs decide how many tokens are drafted: on a busy machine any number.
+    monkeypatch.setattr(StepCosts, "add", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "known", lambda *_: True)
+    options: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 64}
+    engine = build("tiny-dense", tmp_path / "e", draft_tokens=4, **options)
+    words = ("--input-len", "8", "--output-len", "32", "--rounds", "2", "--warmup", "0")
+    outcome = g4ir("bench", engine.path, *words, "--draft", "ngram", "--json", "-")
+    drafts = json.loads(outcome.out)["drafts"]
+    kinds = drafts["by_kind"]
+    assert drafts["same_text"] and drafts["draft_tokens"] == 4
+    assert [*kinds] == ["none", "ngram", "rejected", "right_70"]
+    assert kinds["rejected"]["tokens_per_round"] == kinds["none"]["tokens_per_round"] == 1
+    assert kinds["rejected"]["accepted"][0] == 0 and kinds["right_70"]["tokens_per_round"] > 1.5
+    assert all(k["tokens_per_second"] > 0 and k["speedup"] > 0 for k in kinds.values())
+    shown = g4ir("bench", engine.path, *words, "--draft", "ngram").out
+    assert re.search(r"tokens/s without; ngram, up to 4 x.*; all rejected x.*70 % right x", shown)
+    plain = build("tiny-dense", tmp_path / "p", **options)
+    outcome = g4ir("bench", plain.path, *words, "--draft", "ngram")
+    assert outcome.code == 2 and "verifies no drafted tokens" in outcome.err
 
 
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:

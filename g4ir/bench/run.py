@@ -14,12 +14,14 @@ import torch
 from g4ir.backends.inductor.device import find_device
 from g4ir.builder.module import need_transformers
 from g4ir.engine.engine import Engine
+from g4ir.engine.speculative import NONE, resolve_draft
 from g4ir.errors import InputError, check_all
 from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress
 
 from .agreement import compare_outputs, void_roles
+from .drafts import measure_drafts
 from .llama import LLAMA, LlamaRunner, binding, gguf_file
 from .measure import requests_per_round, timed_request
 from .report import Values, build_report
@@ -44,6 +46,7 @@ def run_bench(
     warmup: int = 2,
     checkpoint: str | None = None,
     load_s: Sequence[float] = (),
+    draft: str = NONE,
     progress: Progress = no_progress,
 ) -> Values:
     """Measure one engine, or two of the same variant, and baselines (keys of BASELINES); return the
@@ -52,7 +55,8 @@ def run_bench(
     w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each (A-B-A-B).
     warmup: requests of each before them, after the one that its outputs are compared on.
     checkpoint: what baselines load if the engine does not refer to one. load_s: seconds that
-    loading each engine took.
+    loading each engine took. draft: source of drafts that are measured after the rounds, on one
+    sequence of the first engine.
 
     Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
     report marks their speeds void.
@@ -60,6 +64,8 @@ def run_bench(
     check_options(peers, rounds, warmup)
     check_specs({str(e.path): e.spec for e in engines})
     engine = engines[0]
+    if draft != NONE:
+        resolve_draft(engine, draft)
     env = {**environment(engine.device), "load_average": load_average()}
     if any(MODES[name][2] for name in {*peers} & {*MODES}):
         check_all(*find_device(engine.device).needs())
@@ -82,7 +88,12 @@ def run_bench(
             gc.collect()
             runner.rounds.append([timed_request(runner, w, tokens) for _ in range(count)])
     measured = {"env": env, "agreement": agreements, "void": void_roles(agreements)}
-    return build_report(engine, w, runners, meter, {**measured, "warmup": warmup})
+    report = build_report(engine, w, runners, meter, {**measured, "warmup": warmup})
+    if draft == NONE:
+        return report
+    prompt = tokens[0, : w.context + w.input_len].tolist()
+    drafts = measure_drafts(engine, prompt, w.output_len, draft, rounds, progress)
+    return {**report, "drafts": drafts}
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:

@@ -17,7 +17,7 @@ from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
 from g4ir.weights.origin import find_model
 
-from .common import FirstUse, Load, emit, strict
+from .common import Draft, FirstUse, Load, emit, strict
 from .verb import ANY_MODEL, Verb, argument, flag, flag_of, setting
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Bench(Verb):
     peer: list[str] = flag("baseline: hf, hf-static, hf-compile or llama.cpp (GGUF)", (), "NAME")
     checkpoint: str | None = flag("checkpoint of the baseline (default: MODEL's)", None, "DIR|FILE")
     text: str | None = flag("take prompts from a text, not random tokens", None, "FILE")
+    draft: str = flag("also measure drafts: ngram, or mtp (draft model)", "none", "SOURCE")
     rounds: int = flag("measured rounds (default 5)", 5, "N")
     warmup: int = flag("warm-up requests (default 2)", 2, "N")
     json: str | None = flag(
@@ -69,7 +70,7 @@ class Bench(Verb):
             print(markdown([read_report(m) for m in self.engines]))
             return 0
         self._check_arguments()
-        report = self._measured(self.first_use.engines(self.engines))
+        report = self._measured(self.first_use.engines(self.engines, Draft(draft=self.draft)))
         self._write(report)
         return 0 if report["outputs_agree"] else 1
 
@@ -113,6 +114,7 @@ class Bench(Verb):
                 warmup=self.warmup,
                 checkpoint=self._checkpoint(),
                 load_s=seconds,
+                draft=self.draft,
                 progress=progress,
             )
 
