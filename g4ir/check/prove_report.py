@@ -17,13 +17,14 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;width:100%}
 td,th{text-align:left;vertical-align:top;padding:.3em .6em;border-bottom:1px solid var(--line)}
+td:not(:last-child){white-space:nowrap}
 .True{color:var(--good)}.False{color:var(--bad);font-weight:bold}
 figure{margin:1.5em 0}svg{width:100%;height:auto;font-size:12px}text{fill:currentColor}
 .axis{stroke:var(--line)}.lost{fill:var(--bad)}.found{fill:var(--good)}
 """
 COLOURS = ("#2a6fdb", "#d9662b", "#3a9d5d", "#9055c4", "#b08d1e", "#c4418c")
 #: pixels of a plot, and of its margins: left, right, top, bottom
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 64, 170, 12, 34
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 72, 170, 12, 34
 Line = tuple[str, Sequence[float], Sequence[float]]
 
 
@@ -70,7 +71,7 @@ def _figures(parts: Sequence[Part]) -> Iterable[str]:
     ):
         lines = [
             (
-                f"{p.engine}, {p.name}",
+                _legend(p),
                 [b["end"] for b in buckets],
                 [_shown(key, b) for b in buckets],
             )
@@ -80,6 +81,10 @@ def _figures(parts: Sequence[Part]) -> Iterable[str]:
         yield _plot(title, lines, log=True)
     if read:
         yield _needles(read)
+
+
+def _legend(p: Part) -> str:
+    return f"{p.engine}, {p.name.removeprefix('context ')}"
 
 
 def _shown(key: str, bucket: dict[str, float]) -> float:
@@ -129,7 +134,7 @@ def _needles(parts: Sequence[Part]) -> str:
     drawn = []
     for row, p in enumerate(parts):
         y = TOP + 26 * row
-        drawn.append(f'<text x="0" y="{y + 15}">{escape(f"{p.engine}, {p.name}")}</text>')
+        drawn.append(f'<text x="0" y="{y + 15}">{escape(_legend(p))}</text>')
         for i, n in enumerate(p.data["needles"]):
             kind, mark = ("found", "found") if n["found"] else ("lost", "not found")
             hint = f"depth {n['depth']:.0%}: {mark}, NLL {n['nll']:.3f}"

@@ -145,7 +145,7 @@ class Draft(Part, title="speculative decoding"):
         return {"draft": NO_DRAFT if off else SpeculativeConfig(self.draft, self.draft_tokens or 0)}
 
 
-class OnDisk(Part, title="prefix cache"):
+class OnDisk(Part):
     """The prefix cache that outlives the process."""
 
     prefix_disk: Size = flag("keep prompts on disk, at most so much (such as 4GiB)", 0, "BYTES")

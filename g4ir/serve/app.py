@@ -351,6 +351,7 @@ class Server:
         engine, scheduler = prompts.engine, service.scheduler
         build = {"g4ir": __version__, "backend": engine.config.backend}
         build |= {"device": engine.device, "dtype": engine.dtype}
+        build |= {"quant": quant.name if (quant := engine.config.quant) else None}
         prefixes = scheduler.prefixes
         return json_response(
             {

@@ -13,10 +13,12 @@ globalThis.shown = (source, live) => {
 
 // Scripts that ran, and nodes, attributes and addresses that no text may become.
 globalThis.unsafe = (element) => {
-  const tags = ('P H3 H4 H5 H6 HR UL OL LI BLOCKQUOTE DIV TABLE THEAD TBODY TR TH TD PRE CODE SPAN'
-    + ' BUTTON EM STRONG DEL BR A DETAILS SUMMARY TEXTAREA LABEL SMALL').split(' ');
+  const tags = ('P H2 H3 H4 H5 H6 HR UL OL LI BLOCKQUOTE DIV TABLE THEAD TBODY TR TH TD PRE CODE SPAN'
+    + ' BUTTON EM STRONG DEL BR A SUP DETAILS SUMMARY TEXTAREA LABEL SMALL MATH MROW MI MN MO MTEXT'
+    + ' MSPACE MFRAC MSQRT MROOT MSUB MSUP MSUBSUP MUNDER MOVER MUNDEROVER MTABLE MTR MTD').split(' ');
   const names = ('class tabindex role type href title target rel start aria-label aria-busy'
-    + ' aria-current placeholder rows readonly').split(' ');
+    + ' aria-current placeholder rows readonly alttext display stretchy fence largeop accent width'
+    + ' linethickness mathvariant').split(' ');
   const wrong = [...globalThis.ran];
   for (const e of element.querySelectorAll('*')) {
     if (!tags.includes(e.tagName.toUpperCase())) wrong.push(e.tagName);

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(not find_chromium(), reason=M
 DOCS = Path(__file__).parents[2] / "docs"
 CASES = read_table("serve/browser.yaml")
 END = CASES["words"][0]
-READY = "document.getElementById('status').textContent.includes('slots')"
+READY = "/^(idle|busy)/.test(document.getElementById('status').textContent)"
 #: what tells of its own answers: refusals, which Chromium writes down too
 REFUSED = ("status of 400", "status of 401")
 LAST = """globalThis.last = (s) => [...document.querySelectorAll(s)].at(-1)?.textContent ?? '';

@@ -16,7 +16,9 @@ function ownView(message) {
     made("pre", { tabindex: "0" }, file.slice(file.indexOf("\n") + 1))));
   const body = made("div", { class: "body" }, ...(seen.length ? [made("div", { class: "media" },
     ...seen)] : []), ...folded, ...(words ? [made("div", { class: "text" }, words)] : []));
-  const item = made("li", { class: message.role === "user" ? "user" : "system" }, body);
+  const own = message.role === "user";
+  const item = made("li", { class: own ? "user" : "system" },
+    made("h2", { class: "spoken" }, own ? "You" : "System prompt"), body);
   if (message.role !== "user") return item;
   item.append(made("div", { class: "acts" }, button("Edit", () => edit(message), { class: "act" }),
     button("Answer", () => regenerate(message), { class: "act again" })));
@@ -37,6 +39,8 @@ function preview({ kind, url, name }) {
 
 // --- answers ----------------------------------------------------------------------------------
 
+const versionAt = (at, count) => at >= 0 && at < count;
+
 // Whether a call's arguments are complete JSON: an answer may be truncated within them.
 function readable(json) {
   try {
@@ -50,7 +54,8 @@ function readable(json) {
 class Answer {
   constructor(message = null) {
     this.body = made("div", { class: "body" });
-    this.item = made("li", { class: "assistant" }, this.body);
+    const heading = made("h2", { class: "spoken" }, "Answer");
+    this.item = made("li", { class: "assistant" }, heading, this.body);
     Object.assign(this, { content: parted(message?.content).words, drawn: false });
     this.thought = message?.reasoning_content ?? "";
     if (message) {
@@ -142,6 +147,11 @@ class Answer {
     }
     const cut = stopped || this.finish === "length";
     message.page = { speed: this.speed(stopped), cut: cut && !calls.length };
+    if (this.versions?.length) {
+      message.page.versions = [...this.versions, plain(message)];
+      message.page.speeds = [...this.speeds, message.page.speed];
+      message.page.version = this.versions.length;
+    }
     if (this.usage) message.page.used = this.usage.total_tokens;
     return message;
   }
@@ -152,21 +162,54 @@ class Answer {
     const words = [`${count} tokens`];
     if (count > 1 && seconds > 0) words.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
     if (stopped) words.push("stopped");
-    else if (this.finish === "length") words.push("cut: no more tokens were allowed or fit");
+    else if (this.finish === "length") {
+      const most = Number(find("max_tokens").value);
+      words.push(most && count >= most ? `stopped at Max tokens (${most})` : "the context is full");
+    }
     return words.join(" · ");
+  }
+
+  // Buttons to the other versions. After later messages only the shown one can be read.
+  arrows(message, at, count) {
+    const turn = (sign, label, to) => button(sign, () => showVersion(message, to),
+      { class: "act again", "aria-label": `${label} version`, ...(versionAt(to, count) ? {}
+        : { disabled: "" }) });
+    return [turn("‹", "Previous", at - 1), made("span", { class: "again" }, `${at + 1}/${count}`),
+      turn("›", "Next", at + 1)];
   }
 
   // Completes the view: adds buttons and tool calls.
   close(message) {
-    const { speed, cut } = message.page ?? {};
+    const { speed, cut, versions, version = 0 } = message.page ?? {};
     const given = button("Copy", () => copy(this.content, given), { class: "act" });
     const on = button("Continue", () => goOn(message, this), { class: "act again" });
     this.meta = made("div", { class: "meta" }, made("span", { class: "speed" }, speed ?? ""),
+      ...(versions ? this.arrows(message, version, versions.length) : []),
       ...(this.content ? [given] : []), ...(this.content && cut ? [on] : []),
       button("Regenerate", () => regenerate(message), { class: "act again" }));
     this.body.append(this.meta);
     if (message.tool_calls) showCalls(this, message);
   }
+}
+
+// The versions of an answer that were generated for one message, and the one that is shown.
+
+function versionsOf({ page, ...message }) {
+  const speed = page?.speed ?? "";
+  return { versions: page?.versions ?? [message], speeds: page?.speeds ?? [speed] };
+}
+
+function showVersion(message, at) {
+  if (state.abort) return;
+  const { versions, speeds } = message.page;
+  const chosen = { ...versions[at], page: { ...message.page, speed: speeds[at] ?? "", version: at } };
+  delete chosen.page.used;
+  chosen.page.cut = false;
+  state.messages = state.messages.map((m) => (m === message ? chosen : m));
+  show();
+  views.get(chosen).querySelector(`.act[aria-label="${at ? "Previous" : "Next"} version"]`)?.focus();
+  save();
+  measure();
 }
 
 // --- calls ------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ const SAMPLING = [...NUMBERS, "stop_texts", "thinking_token_budget"];
 const OWN = ["system", "tools"]; // settings stored with a conversation
 const FIELDS = [...OWN, ...SAMPLING];
 const LOOK_MS = 2000;
+const TOO_LONG = /has (\d+) tokens.*?(\d+) new ones? .*?holds (\d+) tokens/;
 const MOST_TEXT = 1 << 20; // maximum bytes of a text file in a message
 const TEXTS = /\.(?:[cm]?ts|svg)$/; // text files whose MIME type is video or image
 
 const state = {
   kept: null, // {id, created, updated} of the conversation; null: not saved yet
+  models: [], // ids of the models that the server has
   messages: [], // in OpenAI's format; the system message is added when they are sent
   attached: [], // {kind, name, url or text}
   reading: null, // promise of files that are being read
@@ -45,7 +47,12 @@ function keep() {
     lasting.setItem(id, value);
   }
   lasting.setItem("thinking", String(find("thinking").checked));
+  lasting.setItem("theme", find("theme").value);
   session.setItem("key", find("key").value.trim());
+}
+
+function showTheme() {
+  document.documentElement.dataset.theme = find("theme").value;
 }
 
 function openSettings(why = "", id = "system") {
@@ -76,6 +83,7 @@ function system() {
 // The request fields that determine the prompt.
 function asking() {
   const out = { messages: [...system(), ...state.messages.map(plain)] };
+  if (state.models.length > 1) out.model = chosenModel();
   if (tools().length) out.tools = tools();
   if (find("thinking").checked) out.chat_template_kwargs = { enable_thinking: true };
   return out;
@@ -92,16 +100,36 @@ function body() {
 
 // --- the server -------------------------------------------------------------------------------
 
+// The server's answer; an error has its `status`, of a server that does not answer 0.
 async function asked(path, given = {}) {
   const key = session.getItem("key");
   const headers = { ...given.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-  const response = await fetch(path, { ...given, headers });
+  let response = null;
+  try {
+    response = await fetch(path, { ...given, headers });
+  } catch (error) {
+    throw error.name === "AbortError" ? error : unreachable();
+  }
   if (response.ok) return response;
   let message = `the server answers ${response.status}`;
   try {
     message = (await response.json()).error.message;
   } catch { /* no error in OpenAI's form */ }
   throw Object.assign(new Error(message), { status: response.status });
+}
+
+function unreachable() {
+  const message = `The server at ${location.host} does not answer. Is g4ir serve running?`;
+  return Object.assign(new Error(message), { status: 0 });
+}
+
+// An error of the server in words, with what can be done about it.
+function inWords({ message }) {
+  const found = TOO_LONG.exec(message);
+  if (!found) return message;
+  const [has, more, most] = found.slice(1).map(Number);
+  return `Too long by ${(has + more - 1 - most).toLocaleString("en")} tokens: this model holds ${most}. `
+    + `Shorten the message, begin a new chat, or start the server with --max-seq ${2 ** Math.ceil(Math.log2(has + more))}.`;
 }
 
 function posted(value) {
@@ -112,20 +140,21 @@ function posted(value) {
 async function look() {
   try {
     const { data } = await (await asked("v1/models")).json();
-    find("model").textContent = data[0].id;
-    document.title = data[0].id;
-    find("model-note").textContent = data[0].note ?? "";
-    state.media = data[0].media ?? null;
-    if (state.media) tell(fullness(await (await asked("metrics")).text()), "off");
+    listModels(data);
+    const model = data.find((one) => one.id === chosenModel()) ?? data[0];
+    document.title = model.id;
+    find("model-note").textContent = model.note ?? "";
+    state.media = model.media ?? null;
+    if (state.media || data.length > 1) tell(fullness(await (await asked("metrics")).text()), "off");
     else tell("loading");
     state.locked = false;
     const before = state.room;
-    state.room = data[0].max_model_len ?? null;
+    state.room = model.max_model_len ?? null;
     if (state.room !== before) measure();
   } catch (error) {
     state.locked = error.status === 401;
     const known = session.getItem("key");
-    if (!state.locked) tell("not reachable");
+    if (!state.locked) tell("not reachable, trying again");
     else tell(known ? "wrong API key" : "needs an API key");
     if (state.locked && !known && !find("settings").open) {
       openSettings("This server asks for a key.", "key");
@@ -146,8 +175,43 @@ function fullness(metrics) {
     return [...found].reduce((sum, [, value]) => sum + Number(value), 0);
   };
   const waiting = number("num_requests_waiting");
-  const slots = `${number("num_requests_running")} of ${number("slots")} slots busy`;
-  return waiting ? `${slots}, ${waiting} waiting` : slots;
+  const words = number("num_requests_running") ? "busy" : "idle";
+  return waiting ? `${words}, ${waiting} waiting` : words;
+}
+
+// --- models -----------------------------------------------------------------------------------
+
+const chosenModel = () => find("model").value;
+
+// Lists the models, of which one is chosen: the one chosen before, else the first.
+function listModels(data) {
+  const ids = data.map((one) => one.id);
+  if (ids.join("\n") === state.models.join("\n")) return;
+  const before = find("model").value || lasting.getItem("model");
+  state.models = ids;
+  find("model").replaceChildren(...ids.map((id) => made("option", {}, id)));
+  find("model").value = ids.includes(before) ? before : ids[0];
+  find("model").disabled = ids.length < 2;
+}
+
+const SHOWN = { variant: "variant", dtype: "computes in", backend: "backend", device: "device",
+  max_seq: "context, tokens", max_batch: "answers at a time", quant: "weights", media: "media" };
+
+// What is known of the chosen model; one that is not loaded is not loaded for this.
+async function showModel() {
+  const { data } = await (await asked("v1/models")).json();
+  const model = data.find((one) => one.id === chosenModel()) ?? data[0];
+  let facts = { max_seq: model.max_model_len, media: model.media };
+  if (data.length === 1) {
+    const { variant, media, limits, build, quant } = await (await asked("server_info")).json();
+    facts = { variant, media, quant, ...limits, ...build };
+  } else facts.device = model.loaded ? "loaded" : "loaded when it is asked";
+  const rows = Object.entries(SHOWN).filter(([key]) => ![undefined, null].includes(facts[key]))
+    .flatMap(([key, label]) => [made("dt", {}, label),
+      made("dd", {}, [facts[key]].flat().join(", ") || "text only")]);
+  find("facts").replaceChildren(made("dt", {}, "model"), made("dd", {}, model.id), ...rows);
+  find("facts-note").textContent = model.note ?? "";
+  find("about").showModal();
 }
 
 // Shows the context usage of the conversation: from the last answer's usage, else counted by the
@@ -242,9 +306,9 @@ function turnTo(kept, messages) {
   Object.assign(state, { kept, messages, unsaved: "" });
   session.setItem("chat", kept?.id ?? "");
   log.replaceChildren();
-  log.setAttribute("aria-live", "off"); // screen readers skip old messages
+  find("live").setAttribute("aria-live", "off"); // screen readers skip old messages
   scrolled(show, true);
-  setTimeout(() => log.setAttribute("aria-live", "polite"));
+  setTimeout(() => find("live").setAttribute("aria-live", "polite"));
   drawChats();
   measure();
   if (!WIDE.matches) showChats(false);
@@ -299,7 +363,7 @@ function busy(is) {
 
 // Generates an answer to the messages, and returns whether there was any text. `answer`: one to
 // continue.
-async function reply(answer = null) {
+async function reply(answer = null, replaces = null) {
   const wrong = wrongTools();
   if (wrong) {
     openSettings(wrong, "tools");
@@ -308,8 +372,12 @@ async function reply(answer = null) {
   const asks = body();
   if (answer) Object.assign(asks, { continue_final_message: true, add_generation_prompt: false });
   state.continued = answer && state.messages.at(-1);
+  const { version, versions = [], speeds = [] } = state.continued?.page ?? {};
+  const others = (list) => list.filter((_, i) => i !== version);
+  if (answer) Object.assign(answer, { versions: others(versions), speeds: others(speeds) });
   answer?.resume();
   answer ??= new Answer();
+  if (replaces) Object.assign(answer, versionsOf(replaces));
   scrolled(() => log.append(answer.item));
   state.abort = new AbortController();
   busy(true);
@@ -321,14 +389,16 @@ async function reply(answer = null) {
     for await (const chunk of events(response)) answer.take(chunk);
   } catch (error) {
     stopped = true;
-    failed = error.name === "AbortError" ? null : error;
+    const broken = error instanceof TypeError; // of a stream
+    failed = error.name === "AbortError" ? null : broken ? unreachable() : error;
   }
   const message = answer.end(stopped);
   const before = state.messages.filter((m) => m !== state.continued);
   state.continued = null;
   if (message) state.messages = [...before, message];
   if (failed) {
-    showError(failed.message);
+    const again = message ? () => goOn(message, answer) : null;
+    showError(inWords(failed), failed.status === 0 ? again ?? (() => retry(replaces)) : null);
     if (failed.status === 401) openSettings("The key is missing or wrong.", "key");
   }
   busy(false);
@@ -339,7 +409,7 @@ async function reply(answer = null) {
 
 // Replaces the messages, or those of a copy of the conversation, and generates an answer. If there
 // is none, restores the previous state.
-async function attempt(messages, { answer = null, copy: copied = false } = {}) {
+async function attempt(messages, { answer = null, copy: copied = false, replaces = null } = {}) {
   const { messages: before, kept } = state;
   if (copied) state.kept = null;
   state.messages = messages;
@@ -347,7 +417,7 @@ async function attempt(messages, { answer = null, copy: copied = false } = {}) {
   scrolled(show, true); // scroll to the user's message
   // The replaced answer is kept until the new one has text.
   if (copied || before.every((message) => messages.includes(message))) save();
-  const done = await (state.coming = reply(answer));
+  const done = await (state.coming = reply(answer, replaces));
   if (!done) {
     const begun = state.kept;
     Object.assign(state, { messages: before, kept });
@@ -405,7 +475,14 @@ async function say() {
 async function regenerate(message) {
   if (state.abort) return;
   const at = state.messages.indexOf(message);
-  await attempt(state.messages.slice(0, message.role === "assistant" ? at : at + 1));
+  const replaces = message.role === "assistant" ? message : null;
+  await attempt(state.messages.slice(0, replaces ? at : at + 1), { replaces });
+}
+
+// Tries again what the server did not answer: a regeneration, or the message in the field.
+function retry(replaces) {
+  if (replaces) regenerate(replaces);
+  else say();
 }
 
 async function goOn(message, answer) {
@@ -530,6 +607,14 @@ document.addEventListener("keydown", (event) => {
 });
 stop.addEventListener("click", () => state.abort?.abort());
 find("new").addEventListener("click", begin);
+find("theme").addEventListener("change", showTheme);
+find("open-about").addEventListener("click", () => {
+  showModel().catch((error) => notice(error.message));
+});
+find("model").addEventListener("change", () => {
+  lasting.setItem("model", chosenModel());
+  look();
+});
 find("open-settings").addEventListener("click", () => openSettings());
 find("settings-form").addEventListener("submit", (event) => {
   const wrong = wrongTools();
@@ -580,6 +665,8 @@ document.addEventListener("drop", (event) => {
 async function start() {
   restore();
   find("thinking").checked = lasting.getItem("thinking") === "true";
+  find("theme").value = lasting.getItem("theme") || "system";
+  showTheme();
   find("key").value = session.getItem("key") ?? "";
   showChats(WIDE.matches && lasting.getItem("chats") !== "closed");
   look();

@@ -42,9 +42,12 @@ function scrolled(change, always = false) {
   return result;
 }
 
-function showError(message) {
-  const body = made("div", { class: "body" }, message);
-  scrolled(() => log.append(made("li", { class: "error", role: "alert" }, body)), true);
+// `again`: a function that a button tries again.
+function showError(message, again = null) {
+  const body = made("div", { class: "body", role: "alert" }, message);
+  const retry = () => { body.parentElement.remove(); again(); };
+  if (again) body.append(" ", button("Try again", retry, { class: "act" }));
+  scrolled(() => log.append(made("li", { class: "error" }, body)), true);
 }
 
 // Shows a notice until it is closed; `acts`: buttons as [label, function].

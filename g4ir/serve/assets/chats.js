@@ -95,9 +95,20 @@ function typeTitle(id, row) {
   field.select();
 }
 
+// A time of today, "Yesterday", the day of the week, or a date.
+function dayOf(time, now = Date.now()) {
+  const [then, midnight] = [new Date(time), new Date(now).setHours(0, 0, 0, 0)];
+  const days = Math.round((midnight - new Date(time).setHours(0, 0, 0, 0)) / 86_400_000);
+  if (days <= 0) return then.toLocaleTimeString(undefined, { hour: "numeric", minute: "2-digit" });
+  if (days === 1) return "Yesterday";
+  if (days < 7) return then.toLocaleDateString(undefined, { weekday: "long" });
+  const year = then.getFullYear() === new Date(now).getFullYear() ? {} : { year: "numeric" };
+  return then.toLocaleDateString(undefined, { day: "numeric", month: "short", ...year });
+}
+
 function chatRow({ id, title, updated }) {
   const current = state.kept?.id === id;
-  const day = new Date(updated).toLocaleDateString(undefined, { day: "numeric", month: "short" });
+  const day = dayOf(updated);
   const row = made("li");
   const opens = button("", async () => {
     await openChat(id);
@@ -121,7 +132,7 @@ function drawChats() {
   const words = find("search").value.trim().toLowerCase();
   const found = [...shelf.list.values()].filter((one) => one.words.includes(words));
   found.sort((a, b) => b.updated - a.updated);
-  const rows = found.map((one) => [one.id, one.title]);
+  const rows = found.map((one) => [one.id, one.title, dayOf(one.updated)]);
   const said = JSON.stringify([state.kept?.id, shelf.asides, words, rows]);
   if (said === state.listed) return;
   state.listed = said;

@@ -1,6 +1,6 @@
 "use strict";
-// Markdown as nodes: headings, lists, tables, quotes, rules, code, emphasis, links to http(s).
-// Text becomes text nodes only: HTML and formulas are displayed as source.
+// Markdown as nodes: headings, lists, tables, quotes, rules, code, formulas, footnotes, emphasis,
+// links to http(s). Text becomes text nodes only: HTML is displayed as source.
 
 const MOST_DEPTH = 8; // maximum nesting of quotes, lists and emphasis
 const MOST_COLUMNS = 64; // maximum columns of a table
@@ -53,6 +53,30 @@ function formula(lines, at) {
   while (end < lines.length && !blank(lines[end]) && open()) end += 1;
   const behind = end < lines.length && !blank(lines[end]) ? end + 1 : end;
   return { kind: "formula", end: behind, text: lines.slice(at, behind).join("\n") };
+}
+
+// Indented code cannot interrupt a paragraph.
+function indented(lines, at) {
+  const inside = (line) => indent(line) >= 4;
+  if (!inside(lines[at]) || ITEM.test(lines[at].trimStart())) return null;
+  let end = at;
+  for (let next = at; next < lines.length; next += 1) {
+    if (inside(lines[next])) end = next + 1;
+    else if (!blank(lines[next])) break;
+  }
+  const text = lines.slice(at, end).map((line) => dedented(line, 4)).join("\n");
+  return { kind: "code", end, language: "", text };
+}
+
+const NOTE = /^ {0,3}\[\^([^\]\s]{1,32})\]:\s*/;
+
+function note(lines, at) {
+  const found = NOTE.exec(lines[at]);
+  if (!found) return null;
+  let end = at + 1;
+  while (end < lines.length && !blank(lines[end]) && !begins(lines, end)) end += 1;
+  const text = [lines[at].slice(found[0].length), ...lines.slice(at + 1, end)];
+  return { kind: "note", end, name: found[1], text: text.map((s) => s.trim()).join("\n") };
 }
 
 function heading(lines, at) {
@@ -133,7 +157,7 @@ function list(lines, at) {
   return { kind: "list", end, ordered, loose, items, start: parseInt(first[1], 10) };
 }
 
-const READERS = [fence, formula, heading, rule, table];
+const READERS = [fence, formula, heading, rule, table, note];
 
 // Whether a line begins a block that interrupts a paragraph; a numbered list only with number 1.
 function begins(lines, at) {
@@ -148,7 +172,7 @@ function paragraph(lines, at) {
 }
 
 function blocks(lines, depth) {
-  const readers = depth < MOST_DEPTH ? [...READERS, quote, list] : READERS;
+  const readers = [...READERS, ...(depth < MOST_DEPTH ? [quote, list] : []), indented];
   const out = [];
   for (let at = 0; at < lines.length;) {
     if (blank(lines[at])) { at += 1; continue; }
@@ -182,8 +206,32 @@ function link(href, children) {
 function escaped(text, at) {
   const close = { "(": "\\)", "[": "\\]" }[text[at + 1]];
   const end = close ? text.slice(at, at + MOST_SPAN).indexOf(close) : -1;
-  if (end > 0) return [end + 2, text.slice(at, at + end + 2)];
+  if (end > 0) return [end + 2, shownFormula(text.slice(at, at + end + 2))];
   return /[\n!-/:-@[-`{-~]/.test(text[at + 1] ?? "") ? [2, text[at + 1]] : null;
+}
+
+// Names of character references that models write; others stay text.
+const ENTITIES = new Map(`amp=& lt=< gt=> quot=" apos=' nbsp=\u00a0 copy=© reg=® trade=™ hellip=… mdash=—
+  ndash=– lsquo=‘ rsquo=’ ldquo=“ rdquo=” laquo=« raquo=» bull=• middot=· times=× divide=÷ plusmn=± minus=−
+  deg=° le=≤ ge=≥ ne=≠ asymp=≈ infin=∞ larr=← rarr=→ uarr=↑ darr=↓ harr=↔ rArr=⇒ sum=∑ radic=√ pi=π
+  mu=μ alpha=α beta=β gamma=γ delta=δ sect=§ para=¶ euro=€ pound=£ yen=¥ cent=¢ frac12=½ sup2=² sup3=³
+  shy=\u00ad zwj=\u200d`.split(/[ \n]+/).map((pair) => [pair.slice(0, pair.indexOf("=")),
+  pair.slice(pair.indexOf("=") + 1)]));
+
+function entity(text, at) {
+  const found = /^&(?:#(\d{1,7})|#[xX]([\da-fA-F]{1,6})|([A-Za-z][A-Za-z\d]{1,31}));/.exec(
+    text.slice(at, at + 40));
+  if (!found) return null;
+  const code = found[1] ? Number(found[1]) : parseInt(found[2] ?? "0", 16);
+  const real = code > 0 && code < 0x110000 && !(code >= 0xd800 && code < 0xe000);
+  const shown = found[3] ? ENTITIES.get(found[3]) : real ? String.fromCodePoint(code) : undefined;
+  return [found[0].length, shown ?? found[0]];
+}
+
+// A formula with its marks, as MathML; as text if it is incomplete or holds something unknown.
+function shownFormula(marked) {
+  const given = /^(\$\$|\\\[|\$|\\\()([^]+?)(\$\$|\\\]|\$|\\\))$/.exec(marked.trim());
+  return (given && formulaNode(given[2], /^(\$\$|\\\[)$/.test(given[1]))) ?? marked;
 }
 
 // `missing`: lengths of code marks without an end in the remaining text.
@@ -203,6 +251,8 @@ const TARGET = new RegExp(String.raw`^\(\s*(?:<([^<>\n]*)>|((?:[^\s()]|\([^\s()]
 
 function linked(text, at, { inLink }) {
   const near = inLink ? "" : text.slice(at, at + MOST_SPAN);
+  const foot = /^\[\^([^\]\s]{1,32})\]/.exec(near);
+  if (foot) return [foot[0].length, made("sup", {}, foot[1])];
   let [end, open] = [0, 0];
   for (; end < near.length; end += 1) {
     if (near[end] === "\\") end += 1;
@@ -240,7 +290,7 @@ function bare(text, at, { inLink }) {
 function dollars(text, at) {
   const near = text.slice(at, at + MOST_SPAN);
   const found = /^(?:\$\$[^$]+\$\$|\$(?![\s$])[^$\n]*[^\s$\\]\$(?!\d)|\$[^\s$]\$(?!\d))/.exec(near);
-  return found && [found[0].length, found[0]];
+  return found && [found[0].length, shownFormula(found[0])];
 }
 
 // A run of marks that may begin or end emphasis; less strict than CommonMark next to punctuation,
@@ -262,8 +312,8 @@ class Run {
 const run = (text, at) => { const found = new Run(text, at); return [found.length, found]; };
 
 const SPANS = { "\\": escaped, "`": code, "[": linked, "!": image, "<": angled, h: bare,
-  $: dollars, "*": run, _: run, "~": run };
-const SPECIAL = /[\\`[!<$*_~]|https?:\/\/(?=[^\s<>"`])/g;
+  $: dollars, "&": entity, "*": run, _: run, "~": run };
+const SPECIAL = /[\\`[!<$&*_~]|https?:\/\/(?=[^\s<>"`])/g;
 
 // Returns a paragraph's nodes and texts. `live`: streaming, so open emphasis may not have its end
 // yet.
@@ -333,8 +383,9 @@ function filled(element, children) {
   return element;
 }
 
-function coded({ language, text }) {
-  const inner = made("code", {}, text);
+// Code is coloured once it is complete.
+function coded({ language, text, live }) {
+  const inner = filled(made("code"), live ? [text] : coloured(text, language));
   const given = button("Copy", () => copy(inner.textContent, given));
   const bar = made("div", { class: "bar" }, made("span", {}, language.split(/\s/)[0]), given);
   return made("div", { class: "code" }, bar, made("pre", { tabindex: "0" }, inner));
@@ -366,7 +417,9 @@ function listed({ ordered, loose, items, start, depth, live }) {
 
 const NODES = {
   code: coded,
-  formula: ({ text }) => made("p", {}, text),
+  formula: ({ text }) => made("p", { class: "formula", tabindex: "0" }, shownFormula(text)),
+  note: ({ name, text, live }) =>
+    filled(made("p", { class: "note" }), [made("sup", {}, name), " ", ...spans(text, live)]),
   heading: ({ level, text, live }) => filled(made(`h${Math.min(level + 2, 6)}`), spans(text, live)),
   rule: () => made("hr"),
   quote: ({ lines, depth, live }) =>
@@ -391,7 +444,9 @@ class Markdown {
     if (kept < 0) kept = this.shown.length;
     const [{ element }, old, next] = [this, this.shown[kept], found[kept]];
     if (old?.kind === "code" && next?.kind === "code" && old.language === next.language) {
-      element.childNodes[kept].querySelector("code").textContent = next.text;
+      const inner = element.childNodes[kept].querySelector("code");
+      inner.textContent = next.live ? next.text : "";
+      if (!next.live) filled(inner, coloured(next.text, next.language));
       kept += 1;
     }
     while (element.childNodes.length > kept) element.lastChild.remove();

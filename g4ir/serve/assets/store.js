@@ -45,8 +45,11 @@ function wrongMessage(given, first) {
   if (!missing(calls) && (!Array.isArray(calls) || calls.some(wrongCall))) {
     return ".tool_calls: expected a list of calls, each with id, function.name and .arguments";
   }
-  const { speed = "", used = 0 } = asObject(page);
-  const shown = missing(page) || (isObject(page) && isText(speed) && Number.isFinite(used));
+  const { speed = "", used = 0, version = 0, versions = [], speeds = [] } = asObject(page);
+  const shown = missing(page) || (isObject(page) && isText(speed) && Number.isFinite(used)
+    && Array.isArray(versions) && versions.every((one) => !asObject(one).page
+      && !wrongMessage(one, false)) && Number.isInteger(version)
+    && (!versions.length || version in versions) && Array.isArray(speeds) && speeds.every(isText));
   return shown ? "" : ".page: is damaged";
 }
 
