@@ -41,7 +41,7 @@ CAPS = {
     "g4ir/engine": 3520,
     "g4ir/builder": 1680,
     "g4ir/generate": 820,
-    "g4ir/check": 2310,
+    "g4ir/check": 2480,
     "g4ir/bench": 1310,
     "g4ir/serve": 3580,
     "g4ir/serve/protocols": 1180,

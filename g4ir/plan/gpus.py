@@ -14,6 +14,7 @@ from pathlib import Path
 from textwrap import fill
 
 from g4ir.errors import InputError
+from g4ir.spec.reader import did_you_mean
 from g4ir.ui.files import read_table
 
 from .cost import Roof
@@ -33,11 +34,30 @@ class Gpu:
 
     @property
     def roof(self) -> Roof:
-        if self.bytes_per_s is None or self.bf16_flops_per_s is None:
+        if self.bytes_per_s is None:
             raise InputError(f"GPU {self.name}: a size says nothing of speed: name a card")
+        if self.bf16_flops_per_s is None:
+            raise InputError(f"GPU {self.name}: its FLOP/s are not published: name another card")
         return Roof(self.bytes_per_s, self.bf16_flops_per_s, self.name)
 
+    @property
+    def step_roof(self) -> Roof | None:
+        """The roofline of a decode step, bounded by bandwidth alone if the FLOP/s are not
+        published; None if the bandwidth is not known."""
+        if self.bytes_per_s is None:
+            return None
+        return Roof(self.bytes_per_s, self.bf16_flops_per_s or UNBOUNDED, self.name)
 
+    @property
+    def supported(self) -> bool:
+        """Whether g4ir has kernels for it."""
+        return not self.source.startswith(NO_KERNELS)
+
+
+#: FLOP/s that bound nothing
+UNBOUNDED = 1e18
+#: vendors, as sources name them, for whose GPUs there are no kernels
+NO_KERNELS = ("AMD", "Apple")
 #: decimal and binary units; the letters may be in any case, the B may be left out
 UNITS = {"": 1} | {
     f"{letter}{i}b": (1024 if i else 1000) ** power
@@ -73,7 +93,7 @@ def parse_bytes(text: str, option: str) -> int:
 def _read_gpus() -> dict[str, Gpu]:
     rows = read_table(Path(__file__).with_suffix(".yaml")).items()
     return {
-        name: Gpu(name, parse_bytes(memory, name), rate * TERA, flops * TERA, source)
+        name: Gpu(name, parse_bytes(memory, name), rate * TERA, flops and flops * TERA, source)
         for name, (memory, rate, flops, source) in rows
     }
 
@@ -90,7 +110,7 @@ def find_gpu(text: str) -> Gpu:
     """Return a card by name (`h100-80gb`; `H100` and `rtx 4090` where that names one), or a device
     of so many bytes (`24GiB`, `80GB`, `80e9`), of which only the memory is known.
 
-    Raises InputError that lists the cards.
+    Raises InputError that names the nearest card.
     """
     matches = _matches(text)
     if len(matches) == 1:
@@ -99,9 +119,8 @@ def find_gpu(text: str) -> Gpu:
         names = " or ".join(g.name for g in matches)
         raise InputError(f"GPU {text[:40]!r} may be {names}: say which")
     if not re.match(r"\s*[0-9.+-]", text):
-        raise InputError(
-            f"unknown GPU {text[:40]!r}: one of {', '.join(GPUS)}, or a size such as 24GiB"
-        )
+        known = "expected a size such as 24GiB, or a card of `g4ir plan --help`"
+        raise InputError(f"unknown GPU {text[:40]!r}: {known}{did_you_mean(text, GPUS)}")
     return Gpu(text.strip(), parse_bytes(text, "GPU"))
 
 

@@ -158,8 +158,8 @@ def _row(footprint: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryU
         footprint.need_at(batch, ctx),
     )
     seconds = None
-    if gpu and gpu.bytes_per_s is not None:
-        seconds = floor(footprint.step(batch, ctx), gpu.roof).seconds
+    if gpu and (roof := gpu.step_roof):
+        seconds = floor(footprint.step(batch, ctx), roof).seconds
     return MemoryUse(
         footprint.format,
         batch,

@@ -13,6 +13,10 @@ from .footprint import reserve
 from .gpus import SIZE_RULE, Gpu
 from .records import Largest, MemoryUse, Plan
 
+#: share of the roofline that a decode step reaches: Gemma 3 270M in Q4_K_M on two cores of a Xeon
+#: (bench/results/270m.json); no GPU has been measured
+MEASURED_SHARE = 0.65
+
 
 def _section(head: str, lines: Iterable[Line]) -> str:
     return f"{head}\n{aligned(lines, indent=2)}"
@@ -26,7 +30,7 @@ def plan_text(plan: Plan) -> str:
     parts += [_needed(plan, batch) for batch in batches]
     parts += [_largest(plan, plan.gpu)] if plan.gpu else []
     if plan.rows[0].step_s is not None:
-        parts += [_steps(plan, batch) for batch in batches]
+        parts += [f(plan, batch) for batch in batches for f in (_steps, _rates)]
     return "\n".join(parts)
 
 
@@ -137,6 +141,17 @@ def _steps(plan: Plan, batch: int) -> str:
     head += ", without collectives" * (plan.config.ranks > 1)
     lines = ((w.format, w.format, milliseconds) for w in plan.weights)
     return _by_context(plan, batch, head, lines)
+
+
+def _rates(plan: Plan, batch: int) -> str:
+    def tokens(r: MemoryUse) -> str:
+        return f"{MEASURED_SHARE * batch / (r.step_s or 1):.3g}"
+
+    why = "as measured on a CPU"
+    if plan.gpu and not plan.gpu.supported:
+        why = "g4ir has no kernels for this card"
+    head = f"estimated decode, tokens/s: {MEASURED_SHARE:.0%} of the roofline ({why})"
+    return _by_context(plan, batch, head, ((w.format, w.format, tokens) for w in plan.weights))
 
 
 def _largest(plan: Plan, gpu: Gpu) -> str:
