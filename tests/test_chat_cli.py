@@ -294,6 +294,17 @@ def at_terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
 
 
 UP = "\x1b[A"
+#: command -> what is said of it
+TOLD = {
+    "/?": "/help",
+    "/system be brief": "system prompt set",
+    "/set top_k 3": "top_k 3",
+    "/set top_k default": "top_k as the checkpoint says",
+    "/think 5": "reasoning at most 5 tokens",
+    "/tools off": "tools: none",
+    "/undo": "removed; 1 message left",
+    "/clear": "cleared; system prompt",
+}
 
 
 def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
@@ -340,8 +351,10 @@ def test_lines_of_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Pat
     t.ask("\x1b[200~def f():\r    return 1\r\r/bye\x1b[201~", "w1_ w2_\r\n")
     (tmp_path / "one.txt").write_text("x")
     t.ask(f"/file {tmp_path}/on\t", "tokens, for the next message")
-    t.ask(f"/save {tmp_path}/talk.json")
-    t.ask("/bye")
+    t.ask(f"/save {tmp_path}/talk.json", f"saved 2 messages to {tmp_path}/talk.json")
+    for command, told in TOLD.items():
+        t.ask(command, told)
+    t.ask("/exit")
     assert t.end() == 0
     saved = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]]
     assert saved == ["def f():\n    return 1\n\n/bye", "w1_ w2_"]

@@ -42,7 +42,7 @@ CAPS = {
     "g4ir/builder": 1680,
     "g4ir/generate": 820,
     "g4ir/check": 2480,
-    "g4ir/bench": 1310,
+    "g4ir/bench": 1460,
     "g4ir/serve": 3580,
     "g4ir/serve/protocols": 1180,
     "g4ir/cli": 3330,

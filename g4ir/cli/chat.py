@@ -182,6 +182,7 @@ class Repl:
 
     def _command(self, text: str) -> None:
         name, *operands = text.split(maxsplit=1)
+        name = TABLE["aliases"].get(name, name)
         if name not in COMMANDS:
             raise InputError(
                 f"no command {name}; /help lists them, and a message that begins with / has a "
@@ -192,8 +193,8 @@ class Repl:
             raise InputError(f"{name}: give {usage}")
         if command in KINDS:
             self.attach(command, word)
-        else:
-            getattr(self, command)(word)
+        elif (done := getattr(self, command)(word)) and self.terminal:
+            self._tell(f"{talking.DIM}{done}{talking.PLAIN}")
 
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
         """Show an answer; Ctrl-C ends it."""
@@ -219,59 +220,72 @@ class Repl:
         if self.terminal:
             self._tell(f"{soft.count} tokens, for the next message")
 
-    def file(self, path: str) -> None:
+    def file(self, path: str) -> str:
         """Put a text file before the next message."""
-        count = self.talk.attach_text(_path(path))
-        if self.terminal:
-            self._tell(f"{count} tokens, for the next message")
+        return f"{self.talk.attach_text(_path(path))} tokens, for the next message"
 
-    def system(self, text: str) -> None:
+    def system(self, text: str) -> str:
         self.talk.set_system(text)
+        return "system prompt set" if text else "no system prompt"
 
-    def tools(self, text: str) -> None:
+    def tools(self, text: str) -> str:
         if text == "off":
             self.talk.set_tools(None)
         else:
             talking.declare(self.talk, _path(text))
+        return f"tools: {self._tools()}"
 
-    def think(self, text: str) -> None:
+    def _tools(self) -> str:
+        return ", ".join(t["function"]["name"] for t in self.talk.tools or ()) or "none"
+
+    def think(self, text: str) -> str:
         if not re.fullmatch("on|off|[0-9]{1,9}", text):
             raise InputError(f"/think {text!r}: on, off, or a number of tokens")
         self.talk.set_thinking(text != "off", int(text) if text.isdigit() else None)
+        return f"reasoning {self._thinking()}"
 
-    def set(self, text: str) -> None:
+    def _thinking(self) -> str:
+        thinking = self.talk.thinking
+        budget = "on" if thinking.budget is None else f"at most {thinking.budget} tokens"
+        return budget if thinking.on else "off"
+
+    def set(self, text: str) -> str:
         name, _, value = text.partition(" ")
         self.talk.set(name, value.strip())
+        return f"{name} {self.talk.settings.get(name, 'as the checkpoint says')}"
 
-    def undo(self, text: str) -> None:
+    def undo(self, text: str) -> str:
         self.talk.undo()
+        return f"removed; {self._messages()} left"
+
+    def _messages(self) -> str:
+        return f"{(count := len(self.talk.messages))} message{'s' * (count != 1)}"
 
     def retry(self, text: str) -> None:
         self._answer(self.talk.retry)
 
-    def clear(self, text: str) -> None:
+    def clear(self, text: str) -> str:
         self.talk.clear()
+        return "cleared; system prompt, tools and settings stay"
 
-    def save(self, text: str) -> None:
+    def save(self, text: str) -> str:
         self.talk.save(_path(text))
+        return f"saved {self._messages()} to {_path(text)}"
 
-    def load(self, text: str) -> None:
+    def load(self, text: str) -> str:
         self.talk.load(_path(text))
-        if self.terminal:
-            self._tell(f"{len(self.talk.messages)} messages")
+        return self._messages()
 
     def show(self, text: str) -> None:
-        talk, thinking = self.talk, self.talk.thinking
-        budget = "on" if thinking.budget is None else f"at most {thinking.budget} tokens"
-        max_seq = talk.engine.limits.max_seq
+        talk, max_seq = self.talk, self.talk.engine.limits.max_seq
         lines = {
             "engine": talk.engine.path,
             "template": talk.template.origin,
             "system": talk.system or "none",
             "messages": f"{len(talk.messages)}, {min(talk.held, max_seq)} of {max_seq} tokens",
             "attached": len(talk.attached),
-            "tools": ", ".join(t["function"]["name"] for t in talk.tools or ()) or "none",
-            "thinking": budget if thinking.on else "off",
+            "tools": self._tools(),
+            "thinking": self._thinking(),
             "settings": json.dumps({**talk.defaults.sampling, **talk.settings}),
         }
         self._tell("\n".join(f"{name:<9} {value}" for name, value in lines.items()))
