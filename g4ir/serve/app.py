@@ -349,15 +349,16 @@ class Server:
         """Return the model, its limits, the queue, the prefix cache and the build."""
         prompts, service = self._ready()
         engine, scheduler = prompts.engine, service.scheduler
-        build = {"g4ir": __version__, "backend": engine.config.backend}
-        build |= {"device": engine.device, "dtype": engine.dtype}
-        build |= {"quant": quant.name if (quant := engine.config.quant) else None}
+        quant = engine.config.quant
+        build = {"g4ir": __version__, "backend": engine.config.backend, "device": engine.device}
+        build |= {"dtype": engine.dtype, "quant": quant.name if quant else "none"}
         prefixes = scheduler.prefixes
         return json_response(
             {
                 "model": self.name,
                 "names": self.names,
                 "variant": engine.spec.name,
+                "weight_bytes": sum(v.type.nbytes() for v in engine.program.params().values()),
                 "media": sorted(engine.media.kinds),
                 "limits": vars(engine.limits),
                 "waiting": {"most": self.settings.waiting, "now": service.waiting},

@@ -194,8 +194,9 @@ function listModels(data) {
   find("model").disabled = ids.length < 2;
 }
 
-const SHOWN = { variant: "variant", dtype: "computes in", backend: "backend", device: "device",
-  max_seq: "context, tokens", max_batch: "answers at a time", quant: "weights", media: "media" };
+const SHOWN = { variant: "variant", size: "weights", quant: "quantisation", dtype: "computes in",
+  backend: "backend", device: "device", max_seq: "context, tokens", max_batch: "answers at a time",
+  media: "media" };
 
 // What is known of the chosen model; one that is not loaded is not loaded for this.
 async function showModel() {
@@ -203,8 +204,11 @@ async function showModel() {
   const model = data.find((one) => one.id === chosenModel()) ?? data[0];
   let facts = { max_seq: model.max_model_len, media: model.media };
   if (data.length === 1) {
-    const { variant, media, limits, build, quant } = await (await asked("server_info")).json();
-    facts = { variant, media, quant, ...limits, ...build };
+    const { variant, media, limits, build, weight_bytes: bytes } =
+      await (await asked("server_info")).json();
+    const quant = build.quant === "checkpoint" ? "as in the file" : build.quant;
+    const size = `${(bytes / 2 ** 20).toLocaleString("en", { maximumSignificantDigits: 3 })} MiB`;
+    facts = { variant, media, size, ...limits, ...build, quant };
   } else facts.device = model.loaded ? "loaded" : "loaded when it is asked";
   const rows = Object.entries(SHOWN).filter(([key]) => ![undefined, null].includes(facts[key]))
     .flatMap(([key, label]) => [made("dt", {}, label),
