@@ -14,6 +14,7 @@ from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import Run, interpret, run_node
 from g4ir.ir.wide import Float64Matmuls, in_float64
 from g4ir.model.towers import is_tower
+from g4ir.ops.types import is_float
 from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
@@ -127,7 +128,7 @@ def _float64_program(program: Program) -> Program:
 
 
 def _to_float64(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
+    return {k: t.double() if is_float(t) else t for k, t in tensors.items()}
 
 
 @dataclass(frozen=True)

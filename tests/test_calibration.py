@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,17 +14,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.artefact.directory import rebuild
 from g4ir.builder import calibration
 from g4ir.builder.build import prepare
-from g4ir.builder.calibration import column_moments
+from g4ir.builder.calibration import InputProducts, Stages, calibrate
 from g4ir.check.hf import hf_model
+from g4ir.errors import G4Error
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import dequantize_codes, pack_codes
 from g4ir.ops.quant import quantize
 from g4ir.plan.options import BuildOptions
+from g4ir.quant import compensation
+from g4ir.quant.rewrite import weights_of
+from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import no_progress
 from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams
@@ -103,86 +109,144 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OPTIONS: dict[str, Any] = TABLES["calibrated engines"]
 
 
-@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
-def test_moments(files: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every matrix that a recipe may name, of each expert, on two windows of a text."""
-    given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
-    p = prepare(None, BuildOptions(**given))
-    monkeypatch.setattr(calibration, "MAX_TOKENS", 40)
-    text = calibration.CalibrationText.read(
-        files / "text.txt", p.config.spec, p.side_files.result()
+def products_of(p: Any) -> InputProducts:
+    """What calibration sums of the inputs of all matrices."""
+    c = p.config
+    products = InputProducts(weights_of(c.spec))
+    stages = Stages(c.spec, c.dtype, p.source, p.calibration.windows(c.spec.tokens.bos))
+    for layer in range(len(stages.layers)):
+        stages.run(layer, products)
+    assert all(
+        not env.keys() - {"positions", "lengths", stages.head[0]["x"].name}
+        for env in stages.windows
     )
+    return products
+
+
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
+def test_products(files: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the inputs of every matrix of a layer, of each expert, on two windows of a text."""
+    given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
+    monkeypatch.setattr(calibration, "MAX_TOKENS", 40)
+    monkeypatch.setattr(calibration, "MIN_TOKENS", 40)
     monkeypatch.setattr(calibration, "WINDOW", 25)
-    found = column_moments(replace(p, calibration=text), no_progress)
-    with g4ir.build(None, tmp_path / "e", **{**given, "quant": None, "calibrate": None}) as engine:
+    p = prepare(None, BuildOptions(**given))
+    text, found = p.calibration, products_of(p)
+    with g4ir.build(None, tmp_path / "e", **{**given, "quant": None, "calibrate": ()}) as engine:
         model = hf_model(engine, find_origin(files / name))
     if engine.spec.text.moe:
         model.set_experts_implementation("eager")
     sums: dict[int, torch.Tensor] = {}
 
     def counted(x: torch.Tensor, w: torch.Tensor, *bias: Any) -> None:
-        made = x.double().square().flatten(0, -2).sum(0)
-        sums[w.data_ptr()] = sums.get(w.data_ptr(), 0) + made
+        rows = x.double().flatten(0, -2)
+        sums[w.data_ptr()] = sums.get(w.data_ptr(), 0) + rows.T @ rows
 
     spy(monkeypatch, torch.nn.functional, "linear", counted)
     with torch.no_grad():
         for ids in (text.ids[:25], text.ids[25:]):
             model(input_ids=torch.tensor([[2, *ids]]))
     theirs = dict(model.named_parameters(remove_duplicate=False))
-    assert len(text.ids) == 40 and len(found) > 8
-    for param, ours in found.items():
+    assert len(text.ids) == 40 and len(found.keys) > 8
+    for param in found.keys:
+        ours = [inputs.products for inputs in found.of(param)]
         (w,) = (t for n, t in theirs.items() if n.endswith(f".{checkpoint_name(param)}"))
         each = list(w) if w.ndim == 3 else [w]
         seen = [e for e, part in enumerate(each) if part.data_ptr() in sums]
-        wanted = torch.stack([sums[each[e].data_ptr()] for e in seen])
-        if len(ours) < len(each):  # one for all experts, as each token has as many of them
-            wanted, seen = wanted.sum(0, keepdim=True), [0]
-        wanted = (wanted / wanted.mean(-1, keepdim=True)).clamp(min=calibration.FLOOR)
-        torch.testing.assert_close(ours.flatten(0, -2)[seen].double(), wanted, rtol=1e-3, atol=1e-4)
+        wanted = [sums[each[e].data_ptr()] for e in seen]
+        if param.endswith("moe.gate_up"):  # one for all experts, as each token has as many of them
+            wanted, ours = [sum(wanted)], [engine.spec.text.moe.top_k_experts * ours[0]]
+            seen = [0]
+        for e, right in zip(seen, wanted, strict=True):
+            torch.testing.assert_close(ours[e].double(), right, rtol=1e-3, atol=1e-3)
 
 
 def test_a_calibrated_engine(files: Path, tmp_path: Path) -> None:
-    """Its manifest names the text; what it computes with errs less, by the moments."""
+    """Its manifest names the texts; what it computes with errs less, on the text."""
     text = files / "text.txt"
     given = {"checkpoint": files / "tiny-ple", **OPTIONS, "quant": "int4-mixed"}
     p = prepare(None, BuildOptions(**given, calibrate=text))
-    moments = column_moments(p, no_progress)
+    products = products_of(p)
     names = ("L0.mlp.w_gate", "L1.attn.wo", "L2.mlp.w_down", "L0.attn.wv")
-    errors = []
-    for calibrate in (text, None):
-        out = tmp_path / f"{bool(calibrate)}"
-        with g4ir.build(None, out, calibrate=calibrate, **given) as engine:
+    errors, before = [], {*(cache_root() / calibration.FOLDER).glob("*")}
+    for texts in ([text, "default"], ()):
+        out = tmp_path / f"{bool(texts)}"
+        with g4ir.build(None, out, calibrate=texts, **given) as engine:
             assert engine.generate([2, 5, 7], max_new_tokens=2)
             made = [engine.param(n) - p.source.tensor(checkpoint_name(n)) for n in names]
-            note = engine.manifest["notes"]["calibration"]
+            notes = engine.manifest["notes"]["calibration"]
             told = command("inspect", out).out
             words = shlex.split(rebuild(out, engine.facts))
-        errors.append([(e.square() * moments[n]).sum() for e, n in zip(made, names)])
-        if calibrate:
+        errors.append([products.of(n)[0].errors(e).sum() for e, n in zip(made, names)])
+        if texts:
             digest = sha256(text.read_bytes()).hexdigest()
-            assert note == {"path": str(text), "sha256": digest, "tokens": len(p.calibration.ids)}
+            assert notes[0] == {
+                "path": str(text),
+                "sha256": digest,
+                "tokens": len(p.calibration.ids),
+            }
+            assert notes[1]["path"] == "default" and notes[1]["tokens"] > 10_000
             assert words[words.index("--calibrate") + 1] == str(text)
-            assert f"{note['tokens']:,} tokens of {text} (SHA-256 {digest[:12]}" in told
+            assert f"{notes[0]['tokens']:,} tokens of {text} (SHA-256 {digest[:12]}" in told
         else:
-            assert note is None and "--calibrate" not in words
-    *calibrated, keys = (a < b for a, b in zip(*errors, strict=True))
-    assert all(calibrated) and not keys
-    assert errors[0][-1] == errors[1][-1]
+            assert not notes and "--calibrate" not in words
+    assert all(a < b for a, b in zip(*errors, strict=True))
+    assert {*(cache_root() / calibration.FOLDER).iterdir()} <= before
 
 
-def test_ranks_use_their_part_of_the_moments(files: Path, tmp_path: Path) -> None:
-    """A matrix cut by columns has the codes of its part of the whole."""
+def test_interrupted(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are done are not quantised again, and the engine is the same."""
+    given = {"checkpoint": files / "tiny-ple", **OPTIONS, "calibrate": files / "text.txt"}
+    calls, original = [0], compensation.calibrated
+
+    def counted(w: torch.Tensor, *more: Any) -> Any:
+        calls[-1] += 1
+        if len(calls) == 2 and calls[-1] == 20:
+            raise KeyboardInterrupt
+        return original(w, *more)
+
+    def param() -> torch.Tensor:
+        with g4ir.build(None, tmp_path / f"e{len(calls)}", **given) as engine:
+            return engine.param("L3.mlp.w_up")
+
+    monkeypatch.setattr(compensation, "calibrated", counted)
+    whole = param()
+    calls.append(0)
+    with pytest.raises(KeyboardInterrupt):
+        param()
+    calls.append(0)
+    assert torch.equal(param(), whole)
+    assert calls[1] == 20 and calls[0] - 20 <= calls[2] < calls[0]
+
+
+def test_inputs_that_are_no_number(files: Path, tmp_path: Path) -> None:
+    source = tmp_path / "c"
+    shutil.copytree(files / "tiny-ple", source)
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in (n for n in tensors if n.endswith("layers.1.input_layernorm.weight")):
+            tensors[name][3] = float("nan")
+            save_file(tensors, file)
+    given = {"checkpoint": source, **OPTIONS, "calibrate": files / "text.txt"}
+    with pytest.raises(G4Error, match=r"inputs of L1\.attn\.wq are NaN or infinite"):
+        g4ir.build(None, tmp_path / "e", **given)
+    assert not (tmp_path / "e").exists()
+
+
+def test_ranks_use_their_part(files: Path, tmp_path: Path) -> None:
+    """A matrix cut by columns has its part of the whole's codes."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("rules: [{tensors: [L*.mlp.w_down], form: int4, group: 16}]")
     options = {**OPTIONS, "quant": recipe, "calibrate": files / "text.txt"}
     given = {"checkpoint": files / "tiny-ple", **options}
     one = prepare(None, BuildOptions(**given))
     two = prepare(None, BuildOptions(**{**given, "backend": "torch", "tp": 2}))
-    moments, name = column_moments(one, no_progress), "L0.mlp.w_down"
+    made, name = calibrate(one, no_progress, quantize.reference), "L0.mlp.w_down"
     codes = next(v for v in two.packing.program.params() if v.startswith(f"{name}.codes"))
-    parts = [MadeParams(two.packing, two.source, two.share(r), moments) for r in range(2)]
-    whole = MadeParams(one.packing, one.source, None, moments).tensor(f"{name}.codes")
+    parts = [MadeParams(two.packing, two.source, two.share(r), made) for r in range(2)]
+    whole = MadeParams(one.packing, one.source, None, made).tensor(f"{name}.codes")
     assert torch.equal(torch.cat([p.tensor(codes) for p in parts], -1), whole)
+    made.remove()
 
 
 def test_formats_with_minima_are_made_at_build(files: Path, tmp_path: Path) -> None:
@@ -196,10 +260,12 @@ def test_formats_with_minima_are_made_at_build(files: Path, tmp_path: Path) -> N
     options = {**OPTIONS, "quant": recipe, "calibrate": files / "text.txt"}
     with g4ir.build(None, tmp_path / "e", checkpoint=source, **options) as engine:
         p = prepare(None, BuildOptions(checkpoint=source, **options))
-        moments = column_moments(p, no_progress)
+        products = products_of(p)
         for name, form in (("L0.mlp.w_down", "uint4"), ("L1.mlp.w_up", "int4")):
-            w = p.source.tensor(checkpoint_name(name))
-            assert torch.equal(engine.param(name), made(w, form, FORMATS[form][0], moments[name]))
+            w, inputs = p.source.tensor(checkpoint_name(name)), products.of(name)[0]
+            nearest = made(w, form, FORMATS[form][0], inputs.moments)
+            assert torch.equal(engine.param(name), nearest) == (form == "uint4")
+            assert (inputs.errors(engine.param(name) - w) <= inputs.errors(nearest - w)).all()
 
 
 REFUSED = TABLES["calibration"]

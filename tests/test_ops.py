@@ -26,8 +26,9 @@ from g4ir.ops import OPS, Sample
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, op
 from g4ir.ops.budgets import MOVES
+from g4ir.ops.codecs import FORMATS
 from g4ir.ops.kv_quant import to_comparable
-from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
+from g4ir.ops.types import FLOATS, Type, dtype_name, is_float, torch_dtype
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 #: they make a weight of codes, which in a network is no tensor by itself (primitives/weights.py)
@@ -61,7 +62,9 @@ def tensors(types: tuple[Type, ...], s: Sample, dtype: torch.dtype | None = None
             out.append(torch.rand(shape, generator=g) < 0.7)
         else:
             ints = torch.randint(*s.ints.get(i, (0, 1)), shape, generator=g)
-            out.append(ints.to(torch_dtype(t.dtype)))
+            bytes_of_blocks = t.dtype in FORMATS
+            ints = ints.to(torch.uint8) if bytes_of_blocks else ints
+            out.append((ints.view if bytes_of_blocks else ints.to)(torch_dtype(t.dtype)))
     return out
 
 
@@ -102,13 +105,13 @@ def test_results_are_as_inferred(case: tuple[str, int]) -> None:
         before = [x.clone() for x in inputs]
         for v, t in zip(n.outputs, run_node(n, inputs), strict=True):
             assert (tuple(t.shape), t.dtype) == (v.type.shape, torch_dtype(v.type.dtype))
-            assert not t.is_floating_point() or t.float().isfinite().all()
+            assert not is_float(t) or t.float().isfinite().all()
         for pair in zip(inputs, before, strict=True):
             assert torch.equal(*map(to_comparable, pair))
 
 
 #: dtypes that torch does not compare
-BITS = [torch_dtype(name) for name in ("b16", "b8", "b4", "b2", "b1", "f4")]
+BITS = [torch_dtype(name) for name in ("b16", "b8", "b4", "b2", "b1", "f4", "nl4", "nl3", "nl2")]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,7 +122,7 @@ def test_float64_in_gives_float64_out(case: tuple[str, int]) -> None:
     inputs = tensors(s.types(), s, F64)
     results = run_node(n, inputs)
     if any(x.dtype == F64 for x in inputs):
-        assert all(r.dtype == F64 for r in results if r.is_floating_point())
+        assert all(r.dtype == F64 for r in results if is_float(r))
     narrow = run_node(n, tensors(s.types(), s))
     for wide, got in zip(results, narrow, strict=True):
         if got.dtype in BITS:

@@ -24,6 +24,7 @@ from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import BLOCKS
 from g4ir.ops import OPS
 from g4ir.ops.base import Sample
+from g4ir.ops.codecs import FORMATS
 from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import FLOATS, Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
@@ -77,7 +78,9 @@ def drawn(g: Graph, s: Sample) -> dict[str, torch.Tensor]:
     for i, v in enumerate(g.nodes[0].inputs):
         shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
         if i in s.ints:
-            out[v.name] = torch.randint(*s.ints[i], shape, generator=random).to(dtype)
+            ints = torch.randint(*s.ints[i], shape, generator=random)
+            bytes_of_blocks = v.type.dtype in FORMATS
+            out[v.name] = ints.to(torch.uint8).view(dtype) if bytes_of_blocks else ints.to(dtype)
         elif v.type.dtype in (*FLOATS, "f8e4m3"):
             out[v.name] = torch.randn(shape, generator=random).to(dtype)
         else:

@@ -23,6 +23,9 @@ KERNEL_FORMATS = {
     "u64": "INT2",
     "u32": "INT3",
     "f4": "FP4",
+    "nl4": "NL4",
+    "nl3": "NL3",
+    "nl2": "NL2",
 }
 #: ISA extensions, any set of which allows integer dot products with tiles; and per format
 _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})

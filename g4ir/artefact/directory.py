@@ -41,6 +41,7 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.backend import checked_settings
 from g4ir.plan.options import BuildConfig, flags_of
 from g4ir.plan.resolve import find_placement
+from g4ir.quant.recipe import QUANT_FILE
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec import reader
 from g4ir.spec.reader import Line, OneOf, Range, Shaped, Where, fail
@@ -160,7 +161,7 @@ class Notes:
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
-    calibration: Calibration | None
+    calibration: tuple[Calibration, ...]
 
 
 @dataclass(frozen=True)
@@ -509,12 +510,14 @@ def rebuild(path: Path, m: Manifest) -> str:
         "adapter": [f"{a.path}={a.scale:g}" for a in m.adapters],
         "random_weights": seed,
         "target": m.to_dict()["compiled"].get("target"),
-        "calibrate": m.notes.calibration and m.notes.calibration.path,
+        "calibrate": [c.path for c in m.notes.calibration],
         "link_weights": linked is not None,
     }
     if c.drafter:
         options["drafter"] = "DRAFTER" if seed is None else path / DRAFTER
     if c.quant and c.quant.from_checkpoint:
         options["quant"] = None
+    if c.quant and c.quant.measured:
+        options["quant"] = path / QUANT_FILE
     words = ["g4ir", "build", "--spec", str(path / SPEC), *flags_of(options), "--out"]
     return f"build it again: {shlex.join(words)} NEW"

@@ -81,7 +81,7 @@ def provenance(artefact: Artefact) -> dict[str, str]:
         "backend": f"{c.backend} {TORCH_NAMES[c.dtype]} for {c.device}: {m.machine}",
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
         "weights": _weights_text(artefact),
-        **({"calibration": str(m.notes.calibration)} if m.notes.calibration else {}),
+        **({"calibration": ", ".join(map(str, texts))} if (texts := m.notes.calibration) else {}),
         "built_by": built,
         "native_code": runs if _has_native_code(artefact) else "none",
     }

@@ -29,7 +29,6 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError, PlanError, check_all
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import text_graphs
-from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.kv_quant import NARROW
 from g4ir.passes import Dump, PassCounts
 from g4ir.passes.match import OFF
@@ -38,8 +37,8 @@ from g4ir.plan import resolve
 from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.options import BuildConfig, BuildOptions, options_text, words_of
-from g4ir.quant.recipe import choose_config, find_quant_config
-from g4ir.quant.rewrite import checkpoint_quant_config, weights_of
+from g4ir.quant.recipe import QUANT_FILE, choose_config, find_quant_config
+from g4ir.quant.rewrite import checkpoint_quant_config
 from g4ir.spec.reader import Line, to_line
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import free_bytes, new_folder, write_file
@@ -49,7 +48,9 @@ from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter
 from g4ir.weights.checkpoint import Checkpoint, sha256
 
-from .calibration import CalibrationText, column_moments
+from .bits import LEAST, MOST, bits_config
+from .calibration import DEFAULT as DEFAULT_TEXT
+from .calibration import CalibrationText, as_paths, calibrate, calibrated_schemes
 from .load import described, engine_of, linked_files, open_runtime
 from .sources import Sources, find_sources
 
@@ -95,7 +96,7 @@ def build(
         spec = load_spec(spec)
     out = Path(out)
     check_absent(out)
-    prepared = prepare(spec, BuildOptions(**options))
+    prepared = prepare(spec, BuildOptions(**options), progress=progress)
     written = write_engine(prepared, out, progress)
     prepared.source.close()
     artefact, c = written.artefact, prepared.config
@@ -119,11 +120,14 @@ def prepare(
     *,
     dry: bool = False,
     dump: Dump | None = None,
+    progress: Progress = no_progress,
 ) -> Prepared:
     """Validate a build up to compilation; return the input of `write_engine`. `dry`: a missing
-    device or missing weights are no error. `dump`: called with each graph after each pass."""
+    device or missing weights are no error. `dump`: called with each graph after each pass. With
+    `bits`, the formats of weights are measured."""
     backend = find_backend(options.backend).aimed(options.target)
     _check_linked(options, backend)
+    _check_bits(options, dry)
     sources = find_sources(spec, options, dry)
     config = resolve.resolved(
         sources.spec,
@@ -139,11 +143,16 @@ def prepare(
         check_all(*backend.needs(config.device, config.ranks), *sources.absent())
     checkpoint = sources.checkpoint(config)
     if options.requantize:
-        if not (checkpoint and checkpoint.forms and config.quant):
+        if not (checkpoint and checkpoint.forms and (config.quant or options.bits)):
             why = "it applies --quant to a quantised checkpoint, and there is not both"
             raise InputError(f"--set requantize=on: {why}; leave it out")
         checkpoint = checkpoint.dequantised()
-    config = _with_recipe(config, checkpoint, sources)
+    config = _with_recipe(config, checkpoint, sources, options.bits)
+    text = _calibration(options, config, sources)
+    if options.bits is not None and text:
+        source = sources.weights(config, checkpoint)
+        args = options.bits, config.spec, config.dtype, source, text, progress
+        config = replace(config, quant=bits_config(*args))
     acted = PassCounts()
     packing = config.packing(backend, dump=dump, acted=acted)
     config, short = _fitted(Footprint(config, backend, packing), options, backend, dry)
@@ -161,7 +170,7 @@ def prepare(
         side_files=sources.side_files,
         short=short,
         memory=options.memory,
-        calibration=_calibration(options, config, sources),
+        calibration=text,
     )
 
 
@@ -173,7 +182,23 @@ UNLINKED = {
     "adapter": "it refers to the checkpoint's files, which this changes",
     "calibrate": "the engine makes its weights at load, without the text",
     "requantize": "it refers to the checkpoint's quantised weights, and this replaces them",
+    "bits": "the engine makes its weights at load, without a text",
 }
+
+
+def _check_bits(o: BuildOptions, dry: bool) -> None:
+    """Raise InputError for options that exclude --bits, and for bits out of range."""
+    if o.bits is None:
+        return
+    flag = f"--bits {o.bits:g}"
+    if not LEAST <= o.bits <= MOST:
+        raise InputError(f"{flag}: expected a number from {LEAST:g} to {MOST:g}")
+    if o.quant is not None:
+        raise InputError(f"{flag} with --quant {o.quant}: --bits chooses formats; leave one out")
+    if dry:
+        raise InputError(
+            f"{flag} with --dry-run: formats are measured with the weights; leave one out"
+        )
 
 
 def _check_linked(o: BuildOptions, backend: Backend) -> None:
@@ -190,13 +215,18 @@ def _check_linked(o: BuildOptions, backend: Backend) -> None:
         raise InputError(f"--link-weights: {reason}; leave the option out")
 
 
-def _with_recipe(config: BuildConfig, opened: Checkpoint | None, sources: Sources) -> BuildConfig:
+def _with_recipe(
+    config: BuildConfig, opened: Checkpoint | None, sources: Sources, bits: float | None
+) -> BuildConfig:
     """Return the config with the requested quantisation config, or the checkpoint's own; InputError
     for both, or for quantised activations without either."""
     checkpoint_quant = checkpoint_quant_config(config.spec, opened.forms) if opened else None
     quant = choose_config(config.quant, checkpoint_quant, sources.origin and sources.origin.path)
     dtype = config.activations
-    if dtype != OFF and not quant:
+    if quant and bits is not None:
+        why = "the checkpoint is quantised already"
+        raise InputError(f"--bits {bits:g}: {why}; add --set requantize=on, or give its original")
+    if dtype != OFF and not quant and bits is None:
         why = "no weight is quantised, and only products with such weights round what they take"
         fix = "give --quant int8, int4 or fp8 too"
         raise InputError(f"--quant-activations {dtype}: {why}; {fix}")
@@ -204,18 +234,20 @@ def _with_recipe(config: BuildConfig, opened: Checkpoint | None, sources: Source
 
 
 def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> CalibrationText | None:
-    """Return the calibration text of --calibrate, or None; InputError if no scheme is calibrated
-    or the text is too short."""
-    if o.calibrate is None:
+    """Return the calibration text of --calibrate, the default with --bits, or None; InputError if
+    no scheme is calibrated or the text is too short."""
+    paths = as_paths(o.calibrate) or ((DEFAULT_TEXT,) if o.bits is not None else ())
+    if not paths:
         return None
     recipe, spec = config.quant, config.spec
-    schemes = (
-        recipe.schemes(weights_of(spec)).values() if recipe and not recipe.from_checkpoint else ()
+    fitted = o.bits is not None or (
+        recipe and not recipe.from_checkpoint and calibrated_schemes(recipe, spec)
     )
-    if not any(s.form in CALIBRATED for s in schemes):
-        why = f"no weight is quantised to {' or '.join(CALIBRATED)}, which alone it is for"
-        raise InputError(f"--calibrate {o.calibrate}: {why}; give --quant int4 or int4-mixed too")
-    return CalibrationText.read(Path(o.calibrate), spec, sources.side_files.result())
+    if not fitted:
+        why = "no matrix of the layers is quantised to integers"
+        fix = "give --quant int4, nl4, nl3 or int8 too"
+        raise InputError(f"--calibrate {', '.join(map(str, paths))}: {why}; {fix}")
+    return CalibrationText.read(paths, spec, sources.side_files.result())
 
 
 def _fitted(
@@ -303,6 +335,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         seconds = time.perf_counter() - start
         texts = {**directory.graph_texts(p.packing), directory.SPEC: c.spec.to_yaml()}
         texts |= {directory.DRAFTER: c.drafter.to_yaml()} if c.drafter else {}
+        texts |= {QUANT_FILE: c.quant.to_yaml()} if c.quant and c.quant.measured else {}
         side = {**{name: text.encode() for name, text in texts.items()}, **side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])
@@ -329,9 +362,14 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
     """Write the params; return the SHA-256 of each file."""
     from g4ir.backends.cpu.packing import quantized
 
-    moments = column_moments(p, progress) if p.calibration else {}
-    params = packings.MadeParams(p.packing, p.source, p.share(0), moments, quantized)
-    return packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
+    if not p.calibration:
+        params = packings.MadeParams(p.packing, p.source, p.share(0), quantized=quantized)
+        return packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
+    calibrated = calibrate(p, progress, quantized)
+    params = packings.MadeParams(p.packing, p.source, p.share(0), calibrated, quantized)
+    written = packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
+    calibrated.remove()
+    return written
 
 
 def _stored(file: Path, digest: str | None) -> directory.StoredFile:
@@ -356,7 +394,7 @@ def _manifest(
         weights=p.weights,
         compiled=dict(compiled),
         versions=directory.Versions(torch.__version__, platform.python_version()),
-        notes=directory.Notes(ignored, defaults, p.calibration and p.calibration.record),
+        notes=directory.Notes(ignored, defaults, p.calibration.records if p.calibration else ()),
         files={f.relative_to(folder).as_posix(): _stored(f, digests.get(f)) for f in files},
     )
 

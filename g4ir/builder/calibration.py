@@ -1,14 +1,19 @@
-"""Second moments of matmul inputs on a calibration text (an importance matrix): they weight the
-squared errors that the scales of 4-bit weights minimise.
+"""Weights quantised by the inputs of their matmuls on a calibration text (quant/compensation.py).
 
-The text graph of the unquantised model is interpreted window by window; only the column sums of
-squares of each matmul's input are stored.
+The text graph of the unquantised model is interpreted layer by layer: all windows of the text run
+through a layer, the outer products of its matmuls' inputs are summed, and its matrices quantised.
+Codes and scales of a layer are a file of a cache folder, from which an interrupted build goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import lzma
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
@@ -19,122 +24,323 @@ from g4ir.backends.base import Prepared
 from g4ir.chat.text_files import check_files, cut_blocks, read_text
 from g4ir.engine.engine import read_tokenizer
 from g4ir.engine.parts import embed_rows
-from g4ir.errors import InputError
+from g4ir.errors import CheckError, InputError
 from g4ir.ir.graph import Graph, Node, Program, Value
-from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.interpret import run_node
+from g4ir.ir.names import layer_of
 from g4ir.ir.rewrite import drop_dead
+from g4ir.model.names import CODES, SCALES
 from g4ir.model.text import build_graph
+from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.mlp import activate
+from g4ir.ops.types import torch_dtype
+from g4ir.quant import compensation
+from g4ir.quant.compensation import Codes, Inputs, Quantize, is_compensated
+from g4ir.quant.recipe import QuantConfig, Scheme
+from g4ir.quant.rewrite import weights_of
 from g4ir.spec.reader import Line
 from g4ir.spec.record import Spec
+from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress
-from g4ir.weights.checkpoint import TOKENIZER, sha256
+from g4ir.weights import tensorfile
+from g4ir.weights.checkpoint import TOKENIZER, Checkpoint, sha256
+from g4ir.weights.formats.base import Files
 from g4ir.weights.pack import MadeParams, Packing, open_table
 
-#: maximum and minimum tokens of the text; tokens of one context, without <bos>
-MAX_TOKENS, MIN_TOKENS, WINDOW = 4096, 256, 512
-#: minimum second moment of a column, relative to the mean: other texts may use columns that this
-#: one does not
-FLOOR = 1e-3
+#: maximum and minimum tokens of the texts; tokens of one context, without <bos>
+MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
+#: name of the text that comes with the package
+DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
+#: folder of layers that are done, in the cache
+FOLDER = "calibration"
 
-Moments = dict[str, torch.Tensor]
+Tensor = torch.Tensor
+
+
+def read_default_text() -> str:
+    """Return the package's calibration text: English prose and articles of the Universal
+    Declaration of Human Rights in eleven languages, all in the public domain, and g4ir's own
+    documentation and code."""
+    return lzma.decompress((package_files(__package__) / _DEFAULT_FILE).read_bytes()).decode()
+
+
+def as_paths(option: str | Path | Iterable[str | Path]) -> tuple[str | Path, ...]:
+    """Return the texts of --calibrate: files, or DEFAULT."""
+    return (option,) if isinstance(option, str | Path) else tuple(option)
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """The first tokens of a text file, and the file's digest."""
+    """The first tokens of calibration texts, equally many of each, and their records."""
 
-    path: Path
-    sha256: str
+    records: tuple[Calibration, ...]
     ids: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path, spec: Spec, side_files: Mapping[str, bytes]) -> CalibrationText:
-        """Read and tokenise a file with the checkpoint's tokenizer; InputError names the file and
-        the problem: missing, empty, no text, too short, or no tokenizer."""
-        check_files([str(path)], "--calibrate")
+    def read(
+        cls, paths: Sequence[str | Path], spec: Spec, side_files: Mapping[str, bytes]
+    ) -> CalibrationText:
+        """Read and tokenise files with the checkpoint's tokenizer; InputError names the file and
+        the problem: missing, empty, no text, all too short, or no tokenizer."""
+        named = ", ".join(map(str, paths))
+        check_files([str(p) for p in paths if str(p) != DEFAULT], "--calibrate")
         if TOKENIZER not in side_files:
             why = f"the weights come without {TOKENIZER}, and a text needs one"
-            raise InputError(f"--calibrate {path}: {why}; give --checkpoint with a tokenizer")
+            raise InputError(f"--calibrate {named}: {why}; give --checkpoint with a tokenizer")
         tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
-        ids: list[int] = []
-        for block in cut_blocks(read_text(path)):
-            block_ids = tokenizer.encode(block, add_special_tokens=False).ids
-            ids += (i for i in block_ids if i < spec.text.readable_ids)
-            if len(ids) >= MAX_TOKENS:
-                break
+        known, most = spec.text.readable_ids, MAX_TOKENS // len(paths)
+        records, ids = [], list[int]()
+        for path in paths:
+            default = str(path) == DEFAULT
+            blocks = cut_blocks([read_default_text()] if default else read_text(Path(path)))
+            tokens: list[int] = []
+            for block in blocks:
+                tokens += (
+                    i for i in tokenizer.encode(block, add_special_tokens=False).ids if i < known
+                )
+                if len(tokens) >= most:
+                    break
+            ids += tokens[:most]
+            name = Line(DEFAULT if default else Path(path).resolve())
+            digest = _digest(read_default_text()) if default else sha256(Path(path))
+            records.append(Calibration(name, digest, len(tokens[:most])))
         if len(ids) < MIN_TOKENS:
             problem = f"{len(ids)} tokens, and {MIN_TOKENS} are the least that say something"
-            raise InputError(f"--calibrate {path}: {problem}; give a longer text")
-        return cls(path, sha256(path), tuple(ids[:MAX_TOKENS]))
+            raise InputError(f"--calibrate {named}: {problem}; give a longer text")
+        return cls(tuple(records), tuple(ids))
 
-    @property
-    def record(self) -> Calibration:
-        """Return the manifest's record of the text."""
-        return Calibration(Line(self.path.resolve()), self.sha256, len(self.ids))
+    def windows(self, bos: int | None) -> list[Tensor]:
+        """Return tokens [1, n] of each context, after <bos>."""
+        start = torch.tensor([] if bos is None else [bos]).long()
+        return [torch.cat([start, w])[None] for w in torch.tensor(self.ids).split(WINDOW)]
 
 
-def column_moments(p: Prepared, progress: Progress) -> Moments:
-    """Return weight -> second moments of its input on the calibration text, relative to their mean:
-    f32 [1, K]; for stacked experts [1, 1, K] or [E, 1, K]. The model is computed in its dtype, one
-    weight in memory at a time as far as files are mapped."""
-    spec, dtype = p.config.spec, p.config.dtype
-    graphs = {name: build_graph(spec, name, True, dtype) for name in ("embed", "prefill")}
-    embed, text = graphs.values()
-    plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
-    params = MadeParams(plain, p.source)
-    tables = {v.name: open_table(params, v, "mmap", "cpu") for v in embed.params}
-    head = next(n for n in reversed(text.nodes) if n.op == "linear")
-    text = drop_dead(replace(text, outputs=(head["x"],)))
-    sums = _Sums(params)
-    ids, bos = torch.tensor(p.calibration.ids), spec.tokens.bos
-    for done, window in enumerate(ids.split(WINDOW)):
-        progress(f"calibration: {done * WINDOW} of {len(ids)} tokens")
-        tokens = torch.cat([torch.tensor([] if bos is None else [bos]), window])[None].long()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- the text through the model, layer by layer --------------------------------------------------
+
+
+class Stages:
+    """The text model of a checkpoint on windows of tokens, a layer at a time."""
+
+    def __init__(
+        self, spec: Spec, dtype: str, source: Checkpoint, windows: Sequence[Tensor]
+    ) -> None:
+        graphs = {name: build_graph(spec, name, True, dtype) for name in ("embed", "prefill")}
+        embed, text = graphs.values()
+        plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
+        self.params = MadeParams(plain, source)
+        tables = {v.name: open_table(self.params, v, "mmap", "cpu") for v in embed.params}
+        head = next(n for n in reversed(text.nodes) if n.op == "linear")
+        #: nodes from the head's product on
+        self.head = text.nodes[text.nodes.index(head) :]
+        self.graph = drop_dead(replace(text, outputs=(head["x"],), next={}))
+        self.last_use = {v.name: i for i, n in enumerate(self.graph.nodes) for v in n.inputs}
+        self.last_use[head["x"].name] = len(self.graph.nodes)
+        self.windows = [self._feeds(embed, tables, tokens) for tokens in windows]
+
+    @staticmethod
+    def _feeds(embed: Graph, tables: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
         size = tokens.shape[1]
-        feeds = embed_rows(embed, tables, tokens)
-        feeds |= {"positions": torch.arange(size)[None], "lengths": torch.tensor([size])}
-        state = empty_state(text, {"B": 1, "C": size})
-        out, _ = interpret(text, feeds, {v.name: v for v in text.params}, state, run=sums.run)
-        sums.add(head["w"].name, out[head["x"].name].flatten(0, -2))
-    return {name: _relative(t) for name, t in sums.sums.items()}
+        positions = {"positions": torch.arange(size)[None], "lengths": torch.tensor([size])}
+        return {**embed_rows(embed, tables, tokens), **positions}
+
+    @cached_property
+    def layers(self) -> list[list[int]]:
+        """Indices of the nodes of each layer, in order; the first has those before it too."""
+        layers: list[list[int]] = [[]]
+        for i, n in enumerate(self.graph.nodes):
+            layer = layer_of(n.outputs[0].name)
+            if layer is not None and layer >= len(layers):
+                layers.append([])
+            layers[-1].append(i)
+        return layers
+
+    def run(
+        self,
+        layer: int,
+        use: Callable[[Node, list[Any]], None],
+        made: Callable[[Node, tuple[Any, ...]], None] = lambda n, results: None,
+    ) -> None:
+        """Run all windows through a layer; `use` gets each node and its operands, `made` its
+        results."""
+        params: dict[str, Any] = {}
+        for env in self.windows:
+            for i in self.layers[layer]:
+                n = self.graph.nodes[i]
+                tensors = [self._operand(v, env, params) for v in n.inputs]
+                use(n, tensors)
+                made(n, results := run_node(n, tensors))
+                env |= zip((v.name for v in n.outputs), results, strict=True)
+                for v in (*n.inputs, *n.outputs):
+                    if self.last_use.get(v.name, 0) <= i:
+                        env.pop(v.name, None)
+
+    def logits(self, env: Mapping[str, Any], rows: Tensor) -> Tensor:
+        """Return the logits [rows, vocab] at some positions of a window that ran through all
+        layers."""
+        values = {self.head[0]["x"].name: env[self.head[0]["x"].name][:, rows]}
+        for n in self.head:
+            tensors = [
+                values[v.name] if v.name in values else self.params.load_input(v) for v in n.inputs
+            ]
+            values |= zip((v.name for v in n.outputs), run_node(n, tensors), strict=True)
+        out: Tensor = values[self.head[-1].outputs[0].name][0]
+        return out
+
+    def _operand(self, v: Value, env: Mapping[str, Any], params: dict[str, Any]) -> Any:
+        if v.name in env:
+            return env[v.name]
+        if v in self.graph.param_set:
+            if v.name not in params:
+                params[v.name] = self.params.load_input(v)
+            return params[v.name]
+        t = v.type.bind({"B": 1, "C": env["positions"].shape[1]})  # an empty cache
+        return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
 
 
-def _relative(sums: torch.Tensor) -> torch.Tensor:
-    """Divide sums by their mean; an expert that saw no token gets the sums over all experts."""
-    sums = sums.where(sums.sum(-1, keepdim=True) > 0, sums.sum(0, keepdim=True))
-    mean = sums.mean(-1, keepdim=True)
-    return (sums / mean.where(mean > 0, 1.0)).clamp(min=FLOOR).float()
+class InputProducts:
+    """Sums of outer products of the inputs of matmuls; weights that read one value share one."""
+
+    def __init__(self, weights: Iterable[str]) -> None:
+        self.weights = frozenset(weights)
+        self.sums: dict[str, Tensor] = {}
+        #: weight -> the keys of its sums, one for each expert; key -> the weight that adds to it
+        self.keys: dict[str, list[str]] = {}
+        self._owner: dict[str, str] = {}
+
+    def __call__(self, n: Node, tensors: list[Any]) -> None:
+        if n.op == "linear" and n["w"].name in self.weights:
+            self._add(n["w"].name, [n["x"].name], lambda: [tensors[0].flatten(0, -2)])
+        elif n.op == "experts" and {n["gate_up"].name, n["down"].name} & self.weights:
+            x, _, index, gate_up, _ = tensors
+            rows, name = x.flatten(0, -2), n["down"].name
+            self._add(n["gate_up"].name, [n["x"].name], lambda: [rows])
+            each = [f"{name}.{e}" for e in range(len(gate_up))]
+            self._add(name, each, lambda: _hidden_rows(n, rows, index.flatten(0, -2), gate_up))
+
+    def _add(self, weight: str, keys: list[str], rows: Callable[[], list[Tensor]]) -> None:
+        self.keys[weight] = keys
+        if self._owner.setdefault(keys[0], weight) != weight:
+            return
+        for key, x in zip(keys, rows(), strict=True):
+            products = x.float().T @ x.float()
+            self.sums[key] = self.sums[key].add_(products) if key in self.sums else products
+
+    def of(self, weight: str) -> list[Inputs]:
+        """Return the inputs of a weight, of each expert if these differ; CheckError if one is no
+        number. An expert that saw no token gets the sum over all."""
+        sums = [self.sums[key] for key in self.keys[weight]]
+        if not all(bool(t.isfinite().all()) for t in sums):
+            fix = "take --dtype float32, or check the weights with g4ir verify"
+            raise CheckError(f"--calibrate: inputs of {weight} are NaN or infinite; {fix}")
+        if unused := [i for i, t in enumerate(sums) if not bool(t.any())]:
+            whole = torch.stack(sums).sum(0)
+            sums = [whole if i in unused else t for i, t in enumerate(sums)]
+        return [Inputs(t) for t in sums]
 
 
-class _Sums:
-    """Runs nodes, reads params on first use, and accumulates the squared inputs of matmuls."""
+def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[Tensor]:
+    """Return the inputs of each expert's down projection."""
+    hidden = []
+    for e, w in enumerate(gate_up):
+        gate, up = (rows[(index == e).any(-1)] @ w.mT).chunk(2, -1)
+        hidden.append(activate(gate, n.word("act")) * up)
+    return hidden
 
-    def __init__(self, params: MadeParams) -> None:
-        self.params = params
-        self.sums: Moments = {}
 
-    def run(self, n: Node, args: list[Any]) -> tuple[Any, ...]:
-        tensors = [self.params.load_input(t) if isinstance(t, Value) else t for t in args]
-        if n.op == "linear":
-            self.add(n["w"].name, tensors[0].flatten(0, -2))
-        elif n.op == "experts":
-            self._add_experts(n, *tensors)
-        return run_node(n, tensors)
+# --- quantised weights ----------------------------------------------------------------------------
 
-    def add(self, name: str, rows: torch.Tensor) -> None:
-        """Accumulate the column sums of squares of a matmul's input rows [.., n, K]."""
-        squares = rows.double().square().sum(-2, keepdim=True)
-        self.sums[name] = self.sums.get(name, 0) + squares
 
-    def _add_experts(self, n: Node, x: Any, _: Any, index: Any, gate_up: Any, down: Any) -> None:
-        """Accumulate the inputs of an MoE layer: gate and up share one, each expert's down has its
-        own."""
-        rows, chosen = x.flatten(0, -2), index.flatten(0, -2)
-        self.add(n["gate_up"].name, rows[None])
-        inner = torch.zeros(len(down), 1, down.shape[-1], dtype=torch.double)
-        for e in chosen.unique().tolist():
-            gate, up = (rows[(chosen == e).any(-1)] @ gate_up[e].mT).chunk(2, -1)
-            hidden = activate(gate, n.word("act")) * up
-            inner[e] = hidden.double().square().sum(0, keepdim=True)
-        self.sums[n["down"].name] = self.sums.get(n["down"].name, 0) + inner
+@dataclass(frozen=True)
+class CalibratedWeights(Mapping[str, Codes]):
+    """Codes and scales of calibrated weights by name, in files of the cache."""
+
+    folder: Path
+    files: Files
+    weights: tuple[str, ...]
+
+    def __getitem__(self, weight: str) -> Codes:
+        if weight not in self.weights:
+            raise KeyError(weight)
+        codes, scales = (self.files.rows(self.files.names[f"{weight}{e}"]) for e in (CODES, SCALES))
+        return codes, scales
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def remove(self) -> None:
+        """Remove the files; the engine that was made of them has copies."""
+        self.files.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def calibrated_schemes(config: QuantConfig, spec: Spec) -> dict[str, Scheme]:
+    """Return the layers' matrices whose format is fitted to a text -> their schemes."""
+    schemes = config.schemes(weights_of(spec)).items()
+    return {
+        name: scheme
+        for name, scheme in schemes
+        if layer_of(name) is not None and (is_compensated(scheme.form) or scheme.form in CALIBRATED)
+    }
+
+
+def calibrate(p: Prepared, progress: Progress, nearest: Quantize) -> CalibratedWeights:
+    """Quantise the matrices of the layers on the calibration text. Layers that an interrupted build
+    has quantised with the same weights, text and config are not quantised again."""
+    assert p.config.quant
+    c, schemes = p.config, calibrated_schemes(p.config.quant, p.config.spec)
+    folder = private(cache_root() / FOLDER / _key(p, schemes))
+    stages = Stages(c.spec, c.dtype, p.source, p.calibration.windows(c.spec.tokens.bos))
+    done = [folder / f"layer-{i:04d}.safetensors" for i in range(len(stages.layers))]
+    last = max((i for i, file in enumerate(done) if not file.is_file()), default=-1)
+    for layer, file in enumerate(done[: last + 1]):
+        progress(f"calibration: layer {layer + 1} of {len(done)}")
+        pending = () if file.is_file() else schemes
+        products = InputProducts(pending)
+        stages.run(layer, products)
+        if pending:
+            tensors: dict[str, tensorfile.FileTensor] = {}
+            for name in products.keys:
+                w, inputs = stages.params.tensor(name), products.of(name)
+                codes = quantised(w, inputs, schemes[name], c.dtype, nearest)
+                parts = zip((CODES, SCALES), codes, strict=True)
+                tensors |= {f"{name}{end}": tensorfile.FileTensor.of(t) for end, t in parts}
+            tensorfile.write_tensors(file, tensors)
+    headers = [tensorfile.read_header(file) for file in done]
+    names = {name: (h, e) for h in headers for name, e in h.entries.items()}
+    weights = (n.removesuffix(CODES) for n in names if n.endswith(CODES))
+    return CalibratedWeights(folder, Files(folder, names), tuple(weights))
+
+
+def quantised(
+    w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str, nearest: Quantize
+) -> Codes:
+    """Return codes and scales of a weight [.., N, K]; stacked experts share inputs or have their
+    own."""
+    if w.ndim == 2:
+        return compensation.calibrated(w, inputs[0], scheme, dtype, nearest)
+    each = [inputs[min(e, len(inputs) - 1)] for e in range(len(w))]
+    parts = [compensation.calibrated(x, i, scheme, dtype, nearest) for x, i in zip(w, each)]
+    codes = torch.stack([codes.view(torch.uint8) for codes, _ in parts]).view(parts[0][0].dtype)
+    return codes, torch.stack([scales for _, scales in parts])
+
+
+def _key(p: Prepared, schemes: Mapping[str, Scheme]) -> str:
+    """Return a digest of all that codes depend on: weights, text, formats, and this method."""
+    source, method = p.source, Path(compensation.__file__).read_bytes()
+    files = [(str(h.path), h.identity) for h in source.headers]
+    if not files:
+        files = [(str(f), tensorfile.identity(f.stat())) for f in weight_files(source.directory)]
+    facts = (p.config.spec.digest(), p.config.dtype, repr(p.weights), files, p.calibration.ids)
+    return _digest(repr((*facts, WINDOW, sorted(schemes.items(), key=str), method)))[:32]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return a checkpoint's file, or the files in its directory."""
+    return sorted(path.iterdir()) if path.is_dir() else [path]

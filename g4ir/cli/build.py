@@ -32,7 +32,7 @@ GROUPS = {
     "model": "checkpoint mmproj adapter random_weights link_weights",
     "device": "backend device target dtype memory tp ep",
     "limits": "max_batch max_seq prefill_chunk all_logits",
-    "quantisation": "quant requantize calibrate kv_dtype quant_activations",
+    "quantisation": "quant bits requantize calibrate kv_dtype quant_activations",
     "media": "media image_budgets audio_seconds",
     "advanced": "drafter draft_tokens skip latent_kv ple_placement settings",
 }
@@ -85,7 +85,7 @@ class Build(Verb):
             progress("checking the build")
             dump = _dump_to(Path(self.dump_ir)) if self.dump_ir else None
             options = of_file(options, self.preset)
-            prepared = prepare(spec, options, dry=self.dry_run, dump=dump)
+            prepared = prepare(spec, options, dry=self.dry_run, dump=dump, progress=progress)
             here = prepared.backend.has_device(prepared.config.device)
             if self.verify and not (here or self.dry_run):
                 raise InputError(f"--verify runs the engine: do that {prepared.backend.location}")

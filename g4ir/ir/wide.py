@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from g4ir.ops.types import is_float
+
 from .graph import Graph
 from .interpret import run_node
 
@@ -50,4 +52,4 @@ def in_float64(
 
 
 def _double(t: Any) -> Any:
-    return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+    return t.double() if isinstance(t, Tensor) and is_float(t) else t

@@ -5,7 +5,8 @@ w = round(code * scale) in every format, rounded once to the model's dtype. Code
 format. Scales are [.., G]: one for K/G consecutive codes.
 
 A code of `int6` and `int3k` is a product of a value and an 8-bit integer that 16 values share. The
-bits of `iq4` are indices of a table of values.
+bits of `iq4` are indices of a table of values, as are those of `nl4`, `nl3` and `nl2`, whose codes
+are products of such a value, to which 32 may add a shift, and their 7-bit integer (grids.py).
 
 Formats with minima: w = round(code * scale - integer * minimum). A code is the product of an
 unsigned value and an integer; the values that share it share the integer of their minimum too (32
@@ -21,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from .base import upcast
+from .grids import GROUP, INTEGER_MAX, fit_groups, group_bytes, integers_of, nearest_level
 from .layouts import LAYOUTS, Layout, in_nibble_pairs, in_six_bits, nibble_pairs, six_bits
 from .types import ITEMSIZE, dtype_name, torch, torch_dtype
 
@@ -32,7 +34,8 @@ PIECE = 1 << 18
 class QuantFormat:
     """A quantised format: dtype of its codes, largest code, bit layout, `share`: group sizes are
     multiples of it, `scales` per group: 1, or 2 with a minimum. `shared` values share an integer up
-    to `max_integer`. `table`: the values of the stored bits, ascending."""
+    to `max_integer`. `table`: the values of the stored bits, ascending; `shift`: what the values
+    that share an integer may add to them."""
 
     codes: str
     largest: float
@@ -42,6 +45,7 @@ class QuantFormat:
     shared: int = 0
     max_integer: int = 1
     table: tuple[int, ...] = ()
+    shift: int = 0
 
     @property
     def block_values(self) -> int:
@@ -65,6 +69,12 @@ class QuantFormat:
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 #: values of `fp4`, twice those of e2m1 (OCP Microscaling Formats 1.0)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+#: values of the nonuniform formats: dense near zero, as weights are
+_NONUNIFORM = {
+    "nl4": (_IQ4, 4),
+    "nl3": ((-63, -40, -23, -10, 1, 13, 28, 47), 4),
+    "nl2": ((-31, -13, 1, 17), 5),
+}
 #: values of a block of the C kernels
 MINIMA_GROUP = 32
 FORMATS = {
@@ -83,6 +93,16 @@ FORMATS = {
     "int3k": QuantFormat("b2", 3 * 31, LAYOUTS["int3k"], 16, shared=16, max_integer=31),
     "uint2": QuantFormat("b16", 3, LAYOUTS["uint2"], 16, 2, 16, 15),
     "fp8": QuantFormat("f8e4m3", 448, LAYOUTS["fp8"]),
+    **{
+        name: QuantFormat(
+            *(name, -table[0] * INTEGER_MAX, LAYOUTS[name], GROUP),
+            shared=GROUP,
+            max_integer=INTEGER_MAX,
+            table=table,
+            shift=shift,
+        )
+        for name, (table, shift) in _NONUNIFORM.items()
+    },
 }
 #: dtype of codes -> name of the format
 FORMAT_OF = {f.codes: name for name, f in FORMATS.items()}
@@ -91,9 +111,9 @@ PACKED = {f.codes: f.block_values for f in FORMATS.values() if f.layout.nbytes =
 #: format of quantised activations -> values that share a scale, 0: the row
 ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: formats whose scales minimise the weighted error of calibrated weights
-CALIBRATED = ("int4", "uint4", "uint5")
+CALIBRATED = ("int4", "uint4", "uint5", "nl4", "nl3", "nl2")
 #: formats that are converted to int8 for matmuls that do not support them
-AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2", "fp4")
+AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2", "fp4", "nl4", "nl3", "nl2")
 #: formats that are also converted where a sibling of another format is packed with them
 JOINED_AS_BYTES = ("int6", "int5", "iq4", "int3k")
 #: format -> format with the same codes as 8-bit integers
@@ -177,7 +197,8 @@ def unpack_codes(codes: Any) -> Any:
         return codes
     values = fmt.layout.read(_blocks(codes, fmt)).flatten(-2)
     if fmt.table:
-        return torch.tensor(fmt.table, dtype=torch.int8, device=codes.device)[values.int()]
+        levels = torch.tensor(fmt.table, dtype=torch.int8, device=codes.device)[values.int()]
+        return _add_shift(levels, codes) if fmt.shift else levels
     return values.to(torch.int8) - fmt.layout.zero if fmt.layout.zero else values
 
 
@@ -187,16 +208,57 @@ def shared_integers(codes: Any) -> tuple[Any, ...]:
     fmt = _format_of(codes)
     if not fmt.shared:
         return ()
-    data = fmt.layout.split(_blocks(codes, fmt))["integers"].flatten(-2)
+    data = _integer_bytes(codes)
     if fmt.scales > 1:
         return PAIRS_OF_INTEGERS[fmt.shared][0](data)
     if fmt is FORMATS["fp4"]:
         return (data.view(torch.float8_e4m3fn).float(),)
-    return (data.view(torch.int8),)
+    return (data.view(torch.int8) >> 1 if fmt.shift else data.view(torch.int8),)
+
+
+def _integer_bytes(codes: Any) -> Any:
+    fmt = _format_of(codes)
+    return fmt.layout.split(_blocks(codes, fmt))["integers"].flatten(-2)
+
+
+def shifts_of(codes: Any) -> Any:
+    """Return what groups add to their values, i8 [.., K/32]."""
+    return (_integer_bytes(codes) & 1).to(torch.int8) * _format_of(codes).shift
+
+
+def _add_shift(values: Any, codes: Any) -> Any:
+    return (values.unflatten(-1, (-1, GROUP)) + shifts_of(codes)[..., None]).flatten(-2)
 
 
 #: values that share integers -> how pairs of these are unpacked and packed
 PAIRS_OF_INTEGERS = {32: (six_bits, in_six_bits), 16: (nibble_pairs, in_nibble_pairs)}
+
+
+def steps_of(codes: Any, scales: Any) -> tuple[Any, Any]:
+    """Return the step and the shift f32 [.., G] of each group of a weight in a format without
+    minima: w = step * (value + shift)."""
+    fmt, steps = _format_of(codes), upcast(scales)
+    for integers in shared_integers(codes):
+        steps = apply_scales(integers, steps)
+    shift = shifts_of(codes).to(steps.dtype) if fmt.shift else torch.zeros_like(steps)
+    return steps.where(steps != 0, 1.0), shift
+
+
+def nearest_values(x: Any, step: Any, shift: Any, name: str) -> tuple[Any, Any]:
+    """Return the values of a format nearest to x [..] given `steps_of`, and what they mean."""
+    fmt, y = FORMATS[name], x / step - shift
+    zero = fmt.layout.zero
+    if fmt.table:
+        values = nearest_level(y, fmt.table)
+    else:
+        values = y.round().clamp(-zero or -127, zero - 1 if zero else 127)
+    return values, (values + shift) * step
+
+
+def with_values(codes: Any, values: Any) -> Any:
+    """Return codes with other values [N, K], and the same shared integers."""
+    integers = _integer_bytes(codes) if _format_of(codes).shared else None
+    return pack_codes(values.to(torch.int16), FORMAT_OF[dtype_name(codes.dtype)], integers)
 
 
 def take_rows(codes: Any, ids: Any) -> Any:
@@ -285,6 +347,9 @@ def quantize_values(
     if FORMATS[fmt].scales > 1:
         stored = torch.float64 if w.dtype == torch.float64 else dtype
         return _quantize_with_minima(x, fmt, stored, dtype, moments)
+    if FORMATS[fmt].shift:
+        codes, scales = _quantize_nonuniform(x, fmt, dtype, moments)
+        return codes, scales if w.dtype == torch.float64 else scales.to(dtype)
     if fmt == "int4":
         scales = int4_scales(x, dtype, moments)
     else:
@@ -339,6 +404,18 @@ _CODES: dict[str, Callable[[Any], Any]] = {
     "fp4": _fp4,
     "fp8": lambda y: y.clamp(-448, 448).to(torch.float8_e4m3fn),
 }
+
+
+def _quantize_nonuniform(x: Any, name: str, dtype: Any, moments: Any) -> tuple[Any, Any]:
+    """Return the codes of groups x [n, G, g], and their scales rounded to `dtype`."""
+    fmt, parts = FORMATS[name], x.unflatten(-1, (-1, GROUP))
+    by = None if moments is None else moments.unflatten(-1, (-1, GROUP))
+    scales, shift = fit_groups(parts, fmt.table, fmt.shift, by)
+    integers, rows = integers_of(scales, dtype)
+    step = (integers * rows).where(integers != 0, 1.0)[..., None]
+    values = nearest_level(parts / step - shift[..., None], fmt.table)
+    codes = pack_codes(values.flatten(1), name, group_bytes(integers, shift).flatten(1))
+    return codes, rows.flatten(1)
 
 
 def _quantize_with_minima(

@@ -15,7 +15,7 @@ from typing import Any
 from .base import Sample, free, op, require
 from .budgets import Budget
 from .codecs import quantize_values
-from .types import FLOATS, ITEMSIZE, Type, torch, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, is_float, torch, torch_dtype
 
 #: dtype of a quantised cache -> its largest finite value; None: scaled integers
 NARROW: Mapping[str, float | None] = {"bf16": 3.3895313892515355e38, "f8e4m3": 448.0, "i8": None}
@@ -109,5 +109,8 @@ def dequantize_rows(rows: Any, dtype: Any = None) -> Any:
 
 
 def to_comparable(value: Any) -> Any:
-    """Dequantise 8-bit rows to fp32; return other tensors unchanged."""
+    """Dequantise 8-bit rows to fp32; return quantised values in a dtype of floats as bytes, other
+    tensors unchanged."""
+    if value.is_floating_point() and not is_float(value):
+        return value.view(torch.uint8)
     return dequantize_rows(value) if value.dtype in (torch.int8, torch.float8_e4m3fn) else value

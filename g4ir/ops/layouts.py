@@ -163,6 +163,8 @@ BYTES, PAIRS, FOURS, SINGLE = Bits(8, (), ()), in_order(4), in_order(2), in_orde
 THIRD = Bits(1, (2, 4, 4), (4, 0, 1))
 #: 2 bits of each of 128 values, one of each of 256; values with indices equal mod 32 share a byte
 QUARTERS, EIGHTHS = Bits(2, (4, 32), (2, 0)), Bits(1, (8, 32), (1, 0))
+#: one bit of each of 128 values; values with indices equal mod 16 share a byte
+SIXTEENTHS = Bits(1, (8, 16), (1, 0))
 #: one bit of each of 128 values: that of value 32 b + 16 h + i is bit b + 4 h of byte i
 THIRDS = Bits(1, (4, 2, 16), (1, 4, 0))
 
@@ -183,6 +185,9 @@ LAYOUTS = {
     "uint2": _layout(128, low=(32, QUARTERS), integers=8),
     "uint4": _layout(256, low=(128, PAIRS), integers=12),
     "uint5": _layout(256, low=(128, PAIRS), high=(32, fifth(256)), integers=12),
+    "nl4": _layout(128, low=(64, halves(64)), integers=4),
+    "nl3": _layout(128, low=(32, QUARTERS), high=(16, SIXTEENTHS), integers=4),
+    "nl2": _layout(128, low=(32, QUARTERS), integers=4),
     # GGUF's
     "Q8_0": _layout(32, scales=2, low=32),
     "Q4_0": _layout(32, 8, scales=2, low=(16, halves(16))),

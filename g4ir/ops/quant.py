@@ -104,6 +104,9 @@ class quantize:
         "f32[4,96] {form='int5', group=32, scale='f16'}",
         "f32[4,96] {form='int3', group=32, scale='f16'}",
         "f32[4,96] {form='int2', group=0, scale='bf16'}",
+        "f32[2,256] {form='nl4', group=0, scale='bf16'}",
+        "f32[2,256] {form='nl3', group=128, scale='f32'}",
+        "f32[2,128] {form='nl2', group=0, scale='f16'}",
         "f32[4,96] {form='iq4', group=32, scale='f16'}",
         "f32[4,192] {form='fp4', group=64, scale='f32'}",
         "f32[2,256] {form='int3k', group=128, scale='f16'}",
@@ -143,6 +146,9 @@ class dequantize:
         "u32[2,9]@0:4294967296 f16[2,3]",
         "u64[2,3]@0:9223372036854775807 f16[2,3]",
         "f8e4m3[4,48] f32[4,2]",
+        "nl4[2,136]@0:256 bf16[2,1]",
+        "nl3[2,104]@0:256 f32[2,2]",
+        "nl2[2,72]@0:256 f32[2,1]",
         to="f32",
     )
 
@@ -162,8 +168,8 @@ class dense:
 
 @op
 class as_bytes:
-    """int6 and int3k to int8 with a scale per 16 values; int5, int3, int2 and iq4 to int8 with the
-    same scales; folded at build, for targets that do not support them"""
+    """int6 and int3k to int8 with a scale per 16 values, nl4, nl3 and nl2 with one per 32; int5,
+    int3, int2 and iq4 with the same scales; folded at build, for targets that support none"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 
@@ -185,6 +191,8 @@ class as_bytes:
 
     flops = free
     samples = cases(
+        "nl4[2,136]@0:256 bf16[2,1]",
+        "nl3[2,52]@0:256 f32[2,1]",
         "i64[2,3,26]@-4611686018427387904:4611686018427387904 f32[2,3,2]",
         "u16[2,3,20]@0:65536 f32[2,3,2]",
         "u32[2,3,6]@0:4294967296 f32[2,3,2]",
@@ -364,6 +372,7 @@ class embedding_quantized:
         "u16[11,20]@0:65536 f16[11,2] i64[2,3]@0:11 {scale=16.0}",
         "u32[11,6]@0:4294967296 f16[11,2] i64[2,3]@0:11 {scale=16.0}",
         "u64[11,2]@0:9223372036854775807 f16[11,1] i64[2,3]@0:11 {scale=16.0}",
+        "nl4[11,68]@0:256 bf16[11,1] i64[2,3]@0:11 {scale=16.0}",
         to="f32",
     )
 

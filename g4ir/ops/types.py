@@ -47,7 +47,13 @@ _DTYPES = {
     "b2": ("bits2x4", 1),
     "b1": ("bits1x8", 1),
     "f4": ("float4_e2m1fn_x2", 1),
+    # the same, in dtypes of floats that nothing else uses
+    "nl4": ("float8_e4m3fnuz", 1),
+    "nl3": ("float8_e5m2fnuz", 1),
+    "nl2": ("float8_e5m2", 1),
 }
+#: torch names of the latter: their tensors hold no floats
+_CARRIERS = frozenset(f"torch.{_DTYPES[name][0]}" for name in ("nl4", "nl3", "nl2"))
 TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
 FLOATS = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3"})
@@ -113,6 +119,11 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of an IR dtype name."""
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
     return dtype
+
+
+def is_float(t: torch.Tensor) -> bool:
+    """Whether a tensor holds floats, not quantised values in a dtype of floats."""
+    return t.is_floating_point() and str(t.dtype) not in _CARRIERS
 
 
 def dtype_name(dtype: object) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -34,6 +34,8 @@ SUFFIXES = (".yaml", ".yml")
 NONE = "none"
 #: name of the config of a checkpoint that is already quantised; no file has it
 FROM_CHECKPOINT = "checkpoint"
+#: name of a config whose formats were measured (builder/bits.py); file of it in an engine
+MEASURED, QUANT_FILE = "measured", "quant.yaml"
 #: max names per rule: more than a model has weights
 MAX_NAMES = 10_000
 
@@ -78,6 +80,7 @@ SCHEMES = {
     **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4", "int3k", "uint2")},
     "fp4": Scheme("fp4", 0, "f32"),
     **{form: Scheme(form, 32, "f16") for form in ("int5", "iq4", "min4", "min5", "int3", "int2")},
+    **{form: Scheme(form, 0, "bf16") for form in ("nl4", "nl3", "nl2")},
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _FormatName = Annotated[str, OneOf(tuple(SCHEMES))]
@@ -134,6 +137,17 @@ class QuantConfig:
         """Whether the checkpoint's weights are already quantised."""
         return self.name == FROM_CHECKPOINT
 
+    @property
+    def measured(self) -> bool:
+        """Whether the formats were chosen by measured sensitivities."""
+        return self.name == MEASURED
+
+    def to_yaml(self) -> str:
+        """Return the text of a file that is read as this config."""
+        rules = [{k: v for k, v in asdict(r).items() if v is not None} for r in self.rules]
+        rows = [f"- tensors: [{', '.join(r.pop('tensors'))}]\n  {_flow(r)}" for r in rules]
+        return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))
+
     def schemes(self, weights: Mapping[str, Type]) -> dict[str, Scheme]:
         """Return weight -> scheme. InputError for a rule that matches no weight and for a weight
         with two rules."""
@@ -149,6 +163,10 @@ class QuantConfig:
 
     def _says(self, rule: Rule, problem: str) -> str:
         return f"recipe {self.name}: [{', '.join(rule.tensors)}] {problem}"
+
+
+def _flow(rule: Mapping[str, object]) -> str:
+    return "\n  ".join(f"{key}: {value}" for key, value in rule.items())
 
 
 def _weight_kinds(weights: Iterable[str]) -> str:

@@ -96,8 +96,8 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
 
 
 def simplify_formats(g: Graph) -> Graph:
-    """Return a graph for targets without int6, int5, int3, int2 and formats with minima: at build,
-    the latter are dequantised, the others converted to int8."""
+    """Return a graph for targets that have int8, int4 and fp8 alone: at build, formats with minima
+    are dequantised, the others converted to int8."""
     b = Builder(g.name)
     for n in g.nodes:
         fmt = FORMAT_OF[n["codes"].type.dtype] if n.op in QUANTISED_OPS else ""

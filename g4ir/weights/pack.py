@@ -21,7 +21,7 @@ from g4ir.model.text import build_program
 from g4ir.ops.codecs import by_rows, from_tiles
 from g4ir.ops.finite import cast
 from g4ir.ops.quant import quantize
-from g4ir.ops.types import TORCH_NAMES, dtype_name, torch, torch_dtype
+from g4ir.ops.types import TORCH_NAMES, dtype_name, is_float, torch, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Sharding, Share
 from g4ir.passes import Dump, PassCounts, PassOptions, run_program
@@ -167,9 +167,8 @@ class MadeParams:
     source: Checkpoint
     #: shard of the rank whose params these are, if there are several ranks
     share: Share | None = None
-    #: second moments of the inputs of calibrated weights, by param of the whole model: as many axes
-    #: as the weight, of length 1 where all share one
-    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    #: codes and scales of calibrated weights, by param of the whole model
+    calibrated: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     #: implementation of `quantize`, bit-identical to the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
     #: recipes with several results (codes and scales), by the first one's name: running, or with
@@ -249,14 +248,18 @@ class MadeParams:
         return results
 
     def _run(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-        """Run a node of a recipe; `quantize` weights errors where its weight is calibrated."""
+        """Run a node of a recipe; calibrated weights are quantised already."""
         if n.op != "quantize":
             return run_node(n, tensors)
-        name, attrs = n.inputs[0].name, dict[str, Any](n.attrs)
-        if self._full_name(name) in self.moments:
-            read = self.moments.__getitem__
-            attrs["moments"] = self.share.read_part(name, read) if self.share else read(name)
-        return self.quantized(*tensors, **attrs)
+        name = n.inputs[0].name
+        full = self._full_name(name)
+        if full is None or full not in self.calibrated:
+            return self.quantized(*tensors, **dict[str, Any](n.attrs))
+        return tuple(self._part(name, t) for t in self.calibrated[full])
+
+    def _part(self, param: str, t: torch.Tensor) -> torch.Tensor:
+        """Return a rank's part of the codes or scales of a param."""
+        return self.share.read_part(param, lambda _: t) if self.share else t
 
     def _full_name(self, param: str) -> str | None:
         """Return the unsharded model's name of a rank's param; None if the param exists on this
@@ -288,7 +291,7 @@ class MadeParams:
 
         tensor = self.share.read_part(v.name, read_full) if self.share else read_full(v.name)
         name = self._source(v) or v.name
-        if not tensor.is_floating_point() and dtype_name(tensor.dtype) != v.type.dtype:
+        if not is_float(tensor) and dtype_name(tensor.dtype) != v.type.dtype:
             msg = f"codes are {tensor.dtype}, the engine takes {v.type.dtype}"
             raise tensorfile.broken(name, msg, "build it again")
         return cast(tensor, v.type.dtype, name)

@@ -27,12 +27,15 @@
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
 
-/* Values of 4-bit codes: themselves, those of IQ4 and of FP4 (g4ir/ops/codecs.py). */
-#define TABLE_OF(form) ((form) == IQ4 ? 1 : (form) == FP4 ? 2 : 0)
-static const int8_t TABLE[3][16] = {
+/* Values of codes: themselves, those of IQ4 and NL4, of FP4, of NL3, and of NL2 (g4ir/ops/codecs.py). */
+#define TABLE_OF(form)                                                                          \
+    ((form) == IQ4 || (form) == NL4 ? 1 : (form) == FP4 ? 2 : (form) == NL3 ? 3 : (form) == NL2 ? 4 : 0)
+static const int8_t TABLE[5][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
-    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+    {-63, -40, -23, -10, 1, 13, 28, 47},
+    {-31, -13, 1, 17}};
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -139,6 +139,18 @@ static inline void read_fp4(const uint8_t *p, int b, float *to) {
     for (int j = 0; j < BLOCK; j++) to[j] *= scales[j / HALF];
 }
 
+/* Block b of a group of four: levels times the integer of the block. */
+static inline void read_nonuniform(const int form, const uint8_t *p, int b, float *to) {
+    int8_t levels[BLOCK], shared = p[BYTES_OF(form) - 4 + b];
+    for (int j = 0; j < BLOCK; j++) {
+        int code = form == NL4 ? p[b % 2 * BLOCK + j] >> b / 2 * 4 & 15 : p[j] >> 2 * b & 3;
+        if (form == NL3) code |= (p[NL3_HIGH + j % HALF] >> (2 * b + j / HALF) & 1) << 2;
+        levels[j] = TABLE[TABLE_OF(form)][code] + (shared & 1) * SHIFT_OF(form);
+    }
+    read_int8((const uint8_t *)levels, to);
+    for (int j = 0; j < BLOCK; j++) to[j] *= shared >> 1;
+}
+
 /* Address of the codes of block i of a row. */
 static inline void read_block(const int form, const uint8_t *row, int64_t i, float *to) {
     const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
@@ -147,6 +159,7 @@ static inline void read_block(const int form, const uint8_t *row, int64_t i, flo
     else if (FOURTHS(form)) read_fourths(form == INT3, p, to);
     else if (form == FP4) read_fp4(p, i % BLOCKS_OF(form), to);
     else if (HALVES(form)) read_in_halves(form, p, i % BLOCKS_OF(form), to);
+    else if (NONUNIFORM(form)) read_nonuniform(form, p, i % BLOCKS_OF(form), to);
     else if (form == FP8) read_fp8(p, to);
     else read_int8(p, to);
 }

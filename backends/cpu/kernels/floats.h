@@ -13,7 +13,7 @@
 static inline row_floats number(row_words codes, int t) {
     if (FORM == FP8) return fp8_number(codes, t);
     if (WITH_SIGN && FORM == FP4) return signed_byte(codes, t);
-    if (FORM == INT8 || FORM == IQ4) return signed_byte(WITH_SIGN ? codes : codes ^ 0x80808080u, t);
+    if (FORM == INT8 || FORM == IQ4 || NONUNIFORM(FORM)) return signed_byte(WITH_SIGN ? codes : codes ^ 0x80808080u, t);
     return __builtin_convertvector((row_sums)(codes >> (8 * t) & 255) - BIAS[FORM], row_floats);
 }
 

@@ -12,7 +12,7 @@
 #endif
 #ifdef INTEGERS
 #ifdef IN_PAIRS
-#define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8 && FORM != IQ4)
+#define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8 && FORM != IQ4 && !NONUNIFORM(FORM))
 #else
 #define HAS_INT8_PANELS (FORM != FP8)
 #endif

@@ -7,8 +7,8 @@
 enum { BF16, F32, F16 };
 /* Formats of quantised weights: 1 byte each, 2 per byte, 128 in 104 bytes, 256 with minima in 140 or 172,
  * 32 in 20; 128 in 56, 128 with minima in 40; 32 indices of a table in 16; 32 with minima in 16 or 20; 32 in 8
- * and 12; 64 indices of a table in 36. */
-enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, INT3K, UINT2, IQ4, MIN4, MIN5, INT2, INT3, FP4, FORMS };
+ * and 12; 64 indices of a table in 36; 128 in 68, 52 and 36. */
+enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, INT3K, UINT2, IQ4, MIN4, MIN5, INT2, INT3, FP4, NL4, NL3, NL2, FORMS };
 
 /* y[rows, n] = x[rows, k] @ w[n, k]^T; accumulates in fp32, rounds once. Returns 0, or 1 if out of
  * memory. */

@@ -28,12 +28,18 @@ enum { FP4_SHARED = 32, FP4_BYTES = 36 };
 #define SHARED_OF(form)                                                                         \
     ((form) == INT6 ? SIXES_SHARED : (form) == INT3K ? THREES_SHARED : (form) == FP4 ? FP4_SHARED : TWOS_SHARED)
 
+/* Nonuniform formats: 128 values by plane of bits, then for each block a byte, its signed 7-bit integer above the
+ * choice of the shift. */
+enum { NL3_HIGH = 32, NL4_BYTES = 68, NL3_BYTES = 52, NL2_BYTES = 36 };
+#define NONUNIFORM(form) ((form) >= NL4 && (form) <= NL2)
+#define SHIFT_OF(form) ((form) == NL2 ? 5 : 4)
+
 /* Formats whose super-blocks are UINT4's or UINT5's; those with minima; those with a scale per half block. */
 #define SUPER(form) ((form) == UINT4 || (form) == UINT5)
 #define MINIMA(form) (SUPER(form) || (form) == UINT2 || (form) == MIN4 || (form) == MIN5)
 #define HALVES(form) ((form) == INT6 || (form) == INT3K || (form) == UINT2 || (form) == FP4)
 /* Blocks per super-block, and its bytes. */
-#define BLOCKS_OF(form) ((form) == FP4 ? 2 : HALVES(form) ? 4 : SUPER(form) ? 8 : 1)
+#define BLOCKS_OF(form) ((form) == FP4 ? 2 : HALVES(form) || NONUNIFORM(form) ? 4 : SUPER(form) ? 8 : 1)
 #define BYTES_OF(form)                                                                          \
     ((form) == INT4 || (form) == IQ4 || (form) == MIN4 ? HALF                                   \
      : (form) == INT5 || (form) == MIN5 ? FIVES_BYTES                                           \
@@ -44,13 +50,17 @@ enum { FP4_SHARED = 32, FP4_BYTES = 36 };
      : (form) == INT3K ? THREES_BYTES                                                            \
      : (form) == UINT2 ? TWOS_BYTES                                                             \
      : (form) == UINT4 ? ABOVE_UINT4                                                            \
-     : (form) == UINT5 ? ABOVE_UINT5 : BLOCK)
+     : (form) == UINT5 ? ABOVE_UINT5                                                            \
+     : (form) == NL4 ? NL4_BYTES                                                                \
+     : (form) == NL3 ? NL3_BYTES                                                                \
+     : (form) == NL2 ? NL2_BYTES : BLOCK)
 /* Minimum codes per scale; a group is a multiple. */
 #define SHARE_OF(form) ((form) == INT8 || (form) == FP8 ? HALF : BLOCKS_OF(form) * BLOCK)
 /* Whether unpacked words have the even values of a block first, then the odd ones: formats with two codes per
  * byte; or every fourth value: formats with four. */
 #define FOURTHS(form) ((form) == INT2 || (form) == INT3)
-#define EVEN_ODD(form) ((form) == FP4 || (form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form))
+#define EVEN_ODD(form)                                                                          \
+    ((form) == FP4 || (form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form) && !NONUNIFORM(form))
 /* The value of a block in byte j % 4 of unpacked word j / 4. */
 static inline int value_at(int form, int j) {
     if (FOURTHS(form)) return j / 16 * 16 + j / 4 % 4 + j % 4 * 4;
@@ -77,7 +87,7 @@ static inline int strips_of_one(void) {
 #endif
 static inline int on_amx(int form, int digits, int64_t rows) {
 #ifdef ON_AMX
-    return rows > 4 && digits == 2 && !HALVES(form) && (EVEN_ODD(form) || FOURTHS(form));
+    return rows > 4 && digits == 2 && !HALVES(form) && (EVEN_ODD(form) || FOURTHS(form) || NONUNIFORM(form));
 #endif
     return 0;
 }
@@ -85,7 +95,7 @@ static inline int on_amx(int form, int digits, int64_t rows) {
 static inline int strips_of(int form, int digits, int64_t rows) {
     if (on_amx(form, digits, rows)) return 2;
     if (rows > 2 || HALVES(form) || MINIMA(form)) return 1;
-    return rows == 2 || form == INT5 || form == IQ4 ? 2 : strips_of_one();
+    return rows == 2 || form == INT5 || form == IQ4 || NONUNIFORM(form) ? 2 : strips_of_one();
 }
 
 /* Tiles per unit of work: a multiple of `runs`, so that its streams are of equal length and no tile is

@@ -153,7 +153,8 @@ static inline row_floats smaller(row_floats a, row_floats b) {
 /* Bias of stored codes: code = value + BIAS. */
 static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16, [INT3K] = 4,
                                 [IQ4] = WITH_SIGN ? 0 : 128, [INT2] = 2, [INT3] = 4,
-                                [FP4] = WITH_SIGN ? 0 : 12};
+                                [FP4] = WITH_SIGN ? 0 : 12,  [NL4] = WITH_SIGN ? 0 : 128,
+                                [NL3] = WITH_SIGN ? 0 : 128, [NL2] = WITH_SIGN ? 0 : 128};
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
 
 /* The values of the codes, indices of a table, biased. */
@@ -177,9 +178,20 @@ static inline row_words values_listed(const int form, row_words codes) {
 #endif
 }
 
+/* Word j of block `b` of a nonuniform format. */
+static inline row_words nonuniform_word(const int form, const uint8_t *p, int b, int j) {
+    row_words chosen = words_at(p, WORDS_OF(form) - 1) >> (8 * b) & 1;
+    row_words shift = -chosen & 0x01010101u * SHIFT_OF(form);
+    row_words codes = form == NL4 ? words_at(p, 8 * (b % 2) + j) >> (4 * (b / 2)) & NIBBLES
+                                  : words_at(p, j) >> (2 * b) & 0x03030303u;
+    if (form == NL3) codes |= (words_at(p, NL3_HIGH / 4 + j % 4) >> (2 * b + j / 4) & 0x01010101u) << 2;
+    return values_listed(form, codes) + shift; /* no byte carries into the next */
+}
+
 /* Word j of the (biased, fp8: plain) codes of block `b` of the super-block at `p`. */
 static inline row_words code_word(const int form, const uint8_t *p, int b, int j) {
     if (form == FP8) return words_at(p, 8 * b + j);
+    if (NONUNIFORM(form)) return nonuniform_word(form, p, b, j);
     if (form == INT8) return words_at(p, 8 * b + j) ^ (WITH_SIGN ? 0 : 0x80808080u);
     if (form == INT6) {
         row_words low = words_at(p, 8 * (b % 2) + j) >> (4 * (b / 2)) & NIBBLES;
@@ -254,6 +266,10 @@ static inline void block_factors(const int form, const uint8_t *p, int b, row_fl
             factor[h] = product_of(scale, form == FP4 ? fp8_number(shared, nth) : integer);
             if (form == UINT2) below[h] = product_of(least, signed_byte(shared >> 4 & NIBBLES, nth));
         }
+    }
+    if (NONUNIFORM(form)) {
+        row_sums integer = (row_sums)(words_at(p, WORDS_OF(form) - 1) << (24 - 8 * b)) >> 25;
+        factor[0] = factor[1] = product_of(scale, __builtin_convertvector(integer, row_floats));
     }
     if (SUPER(form)) {
         row_words first = words_at(p, WORDS_OF(form) - 3);

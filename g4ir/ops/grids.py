@@ -1,0 +1,76 @@
+"""Nonuniform grids: scales and level shifts of groups of weights, and the nearest levels.
+
+A group of 32 weights is integer * row scale * (level + 0 or shift). The integer (signed, 7 bits)
+and the choice of the shift (1 bit) are a byte.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from .types import torch
+
+#: weights that share an integer and the choice of a shift; the largest integer
+GROUP, INTEGER_MAX = 32, 63
+#: levels that a group's extremum gets in the search for a scale, relative to the lowest level
+_STARTS = (1.1, 1.0, 0.9, 0.8, 0.72)
+
+
+#: steps of a level that the table of nearest levels tells apart, and its range to either side:
+#: midpoints of levels are multiples of 1/2
+_STEPS, _REACH = 4, 512
+
+
+@lru_cache(maxsize=16)
+def _nearest_levels(levels: tuple[int, ...]) -> Any:
+    """Return the levels f32 nearest to steps from -_REACH on."""
+    ends = torch.tensor(levels, dtype=torch.float64)
+    steps = (torch.arange(-_REACH, _REACH, dtype=torch.float64) + 0.5) / _STEPS
+    return ends[torch.bucketize(steps, (ends[1:] + ends[:-1]) / 2)].float()
+
+
+def nearest_level(y: Any, levels: tuple[int, ...]) -> Any:
+    """Return the level f32 nearest to each element of y, the upper one of two."""
+    steps = (y * _STEPS).floor_().clamp_(-_REACH, _REACH - 1).nan_to_num_().to(torch.int32)
+    table = _nearest_levels(levels).to(y.device)
+    return table.index_select(0, steps.add_(_REACH).flatten()).view_as(y)
+
+
+def fit_groups(
+    x: Any, levels: tuple[int, ...], shift_by: int, moments: Any = None
+) -> tuple[Any, Any]:
+    """Return a scale, of either sign, and the chosen shift [..] for groups x [.., 32]: the least
+    squared error, weighted by `moments` [.., 32] if passed, of a few scales refined by least
+    squares."""
+    extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    weighed = x if moments is None else x * moments
+    inverse = levels[0] / extreme.where(extreme != 0, 1.0)
+    best = scale = shift = torch.zeros_like(extreme)
+    for add in (0, shift_by):
+        for start in _STARTS:
+            values = nearest_level(x * (inverse * start) - add, levels) + add
+            dot = (values * weighed).sum(-1, keepdim=True)
+            square = values.square() if moments is None else values.square() * moments
+            fitted = dot / square.sum(-1, keepdim=True).clamp(min=1e-30)
+            gain = dot * fitted  # the error is the sum of x^2 less this
+            better = gain > best
+            best, scale = torch.where(better, gain, best), torch.where(better, fitted, scale)
+            shift = torch.where(better, add, shift)
+    return scale.squeeze(-1), shift.squeeze(-1)
+
+
+def integers_of(scales: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return integers [.., G] and the row's scale [.., 1], rounded to `dtype`, whose products are
+    near scales [.., G]."""
+    row = (scales.abs().amax(-1, keepdim=True) / INTEGER_MAX).to(dtype).to(scales.dtype)
+    row = row.where(row != 0, 1.0)
+    integers = (scales / row).round()
+    # A group must not vanish: the least step of its sign is nearer.
+    integers = integers.where(integers != 0, scales.sign())
+    return integers.clamp(-INTEGER_MAX, INTEGER_MAX), row
+
+
+def group_bytes(integers: Any, shift: Any) -> Any:
+    """Pack integers and chosen shifts [..] into bytes u8."""
+    return (integers.to(torch.int16) * 2 + (shift != 0)).to(torch.int8).view(torch.uint8)
