@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,6 +57,9 @@ class CacheSnapshot:
 
 class State(Protocol):
     """The caches of one session."""
+
+    #: i64 [batch]: slot of each sequence's adapter, -1 for none. None: not supported
+    adapters: Any = None
 
     @abstractmethod
     def views(self, context: int) -> Tensors:
@@ -161,6 +164,8 @@ class Task:
     memory: int | None = None
     #: the manifest's digest, at load
     digest: str = ""
+    #: params that are in no file: adapters' slots, which are written while the engine runs
+    added: Tensors = field(default_factory=dict)
 
 
 class Backend(PlannedBackend, ABC):
@@ -235,6 +240,10 @@ class Backend(PlannedBackend, ABC):
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
         """Return the instruction set that an engine with this record needs."""
         return self.machine(device)
+
+    def takes_adapters(self, compiled: Mapping[str, Any]) -> bool:
+        """Whether its engines run graphs with adapters, which are added at load."""
+        return False
 
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
         """Whether a record names native code, which runs with the user's permissions."""

@@ -38,7 +38,7 @@ class Caches(State):
     """Zeroed caches, slot-major; `views` cuts full-length ones to the slots in use."""
 
     def __init__(self, program: Program, batch: int, max_seq: int, device: str) -> None:
-        self.capacity = capacity(max_seq)
+        self.capacity, self.adapters = capacity(max_seq), torch.full((batch,), -1)
         self.types = cache_types(program, batch, max_seq)
         self.linear = {n for n, v in program.state().items() if v.type.shape[0] == "C"}
         self.tensors = {

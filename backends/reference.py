@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class ReferenceRuntime(Runtime):
         device: str,
         params: ParamSource,
         run: Run | None = None,
+        added: Tensors = MappingProxyType({}),
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: runs a node; with tensor parallelism including its collectives
@@ -46,7 +48,7 @@ class ReferenceRuntime(Runtime):
         # The engine holds the tables of `embed`.
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
-        self.params = {n: params.tensor(n).to(device) for n in names}
+        self.params = {n: params.tensor(n).to(device) for n in names - added.keys()} | {**added}
 
     def new_state(self, batch: int) -> Caches:
         return Caches(self.program, batch, self.limits.max_seq, self.device)
@@ -190,7 +192,11 @@ class ReferenceBackend(Backend):
 
     def load(self, task: Task, record: Any, cuda_graph: bool = True) -> ReferenceRuntime:
         run = task.group.run_node if task.group else None
-        return ReferenceRuntime(task.program, task.limits, task.device, task.params, run)
+        how = task.device, task.params, run, task.added
+        return ReferenceRuntime(task.program, task.limits, *how)
+
+    def takes_adapters(self, compiled: Mapping[str, Any]) -> bool:
+        return True
 
 
 def _require_gpu() -> None:

@@ -20,6 +20,7 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
 from g4ir.model.encoder import ENCODE
 from g4ir.ui.processor import instruction_set
+from g4ir.weights.lora import ADAPTERS
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
@@ -191,7 +192,8 @@ class CpuRuntime(ProgramRuntime):
             return None
         views = state.views(self.limits.max_seq)
         try:
-            program = record_loop(self.program, mapped, self.weights, views, batch, suppress)
+            feeds = {ADAPTERS: state.adapters}
+            program = record_loop(self.program, mapped, self.weights, views, feeds, suppress)
         except NoInstruction as e:
             log.info("tokens are embedded and chosen by the host: %s", e)
             return None
@@ -205,7 +207,7 @@ class CpuRuntime(ProgramRuntime):
 
 def _piece(feeds: Tensors, at: int, width: int) -> dict[str, Tensor]:
     """Return the feeds of tokens `at` to `at + width` of each sequence."""
-    piece = {name: t[:, at : at + width] for name, t in feeds.items() if name != "lengths"}
+    piece = {name: t[:, at : at + width] if t.dim() > 1 else t for name, t in feeds.items()}
     return piece | {"lengths": (feeds["lengths"] - at).clamp(0, width)}
 
 

@@ -66,11 +66,13 @@ def record_loop(
     tables: Tensors,
     weights: Tensors,
     caches: Tensors,
-    batch: int,
+    fixed: Tensors,
     suppress: Sequence[int],
 ) -> LoopProgram:
     """Record embedding, decode step and sampling for these caches; NoInstruction if an op or a
-    table has none. `suppress`: ids that are never sampled."""
+    table has none. fixed: inputs at fixed addresses, i64 [B]. suppress: ids that are never
+    sampled."""
+    (batch,) = {len(t) for t in fixed.values()}
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
@@ -86,7 +88,7 @@ def record_loop(
         g = bound(g, {n: t.shape for n, t in (*feeds.items(), *state.items())})
         params = {v.name: tensors[v.name] for v in g.params}
         outputs = r.record(g, {**feeds, **params, **state})
-        feeds = outputs | {"positions": positions, "lengths": active}
+        feeds = outputs | {"positions": positions, "lengths": active, **fixed}
     logits = feeds["logits"]
     never = torch.tensor(suppress, dtype=torch.int64)
     chosen, flaws = r.greedy(logits, never)

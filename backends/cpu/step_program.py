@@ -46,18 +46,18 @@ KINDS = (
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
     *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
     *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id", "attend_texts"),
-    *("mean_texts", "unit_norm"),
+    *("mean_texts", "unit_norm", "lora"),
 )
 #: instructions without fp32 scratch rows
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
-_WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen", "attend_texts"}
+_WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen", "attend_texts", "lora"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
 #: instruction -> number of leading operands that may be strided; default: all
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
 STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_seen": 0}
-STRIDED |= {"cluster_head": 0, "pick_id": 0, "attend_texts": 0, "mean_texts": 1}
+STRIDED |= {"cluster_head": 0, "pick_id": 0, "attend_texts": 0, "mean_texts": 1, "lora": 0}
 #: the graphs of chunks
 CHUNKS = ("prefill", BLOCKS, ENCODE)
 #: ops that return views
@@ -470,6 +470,24 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
     return y
 
 
+@cache
+def _part_sizes(sizes: tuple[int, ...]) -> Tensor:
+    """Return the operand at one address in all programs (`of_tokens`)."""
+    return torch.tensor(sizes)
+
+
+def _lora(
+    r: Recorder, n: Node, y: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor
+) -> Tensor:
+    """Add in place: the product is read by this node alone."""
+    _computes(x, y, a, b)
+    sizes, low = n.wholes("sizes"), r.arena.empty((*x.shape[:-1], a.shape[1]), torch.float32)
+    how = (x.shape[1], len(sizes))
+    r.emit("lora", r.contiguous(x), index, a, b, _part_sizes(sizes), low, y, n=how)
+    r.arena.use(low, 0)
+    return y
+
+
 def _format_id(w: Coded) -> int:
     """Return the id of a weight's format; NoInstruction if the C kernels do not support it."""
     groups, format_id = w.scales.shape[-1], pyops.FORMAT_IDS.get(w.codes.dtype)
@@ -606,6 +624,7 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "dequantize_tiles": _dequantize,
     "fake_quantize": _fake_quantize,
     "linear": _linear,
+    "lora": _lora,
     "router": _router,
     "experts": _experts,
     "concat": _concat,

@@ -59,6 +59,10 @@ class TorchBackend(Backend):
         """An engine without programs is weights and graphs, the same for every CPU."""
         return self.machine(device) if self.has_native_code(compiled) else "any"
 
+    def takes_adapters(self, compiled: Mapping[str, Any]) -> bool:
+        """Engines of step programs do; programs are compiled for the graphs of the build."""
+        return not self.has_native_code(compiled)
+
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
         return any(map(any, compiled.values()))
 

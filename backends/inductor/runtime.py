@@ -106,6 +106,9 @@ class ProgramRuntime:
         names, loaded = list(names), dict[str, Tensor]()
         source, move = self._open_params(task)
         for i, name in enumerate(names):
+            if name in task.added:
+                loaded[name] = task.added[name]
+                continue
             loaded[name] = move(source.tensor(name))
             if source is task.params:
                 source.release(name)

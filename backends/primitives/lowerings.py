@@ -189,12 +189,12 @@ LOWERINGS: Mapping[str, Lowering] = {
 }
 
 #: ops outside of networks: embedding tables are gathered outside, values that depend on weights
-#: only are computed at build, and caches have the engine's dtype
+#: only are computed at build, caches have the engine's dtype, and adapters are added at load
 OUTSIDE = frozenset(
     {
         *("embedding", "embedding_quantized", "embedding_tiles", "relative_keys"),
         *("quantize", "columns", "tiles", "dequantize_tiles", "as_bytes", "narrow_row"),
-        "by_cluster",
+        *("by_cluster", "lora"),
         "fake_quantize",
     }
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from g4ir.artefact.digests import has_digest
@@ -20,7 +22,9 @@ from g4ir.artefact.directory import (
 from g4ir.artefact.trust import require_trust
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Runtime, Task
+from g4ir.engine.adapters import Adapters
 from g4ir.engine.engine import Engine, Refusing
+from g4ir.engine.parts import plain_params
 from g4ir.engine.ranks import lead
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Value
@@ -33,10 +37,14 @@ from g4ir.plan.resolve import find_placement
 from g4ir.quant.rewrite import checkpoint_quant_config
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
-from g4ir.weights.adapter import Adapter, with_adapters
+from g4ir.weights.adapter import Adapter, max_rank, with_adapters
 from g4ir.weights.checkpoint import Checkpoint, sha256
+from g4ir.weights.lora import Slots, with_slots
 from g4ir.weights.origin import Origin, find_origin
 from g4ir.weights.random import random_weights
+
+#: default ranks of adapters' slots, and limits
+ADAPTER_RANKS, MAX_RANK, MAX_SLOTS = (8, 16, 32, 64, 128), 1024, 1024
 
 
 def load_engine(
@@ -47,6 +55,9 @@ def load_engine(
     cuda_graph: bool = True,
     trust: bool = False,
     huge_pages: bool = False,
+    adapters: Mapping[str, str | Path] = MappingProxyType({}),
+    adapter_slots: int | None = None,
+    adapter_rank: int | None = None,
     progress: Progress = no_progress,
 ) -> Engine:
     """Load an engine directory; compiles nothing.
@@ -58,8 +69,10 @@ def load_engine(
     replaying a CUDA graph. trust=True runs native code of an engine that this user did not build
     here (trust.py). huge_pages=True copies the weights of a torch engine on a CPU to huge pages,
     which a decode step reads faster (docs/benchmarks.md), instead of mapping their files, which
-    processes share. With several ranks (torchrun), rank 0 loads the engine after it has joined the
-    process group; the others execute its calls (rank_worker.py). Raises EngineError naming the
+    processes share. adapters: LoRA adapters by name, which requests choose (engine/adapters.py), in
+    adapter_slots slots (default: their number, at least 4) of adapter_rank (default: the largest of
+    theirs, rounded up). With several ranks (torchrun), rank 0 loads the engine after it has joined
+    the process group; the others execute its calls (rank_worker.py). Raises EngineError naming the
     file, or another machine, and the fix; TrustError for such code.
     """
     group = current()
@@ -69,12 +82,41 @@ def load_engine(
         raise EngineError(_of_ranks(artefact, here))
     if huge_pages:
         _check_huge_pages(artefact)
+    slots = _adapter_slots(artefact, adapters, adapter_slots, adapter_rank)
     how = {"cuda_graph": cuda_graph, "trust": trust, "huge_pages": huge_pages}
-    opens = partial(open_runtime, artefact, progress, group, **how)
+    opens = partial(open_runtime, artefact, progress, group, slots=slots, **how)
     options = {"check_weights": check_weights, **how}
     digest = artefact.manifest.digest
     runtime = lead(group, str(artefact.path), digest, options, opens) if group else opens()
-    return engine_of(artefact, runtime, ple_placement)
+    engine = engine_of(artefact, runtime, ple_placement)
+    if not slots:
+        return engine
+    loaded = Adapters(slots)
+    for name, folder in adapters.items():
+        loaded.load(name, folder)
+    return replace(engine, adapters=loaded)
+
+
+def _adapter_slots(
+    artefact: Artefact,
+    adapters: Mapping[str, str | Path],
+    count: int | None,
+    rank: int | None,
+) -> Slots | None:
+    """Return the program with slots for adapters; None if none are requested."""
+    c, min_slots = artefact.config, 4 if count is None else 0
+    if not (adapters or count or rank):
+        return None
+    if c.ranks > 1:
+        raise MissingError(f"{artefact.path}: adapters by request need an engine of one rank")
+    largest = max((max_rank(Adapter.of(a)) for a in adapters.values()), default=ADAPTER_RANKS[1])
+    rank = rank or next((r for r in ADAPTER_RANKS if r >= largest), largest)
+    count = max(count or len(adapters), min_slots)
+    if not (1 <= count <= MAX_SLOTS and 1 <= rank <= MAX_RANK):
+        limits = f"adapter_slots 1 to {MAX_SLOTS}, adapter_rank 1 to {MAX_RANK}"
+        raise InputError(f"{count} slots for adapters of rank {rank}: expected {limits}")
+    plain = plain_params(c.spec, c.dtype, c.media)
+    return with_slots(artefact.packing, c.spec, plain, count, rank)
 
 
 def engine_of(artefact: Artefact, runtime: Runtime, ple_placement: str | None = None) -> Engine:
@@ -124,6 +166,7 @@ def open_runtime(
     cuda_graph: bool = True,
     trust: bool,
     huge_pages: bool = False,
+    slots: Slots | None = None,
 ) -> Runtime:
     """Open the runtime of a checked engine with the params of this process's rank."""
     m, c = artefact.manifest, artefact.config
@@ -133,9 +176,11 @@ def open_runtime(
         raise MissingError(f"{artefact.path} was built for cuda, and {why}; {fix}")
     backend = check_runnable(artefact, trust)
     params, load_progress = _open_params(artefact, c.device), prefixed(progress, "load")
-    program = artefact.packing.program
+    if slots and not backend.takes_adapters(m.to_dict()["compiled"]):
+        fix = "build it for the CPU, or with --adapter"
+        raise MissingError(f"{artefact.path}: compiled programs take no adapters at load; {fix}")
     task = Task(
-        program=program,
+        program=slots.program if slots else artefact.packing.program,
         limits=c.limits,
         device=c.device,
         folder=artefact.path,
@@ -144,6 +189,7 @@ def open_runtime(
         group=group,
         huge_pages=huge_pages,
         digest=m.digest,
+        added=slots.tensors if slots else {},
     )
     return backend.load(task, m.to_dict()["compiled"], cuda_graph)
 

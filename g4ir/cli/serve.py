@@ -7,12 +7,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from g4ir.errors import InputError, MissingError
 from g4ir.ui import console
 from g4ir.ui.units import size_text
+from g4ir.weights.adapter import Adapter
 from g4ir.weights.origin import AbsentWeights
 
 from . import USUAL
@@ -62,6 +64,12 @@ class Serve(Verb):
     queue: int = scheduler("maximum number of waiting requests (default 64)", 64, "N")
     max_gap: float = scheduler("inter-token latency bound in prefill (default 100)", 100.0, "MS")
     prefix_memory: Size | None = scheduler("prefix cache size in memory; 0: none", None, "BYTES")
+    adapter: list[str] = flag(
+        "LoRA adapter, for requests to model NAME or MODEL:NAME", (), "NAME=DIR", title="adapters"
+    )
+    adapter_dir: str | None = setting("directory of adapters that clients may load")
+    adapter_slots: int | None = setting("maximum adapters at a time (default: of --adapter, or 4)")
+    adapter_rank: int | None = setting("maximum rank of adapters (default: of --adapter, or 16)")
     chunk_tokens: int | None = setting("prefill tokens between two decode steps")
     max_body: int = setting("maximum size of a request body in MiB", 32)
     key_requests: int | None = setting("requests a minute of a key without limits in its file")
@@ -115,7 +123,7 @@ class Serve(Verb):
                     server.check_engine(engine, self.load.trust)
                 if router:
                     return self._pool(router, dict(zip(named, engines, strict=True)))
-                loaded = self.load.to_generate(engines[0], report)
+                loaded = self.load.to_generate(engines[0], report, **self.slots())
             gc.set_threshold(*USUAL)
             return loaded
 
@@ -132,6 +140,21 @@ class Serve(Verb):
         ((name, model),) = named_embedder(self.embed).items()
         (path,) = self.first_use.engines([model], progress=report)
         return EmbeddingModel(name, self.load.engine(path, report))
+
+    def slots(self) -> dict[str, Any]:
+        """Return the arguments of load_engine for adapters."""
+        adapters = _adapters(self.adapter)
+        slots, rank = self.adapter_slots, self.adapter_rank
+        if self.adapter_dir and not (slots or rank):
+            slots = max(len(adapters), 4)
+        return {"adapters": adapters, "adapter_slots": slots, "adapter_rank": rank}
+
+    def _adapter_folders(self) -> tuple[Path, ...]:
+        """Return the folders below which clients may load adapters."""
+        folders = [Adapter.of(path).path.parent for path in _adapters(self.adapter).values()]
+        if len(self.models) > 1 and (folders or self.adapter_dir or self.adapter_slots):
+            raise InputError("--adapter is for one model; start a server for each")
+        return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
 
     def _pool(self, router: Router, engines: Mapping[str, str]) -> ModelPool:
         """Return the models of a router, whose processes get the flags of this verb."""
@@ -212,6 +235,7 @@ class Serve(Verb):
             root_path=_root_path(self.root_path),
             key_file=self.api_key_file,
             key_limits=limits,
+            adapter_folders=self._adapter_folders(),
             log=console.say if self.log_requests else None,
             embedder=next(iter(named_embedder(self.embed)), None),
         )
@@ -257,3 +281,14 @@ def _root_path(prefix: str) -> str:
     if path and (not path.startswith("/") or set(path) & set("?#{} ")):
         raise InputError(f"--root-path {prefix}: expected a path that begins with a slash")
     return path
+
+
+def _adapters(texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=DIR` or `NAME=DIR=SCALE` -> {name: DIR or DIR=SCALE}"""
+    out: dict[str, str] = {}
+    for text in texts:
+        name, sign, path = text.partition("=")
+        if not (name and sign and path) or name in out:
+            raise InputError(f"--adapter {text}: expected NAME=DIR, each name once")
+        out[name] = path
+    return out

@@ -52,11 +52,11 @@ class Engine(EngineParts):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def session(self, batch: int = 1) -> Session:
-        """Return empty KV caches for `batch` sequences, at most max_batch."""
+    def session(self, batch: int = 1, adapter: str = "") -> Session:
+        """Return empty KV caches for `batch` sequences, at most max_batch, which use an adapter."""
         self.check_process()
         need_decoder(self)
-        return Session(self, batch)
+        return Session(self, batch, adapter)
 
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
         """Return the soft tokens of one image, video or audio (see multimodal.py)."""
@@ -92,6 +92,7 @@ class Engine(EngineParts):
         chat: bool = False,
         draft: str = NONE,
         draft_tokens: int | None = None,
+        adapter: str = "",
         tally: AcceptanceStats | None = None,
     ) -> Any:
         """Return new token ids for one prompt (list of ints -> list of ints) or for any number of
@@ -114,7 +115,7 @@ class Engine(EngineParts):
         engine's draft model); at most `draft_tokens` at a time (default: what the engine was built
         for). The tokens are those of single steps: in float32 always, in 16 bits unless two logits
         are nearly equal, since products of several rows may round differently. `tally` counts
-        draft tokens.
+        draft tokens. `adapter`: name of a loaded adapter (adapters.py).
         """
         need_decoder(self)
         drafts = resolve_draft(self, draft, draft_tokens)
@@ -128,6 +129,7 @@ class Engine(EngineParts):
         stop = frozenset(self.stop_ids() if stop_ids is None else stop_ids)
         params = SamplingParams(temperature, top_k, top_p, seed, stop=stop, ignore_eos=True)
         requests = _requests(self, prompts, soft, max_new_tokens, params)
+        requests = [replace(r, adapter=adapter) for r in requests]
         callback = (lambda row, token: on_token(token)) if single and on_token else on_token
         out = _drained(self, requests, drafts, callback, tally)
         return out[0] if single else out

@@ -26,6 +26,7 @@ from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import GENERATION
 from g4ir.weights.pack import UnpackedWeights, params_of_rank
 
+from .adapters import Adapters
 from .prompts import Defaults, read_defaults
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class EngineParts:
     prologue: Graph = field(repr=False)
     runtime: Runtime
     tables: dict[str, Any] = field(repr=False)
+    #: adapters that requests choose, if it was loaded with slots for them
+    adapters: Adapters | None = field(default=None, kw_only=True, repr=False)
     #: lock: one tower runs at a time
     towers: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _process: int = field(default_factory=os.getpid, init=False)
@@ -116,7 +119,7 @@ class EngineParts:
         the model does not have."""
         import torch
 
-        plain = _plain_params(self.spec, self.dtype, self.media)
+        plain = plain_params(self.spec, self.dtype, self.media)
         if name not in plain:
             near = did_you_mean(name, plain)
             raise InputError(f"param {name!r}: {self.spec.name} has no such weight{near}")
@@ -132,6 +135,13 @@ class EngineParts:
         if rank:
             params = params_of_rank(params, self.path, rank)
         return UnpackedWeights(params, self.program.params(), self.prologue, self.path)
+
+    def loaded_adapters(self, name: str) -> Adapters:
+        """Return the adapters; InputError, which names the requested one, without slots for any."""
+        if self.adapters is None:
+            fix = "load the engine with adapters={NAME: DIR}, or serve it with --adapter NAME=DIR"
+            raise InputError(f"adapter {name[:40]!r}: {self.path} was loaded without any; {fix}")
+        return self.adapters
 
     def check_process(self) -> None:
         """Raise InputError in a forked child, which would wait for threads of the parent."""
@@ -196,7 +206,7 @@ class EngineParts:
 
 
 @lru_cache(maxsize=8)
-def _plain_params(spec: Spec, dtype: str, media: Media) -> Mapping[str, Value]:
+def plain_params(spec: Spec, dtype: str, media: Media) -> Mapping[str, Value]:
     return build_program(spec, dtype=dtype, media=media).params()
 
 

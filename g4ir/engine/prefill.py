@@ -41,8 +41,8 @@ from .session import Session, Snapshot
 MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
 #: minimum shared prefix, in tokens, of two prompts for the end of it to be cached
 MIN_FORK = 64
-#: a prompt and its keys
-Prompt = tuple[Request, Keys]
+#: a prompt, its keys, and the slot of its adapter
+Prompt = tuple[Request, Keys, int]
 #: bytes of one key in the prefix cache, in addition to the snapshot
 KEY_BYTES = 40
 #: maximum logits of one chunk (128 MiB in f32) when logits of all tokens are read
@@ -230,6 +230,7 @@ class Prefiller:
         until: Callable[[int], int],
         keys: Keys | None = None,
         on_logits: Callable[[torch.Tensor], None] | None = None,
+        adapter_slot: int = -1,
     ) -> Chunks:
         """Restore the longest cached prefix, and return an iterator that computes one chunk per
         value: None, and logits [1, vocab] with the last. until(start) returns where a chunk may
@@ -237,11 +238,15 @@ class Prefiller:
         early: the next prompt can reuse what was computed. After an exception call `drop_session`.
         on_logits: callback for the logits of all tokens, at most CHUNK_LOGITS values per chunk."""
         keys = self.keys(request) if keys is None else keys
-        prompt, marks = self._restore_prefix(request, keys)
+        prompt, marks = self._restore_prefix(request, keys, adapter_slot)
         return self._run_chunks(request, prompt, until, keys, marks, on_logits)
 
-    def _restore_prefix(self, request: Request, keys: Keys) -> tuple[TokenBatch, set[int]]:
+    def _restore_prefix(
+        self, request: Request, keys: Keys, adapter_slot: int
+    ) -> tuple[TokenBatch, set[int]]:
         """Restore the reusable prefix; return the prompt, and the lengths at which to cache it."""
+        if self.engine.adapters:
+            self.session.state.adapters[0] = adapter_slot
         prompt = row_prompt(self.engine, request.tokens, request.soft)
         self.num_cached, fork = self._reuse_prefix(request, prompt, keys)
         self._reusable = (request.salt, keys if request.reuse else ())
@@ -253,7 +258,7 @@ class Prefiller:
         """Return how many of the first prompts to prefill in one chunk, one per row: one of
         `sizes`, or 0. The padded chunk has at most max_tokens, at least half of them valid."""
         count, lengths, earlier = 0, list[int](), list[Keys]()
-        for request, keys in prompts if sizes else ():
+        for request, keys, _ in prompts if sizes else ():
             num_cached = self.prefixes.lookup(request.salt, keys)[0] if request.reuse else 0
             num_cached = min(num_cached, len(keys) - 1)
             if request.reuse and any(
@@ -276,8 +281,8 @@ class Prefiller:
         session. Return the logits of their last tokens, [rows, vocab], and the number of cached
         tokens of each. A prompt is cut at its own marks only, as it would be alone."""
         num_cached, stops_by_row, logits = list[int](), list[list[int]](), dict[int, torch.Tensor]()
-        for row, (request, keys) in enumerate(prompts):
-            marks = sorted(self._restore_prefix(request, keys)[1])
+        for row, (request, keys, adapter_slot) in enumerate(prompts):
+            marks = sorted(self._restore_prefix(request, keys, adapter_slot)[1])
             session.copy_row(self.session, 0, row)
             num_cached.append(self.num_cached)
             stops_by_row.append([*(m for m in marks if m > self.num_cached), len(keys)])
@@ -287,7 +292,7 @@ class Prefiller:
                 for prompt, start, end in zip(prompts, session.length.tolist(), stops, strict=True)
             ]
             (last,) = session.prefill_steps(*padded(dict(enumerate(spans)), len(prompts)))
-            for row, (end, (request, keys)) in enumerate(zip(stops, prompts, strict=True)):
+            for row, (end, (request, keys, _)) in enumerate(zip(stops, prompts, strict=True)):
                 if end == len(keys) and last is not None:
                     logits[row] = last[row].clone()
                 elif end and request.reuse:

@@ -221,8 +221,9 @@ def key_digests(keys: Keys, lengths: set[int]) -> Iterator[tuple[int, str]]:
     """Yield lengths in ascending order, with the digest of so many keys."""
     digest, start = hashlib.sha256(), 0
     for length in sorted(lengths):
-        for key in keys[start:length]:
-            digest.update(key.to_bytes(KEY_WIDTH, "little", signed=True))
+        digest.update(
+            b"".join(k.to_bytes(KEY_WIDTH, "little", signed=True) for k in keys[start:length])
+        )
         start = length
         yield length, digest.hexdigest()[:32]
 

@@ -50,6 +50,8 @@ class Request:
     reuse: bool = True
     salt: str = ""
     prompt_logprobs: int | None = None
+    #: name of a loaded adapter; empty: the model itself
+    adapter: str = ""
 
 
 @dataclass
@@ -129,6 +131,8 @@ class RequestHandle:
         self.cancelled = False
         #: whether its prompt may be prefilled together with others, one per row
         self.batchable = not request.soft and request.n == 1 and request.prompt_logprobs is None
+        #: slot of its adapter, and the function that ends its use
+        self.adapter_slot, self.release = -1, lambda: None
         #: log-probabilities of the prompt tokens computed so far; None for the first
         self.prompt_logprobs: list[Logprobs | None] = [None]
         self._submitted = time.perf_counter()

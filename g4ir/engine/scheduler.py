@@ -124,6 +124,8 @@ class Scheduler:
         row_prompt(self.engine, request.tokens, request.soft)
         if not 1 <= request.n <= max_batch:
             raise InputError(f"n {request.n}: this engine answers 1 to {max_batch} times at once")
+        if request.adapter:
+            self.engine.loaded_adapters(request.adapter).check(request.adapter)
         checked_ids([*s.stop], vocab, "stop")
         checked_ids([token for token, _ in s.logit_bias], vocab, "logit_bias")
         for name, count in (("logprobs", s.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
@@ -144,16 +146,25 @@ class Scheduler:
         self.check(request)
         if request.prompt_logprobs is not None:
             request = replace(request, reuse=False)
+        handle = self._new_handle(request)
+        if request.reuse and self.prefixes.disk:  # reads files, which would delay a step
+            self.prefixes.lookup(handle.request.salt, handle.keys)
+        return handle
+
+    def _new_handle(self, request: Request) -> RequestHandle:
         s = request.sampling
         seed = random_seed() if s.seed is None else s.seed
         never = tuple(dict.fromkeys((*s.suppress, *self.suppress)))
         stops = s.stop if s.ignore_eos else s.stop | self._eos
         params = [replace(s, seed=(seed + i) % SEEDS, suppress=never) for i in range(request.n)]
         samplers = [Sampler(p, request.tokens, stops) for p in params]
-        keys = self.prefiller.keys(request)
-        if request.reuse and self.prefixes.disk:  # reads files, which would delay a step
-            self.prefixes.lookup(request.salt, keys)
-        return RequestHandle(request, keys, samplers)
+        handle = RequestHandle(request, self.prefiller.keys(request), samplers)
+        if request.adapter:
+            adapters = self.engine.loaded_adapters(request.adapter)
+            loaded, handle.release = adapters.use(request.adapter, handle)
+            handle.adapter_slot, salt = loaded.slot, f"{request.salt}\0adapter {loaded.digest}"
+            handle.request = replace(request, salt=salt)
+        return handle
 
     def submit(self, request: Request) -> RequestHandle:
         """Check a request and put it in the queue."""
@@ -411,6 +422,7 @@ class Scheduler:
         if None not in ends:
             handle.state = next((s for s in (FAILED, CANCELLED) if s in ends), FINISHED)
             counts.total_s = handle.age()
+            handle.release()
         if handle.state == FINISHED:  # moving average of slot-seconds
             took = (handle.age() - (counts.queued_s or 0.0)) * handle.request.n
             self.totals.row_s += (took - self.totals.row_s) * (0.2 if self.totals.row_s else 1)
@@ -436,7 +448,7 @@ class Scheduler:
         limit = self.engine.limits.prefill_chunk
         max_tokens = self.chunk_size.remaining if self.num_running else limit
         sizes = [size for size in self.batch.sizes if 1 < size <= len(candidates)]
-        prompts = [(h.request, h.keys) for h in candidates]
+        prompts = [(h.request, h.keys, h.adapter_slot) for h in candidates]
         count = self.prefiller.count_batchable(prompts, sizes, max_tokens)
         if count:
             self._prefill_batch(candidates[:count])
@@ -451,7 +463,7 @@ class Scheduler:
         for handle in handles:
             self._mark_prefilling(handle)
         self.prefiller.borrow_session(self.batch)
-        prompts = [(h.request, h.keys) for h in handles]
+        prompts = [(h.request, h.keys, h.adapter_slot) for h in handles]
         try:
             session = self.batch.lend(len(handles))
             logits, num_cached = self.prefiller.prefill_batch(session, prompts)
@@ -525,7 +537,8 @@ class Scheduler:
         on_logits = (
             None if handle.request.prompt_logprobs is None else handle.record_prompt_logprobs
         )
-        chunks = self.prefiller.chunks(handle.request, self._chunk_end, handle.keys, on_logits)
+        how = self._chunk_end, handle.keys, on_logits, handle.adapter_slot
+        chunks = self.prefiller.chunks(handle.request, *how)
         handle.counts.cached = self.prefiller.num_cached
         self.totals.cached += self.prefiller.num_cached
         return handle, chunks

@@ -14,6 +14,7 @@ from g4ir.media.merge import Piece, TokenBatch
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN
+from g4ir.weights.lora import ADAPTERS
 
 from .hidden_states import HiddenStates
 from .inputs import SessionInputs
@@ -33,7 +34,7 @@ class Snapshot:
 class Session:
     """KV cache of `batch` rows, each with its length. Not thread-safe."""
 
-    def __init__(self, engine: EngineParts, batch: int = 1) -> None:
+    def __init__(self, engine: EngineParts, batch: int = 1, adapter: str = "") -> None:
         limit = engine.limits.max_batch
         if not 1 <= batch <= limit:
             raise InputError(f"batch {batch}: this engine was built for 1 to {limit} rows")
@@ -45,6 +46,8 @@ class Session:
         #: maximum length of each row since it was last empty (tokens written to its rings)
         self._written = torch.zeros(batch, dtype=torch.int64)
         self.hidden = HiddenStates(batch)
+        if adapter:
+            self.state.adapters[:] = engine.loaded_adapters(adapter).use(adapter, self)[0].slot
 
     def __repr__(self) -> str:
         return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
@@ -186,6 +189,8 @@ class Session:
         if length and (source is not self or start != row):
             self.state.copy(source.state, start, row, length)
         self.hidden.copy_row(source.hidden, start, row, source.length)
+        if self.engine.adapters:
+            self.state.adapters[row] = source.state.adapters[start]
         self.length[row], self._written[row] = length, source._written[start]
 
     def snapshot(self) -> Snapshot:
@@ -270,6 +275,8 @@ class Session:
         if tokens.shape[1] > 1:
             positions = positions + torch.arange(tokens.shape[1])
         feeds = self.engine.embed_tokens(tokens) | {"positions": positions, "lengths": count}
+        if self.engine.adapters:
+            feeds[ADAPTERS] = self.state.adapters
         if media:
             prompt, piece = media
             prompt.put_soft(feeds["embeds"], piece)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -37,6 +38,7 @@ from g4ir.media.limits import Limit
 from g4ir.media.soft import Soft
 
 from . import request_schema as schema
+from .adapters import Action, adapters_of, load, unload
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth, read_keys, salt_of
 from .embedding_model import EmbeddingModel
@@ -147,6 +149,8 @@ class Server:
     #: file of the gate's keys, and limits of keys without own ones
     key_file: str | None = None
     key_limits: KeyLimits = field(default_factory=KeyLimits)
+    #: folders below which clients may load adapters
+    adapter_folders: tuple[Path, ...] = ()
     #: callback with the values of a log line for each request
     log: Callable[..., None] | None = None
     #: name of the embedding model beside it, if there is one
@@ -228,6 +232,8 @@ class Server:
             "/v1/messages": ("POST", partial(self.answer, api=MESSAGES)),
             "/v1/audio/transcriptions": ("POST", partial(self.answer, api=TRANSCRIPTIONS)),
             "/v1/messages/count_tokens": ("POST", self.count_tokens),
+            "/v1/load_lora_adapter": ("POST", partial(self.change_adapters, action=load)),
+            "/v1/unload_lora_adapter": ("POST", partial(self.change_adapters, action=unload)),
             "/tokenize": ("POST", self.tokenize),
             "/detokenize": ("POST", self.detokenize),
             "/render": ("POST", self.render),
@@ -339,11 +345,19 @@ class Server:
             plain = {"object": "model", "created": self.created, "owned_by": "g4ir"}
             data.append({"id": self.embedder, **plain, **facts})
         if (name := request.path_params.get("name")) is None:
+            adapted = {**model, "parent": self.name}
+            data += [{"id": f"{self.name}:{n}", **adapted} for n in self._adapters]
             return json_response({"object": "list", "data": data})
         if (name := name.rstrip("/")) == self.embedder:
             return json_response(data[-1])
         self._check_model(name)
         return json_response({"id": name, **model})
+
+    async def change_adapters(self, request: Request, action: Action) -> Response:
+        """Load or remove an adapter."""
+        engine, raw = self._ready()[0].engine, await self.gate.body(request)
+        how = adapters_of(engine), schema.parsed(raw), self.adapter_folders
+        return json_response({"status": "ok", "message": await run_in_threadpool(action, *how)})
 
     async def server_info(self, request: Request) -> Response:
         """Return the model, its limits, the queue, the prefix cache and the build."""
@@ -363,6 +377,7 @@ class Server:
                 "limits": vars(engine.limits),
                 "waiting": {"most": self.settings.waiting, "now": service.waiting},
                 "prefix_cache": {"most_bytes": prefixes.max_bytes, "bytes": prefixes.nbytes},
+                "adapters": sorted(self._adapters),
                 "build": build,
             }
         )
@@ -416,15 +431,31 @@ class Server:
     def names(self) -> list[str]:
         return [n for n in (self.name, *self.aliases) if n != ANY_NAME]
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name == self.embedder and name not in self.names:
+    @property
+    def _adapters(self) -> list[str]:
+        """Names of the loaded adapters."""
+        adapters = self.prompts and self.prompts.engine.adapters
+        return sorted(adapters.loaded) if adapters else []
+
+    def _check_model(self, name: str | None) -> str:
+        """Return the adapter that a model name means, MODEL:ADAPTER or ADAPTER; empty: none.
+        Refused for an unknown one."""
+        if name is None or name in self.names:
+            return ""
+        if name == self.embedder:
             message = f"model: {name!r} embeds texts and generates none; give {self.name!r}"
             raise Refused(400, message, param="model", code="not_supported")
-        if name is not None and ANY_NAME not in self.aliases and name not in self.names:
-            raise self._no_model(name)
+        model, _, adapter = name.rpartition(":")
+        known = not model or model in self.names or ANY_NAME in self.aliases
+        if known and adapter in self._adapters:
+            return adapter
+        if ANY_NAME in self.aliases and model not in self.names:
+            return ""
+        raise self._no_model(name)
 
     def _no_model(self, name: str) -> Refused:
-        names = " and ".join(repr(n) for n in (self.name, self.embedder) if n)
+        adapted = (f"{self.name}:{n}" for n in self._adapters)
+        names = " and ".join(repr(n) for n in (self.name, *adapted, self.embedder) if n)
         message = f"model: there is no {name[:80]!r} here; this server has {names}"
         return Refused(404, message, param="model", code="model_not_found")
 
@@ -480,8 +511,9 @@ class Server:
                 body, named = translation.body, translation.named
             with named():
                 fields = schema.read_fields(body, api.fields(body))
-                self._check_model(fields.get("model"))
-                return api.make(prompts, fields, salt), original
+                adapter = self._check_model(fields.get("model"))
+                made = api.make(prompts, fields, salt)
+                return tuple(replace(one, adapter=adapter) for one in made), original
 
         async with self._large if len(raw) > LARGE else contextlib.nullcontext():
             served, original = await run_in_threadpool(parse)

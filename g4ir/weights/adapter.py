@@ -139,6 +139,13 @@ class Adapter:
         return names
 
 
+def max_rank(adapter: Adapter) -> int:
+    """Return the largest rank that an adapter's config names."""
+    patterns = adapter.config.get("rank_pattern")
+    ranks = [adapter.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    return max((r for r in ranks if type(r) is int), default=1)
+
+
 def lies_in(directory: Path) -> str | None:
     """Return the name of an adapter file in a directory, or None."""
     return next((name for name in (CONFIG, WEIGHTS) if (directory / name).is_file()), None)
@@ -182,6 +189,30 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
     return replace(model, weights=weights, ignored={**model.ignored, **ignored}, opened=opened)
 
 
+@dataclass(frozen=True)
+class Factors:
+    """An adapter's term of one weight, by its checkpoint name: scale * b [N, r] @ a [r, K]."""
+
+    bare: str
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+def read_factors(spec: Spec, adapter: Adapter) -> Iterator[Factors]:
+    """Yield an adapter's terms, in fp32; those of weights that the model does not use are left out.
+    WeightsError if it is no adapter of this model, or changes experts."""
+    adapter.check()
+    file = adapter.weights
+    files = Files(adapter.path, by_plain_name(file, [read_header(file)]))
+    for change in _changes(spec, adapter, files):
+        if change.scale is None:
+            raise invalid(change.parts[0], "a term of experts, which requests cannot choose", MERGE)
+        if not change.why:
+            a, b = (files.rows(part).float() for part in change.parts)
+            yield Factors(change.bare, a, b, change.scale)
+
+
 _Factors = tuple[TensorRef, TensorRef]  # B and A
 
 
@@ -194,6 +225,8 @@ class _Change:
     why: str
     parts: tuple[TensorRef, ...]
     values: Callable[[Part, torch.Tensor | None], torch.Tensor]
+    #: factor of B @ A; None for experts
+    scale: float | None = None
 
 
 def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
@@ -216,7 +249,7 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
         bare, shape, why = _target(spec, adapter, f"{module}.weight", first)
         _check_factors(a, b, shape)
         scale = adapter.scale(module, a[1].shape[0])
-        yield _Change(bare, why, (a, b), partial(_sum, files, (b, a), scale))
+        yield _Change(bare, why, (a, b), partial(_sum, files, (b, a), scale), scale)
 
 
 def _sum(

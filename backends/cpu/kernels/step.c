@@ -32,7 +32,7 @@ enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
     LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW, MUL_INTEGERS, MASK_IDS,
     EMBED_ROWS, GREEDY, END_STEP, ATTEND_CHUNK, LAST_ROW, LAST_SEEN, CLUSTER_HEAD, PICK_ID, ATTEND_TEXTS,
-    MEAN_TEXTS, UNIT_NORM
+    MEAN_TEXTS, UNIT_NORM, LORA
 };
 
 typedef struct {
@@ -866,6 +866,86 @@ static int experts(const running *a) {
            expert_products(a, down, n[2], n[3] >> 1 & 1 | n[3] & 4, act, made) || by_rows(a, y, weigh, 2 * y->width);
 }
 
+/* Rows of A, and columns of y, of a unit of an adapter. */
+#define LOW_ROWS 8
+#define HIGH_COLUMNS 512
+
+static float low_dot(const void *w, int64_t dtype, const float *x, int64_t count) {
+    const float *wide = w;
+    const bf16 *half = w;
+    float lanes[16] = {0}, sum = 0;
+    int64_t j = 0;
+    if (dtype == F32)
+        for (; j + 16 <= count; j += 16)
+            for (int l = 0; l < 16; l++) lanes[l] += wide[j + l] * x[j + l];
+    else
+        for (; j + 16 <= count; j += 16)
+            for (int l = 0; l < 16; l++) lanes[l] += widen(half[j + l]) * x[j + l];
+    for (; j < count; j++) sum += (dtype == F32 ? wide[j] : widen(half[j])) * x[j];
+    for (int l = 0; l < 16; l++) sum += lanes[l];
+    return sum;
+}
+
+/* h = A x */
+static int lora_low(void *context, units *left) {
+    const running *a = context;
+    const operand *x = a->of, *index = a->of + 1, *low = a->of + 2, *h = a->of + 5;
+    int64_t per_row = (h->width + LOW_ROWS - 1) / LOW_ROWS;
+    float *one = malloc((x->width + 1) * sizeof *one);
+    for (int64_t unit; one && (unit = take_unit(left)) >= 0;) {
+        int64_t t = unit / per_row, i = unit % per_row * LOW_ROWS, slot = ((const int64_t *)index->at)[t / a->i->n[0]];
+        if (slot < 0) continue;
+        read_numbers(row(x, t), x->dtype, one, x->width);
+        for (int64_t end = i + LOW_ROWS < h->width ? i + LOW_ROWS : h->width; i < end; i++)
+            ((float *)row(h, t))[i] = low_dot(row(low, slot * h->width + i), low->dtype, one, x->width);
+    }
+    free(one);
+    return !one;
+}
+
+/* y += h B */
+static int lora_high(void *context, units *left) {
+    const running *a = context;
+    const operand *index = a->of + 1, *high = a->of + 3, *h = a->of + 5, *y = a->of + 6;
+    int64_t per_row = (y->width + HIGH_COLUMNS - 1) / HIGH_COLUMNS, rank = h->width / a->i->n[1];
+    float out[HIGH_COLUMNS];
+    for (int64_t unit; (unit = take_unit(left)) >= 0;) {
+        int64_t t = unit / per_row, from = unit % per_row * HIGH_COLUMNS, slot = ((const int64_t *)index->at)[t / a->i->n[0]];
+        int64_t end = from + HIGH_COLUMNS < y->width ? from + HIGH_COLUMNS : y->width, start = 0;
+        if (slot < 0) continue;
+        read_numbers(row(y, t) + from * y->bytes, y->dtype, out, end - from);
+        for (int64_t p = 0; p < a->i->n[1]; p++) {
+            int64_t stop = start + ((const int64_t *)a->of[4].at)[p];
+            int64_t first = start > from ? start : from, last = stop < end ? stop : end;
+            start = stop;
+            for (int64_t r = 0; r < rank && first < last; r++) {
+                float by = ((const float *)row(h, t))[p * rank + r];
+                const char *b = row(high, slot * rank + r);
+                if (by == 0) continue; /* the rank of this adapter is smaller */
+                if (high->dtype == F32)
+                    for (int64_t j = first; j < last; j++) out[j - from] += by * ((const float *)b)[j];
+                else
+                    for (int64_t j = first; j < last; j++) out[j - from] += by * widen(((const bf16 *)b)[j]);
+            }
+        }
+        write_numbers(row(y, t) + from * y->bytes, y->dtype, out, end - from);
+    }
+    return 0;
+}
+
+/* x [T, K], index [B], A [L, P R, K], B [L, R, N], columns of each part [P]; scratch h [T, P R]; y [T, N], which is
+ * added to. n: tokens of a sequence, P. A sequence's result does not depend on the others'. */
+static int lora(const running *a) {
+    const operand *x = a->of, *h = a->of + 5, *y = a->of + 6;
+    int64_t rows = rows_of(x), active = 0;
+    for (int64_t b = 0; b < rows / a->i->n[0]; b++) active += ((const int64_t *)a->of[1].at)[b] >= 0;
+    if (!active) return 0;
+    int64_t low = rows * ((h->width + LOW_ROWS - 1) / LOW_ROWS);
+    int64_t high = rows * ((y->width + HIGH_COLUMNS - 1) / HIGH_COLUMNS);
+    int threads = active * a->i->n[0] * h->width * x->width < SHARED ? 1 : a->threads;
+    return run_region(lora_low, (void *)a, low, threads) || run_region(lora_high, (void *)a, high, threads);
+}
+
 static int run_one(const running *a) {
     switch (a->i->kind) {
     case COPY: return by_rows(a, a->of + 1, copy, 0);
@@ -899,6 +979,7 @@ static int run_one(const running *a) {
     case ATTEND_TEXTS: return attend_texts(a);
     case MEAN_TEXTS: return by_rows(a, a->of + 2, mean_texts, 2 * a->of->width);
     case UNIT_NORM: return by_rows(a, a->of + 1, unit_norm, a->of->width);
+    case LORA: return lora(a);
     }
     return 2;
 }

@@ -1,0 +1,108 @@
+"""Adapters by name, loaded and removed while an engine runs.
+
+    adapters.load("fr", "path/of/adapter")
+    engine.generate(tokens, adapter="fr")
+    adapters.unload("fr")            # requests that use it finish
+
+A name that is removed or replaced is unknown to new requests at once; its slot is free once the
+last request that uses it has ended. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.spec.reader import did_you_mean
+from g4ir.weights.adapter import Adapter
+from g4ir.weights.checkpoint import sha256
+from g4ir.weights.lora import Slots
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter in a slot; `digest` of its weights and scale, for the prefix cache."""
+
+    name: str
+    path: str
+    slot: int
+    digest: str
+
+
+class Adapters:
+    """The adapters of an engine."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self._loaded: dict[str, LoadedAdapter] = {}
+        #: users of each slot: names, and requests and sessions that have not ended
+        self._users: Counter[int] = Counter()
+        self._lock = threading.RLock()
+
+    @property
+    def loaded(self) -> dict[str, LoadedAdapter]:
+        """Return the adapters by name."""
+        with self._lock:
+            return dict(self._loaded)
+
+    def load(self, name: str, path: str | Path, replace: bool = False) -> LoadedAdapter:
+        """Load an adapter (DIR or DIR=SCALE) under a name, in place of one of that name only with
+        `replace`. InputError if it is taken, or no slot is free; WeightsError for an adapter that
+        does not fit the model: nothing is changed then."""
+        if not name or not name.isprintable() or set(name) & set(":=/ "):
+            raise InputError(f"adapter {name[:40]!r}: expected a name without : = / and spaces")
+        adapter = Adapter.of(path)
+        digest = f"{sha256(adapter.weights)} {adapter.config} {adapter.factor}"
+        with self._lock:
+            if name in self._loaded and not replace:
+                why = f"is loaded already, from {self._loaded[name].path}"
+                raise InputError(f"adapter {name!r} {why}; unload it first")
+            slot = next((i for i in range(self.slots.count) if not self._users[i]), None)
+            if slot is None:
+                names = ", ".join(sorted(self._loaded)) or "none, but requests still use some"
+                fix = "unload one, or load the engine with more adapter_slots"
+                raise InputError(
+                    f"adapter {name!r}: no slot of {self.slots.count} is free ({names}); {fix}"
+                )
+            self.slots.fill(slot, adapter)
+            if name in self._loaded:
+                self.unload(name)
+            self._users[slot] += 1
+            self._loaded[name] = LoadedAdapter(name, str(path), slot, digest)
+            return self._loaded[name]
+
+    def unload(self, name: str) -> None:
+        """Remove a name; InputError if there is none."""
+        with self._lock:
+            loaded = self._find(name)
+            del self._loaded[name]
+            self._users[loaded.slot] -= 1
+
+    def use(self, name: str, user: Any) -> tuple[LoadedAdapter, weakref.finalize[[int], Any]]:
+        """Return an adapter, and a function that ends its use, which is called at the latest when
+        `user` is freed. InputError for an unknown name."""
+        with self._lock:
+            loaded = self._find(name)
+            self._users[loaded.slot] += 1
+        return loaded, weakref.finalize(user, self._release, loaded.slot)
+
+    def check(self, name: str) -> None:
+        """Raise InputError for an unknown name."""
+        with self._lock:
+            self._find(name)
+
+    def _find(self, name: str) -> LoadedAdapter:
+        if name not in self._loaded:
+            names = ", ".join(sorted(self._loaded)) or "none"
+            near = did_you_mean(name, self._loaded)
+            raise InputError(f"adapter {name[:40]!r}: not loaded{near}; loaded: {names}")
+        return self._loaded[name]
+
+    def _release(self, slot: int) -> None:
+        with self._lock:
+            self._users[slot] -= 1

@@ -1,0 +1,56 @@
+"""Low-rank adapters of a product, one for each sequence."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+from .base import cases, op, require, upcast
+from .budgets import PRODUCT
+from .types import Type, Types
+
+
+@op
+class lora:
+    """y plus, in sequences b of index[b] = i >= 0, B (A x): h = x a[i]^T, of R values for each of
+    the parts into which `sizes` cuts the columns of y, and part p gains h[p] b[i][:, part p]
+    (Hu et al. 2021, https://arxiv.org/abs/2106.09685; scales are part of b)
+
+    y [B, S, N], x [B, S, K], index i64 [B], a [L, P R, K], b [L, R, N]; sums in fp32, rounded once.
+    """
+
+    budget = PRODUCT
+
+    @staticmethod
+    def infer(y: Type, x: Type, index: Type, a: Type, b: Type, *, sizes: tuple[int, ...]) -> Type:
+        fits = y.rank == x.rank == 3 and x.shape[:2] == y.shape[:2]
+        require(fits, f"lora: x {x} does not fit y {y}")
+        require(index == Type("i64", y.shape[:1]), f"lora: index {index} does not fit y {y}")
+        require(a.rank == b.rank == 3 and sum(sizes) == y.shape[2], f"lora: {sizes} of y {y}")
+        slots, rank, _ = b.shape
+        want = [(slots, len(sizes) * int(rank), x.shape[2]), (slots, rank, y.shape[2])]
+        fits = [a.shape, b.shape] == want and a.dtype == b.dtype == x.dtype == y.dtype
+        require(fits, f"lora: a {a} and b {b} do not fit x {x} and y {y}")
+        return y
+
+    @staticmethod
+    def reference(y: Any, x: Any, index: Any, a: Any, b: Any, *, sizes: tuple[int, ...]) -> Any:
+        out, x = upcast(y).clone(), upcast(x)
+        for row, slot in enumerate(index.tolist()):
+            if slot < 0:
+                continue
+            low, high = (x[row] @ a[slot].to(x.dtype).mT).unflatten(-1, (len(sizes), -1)), b[slot]
+            for part, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
+                out[row, :, start:stop] += low[:, part] @ high[:, start:stop].to(x.dtype)
+        return out.to(y.dtype)
+
+    @staticmethod
+    def flops(ins: Types, outs: Types, *, sizes: tuple[int, ...]) -> int:
+        y, _, _, a, b = ins
+        rows = y.numel() // int(y.shape[2])
+        return 2 * rows * (int(a.shape[1]) * int(a.shape[2]) + int(b.shape[1]) * int(b.shape[2]))
+
+    samples = cases(
+        "f32[2,3,12] f32[2,3,8] i64[2]@-1:2 f32[2,8,8] f32[2,4,12] {sizes=(8, 4)}",
+        "f32[3,1,41] f32[3,1,33] i64[3]@-1:4 f32[4,5,33] f32[4,5,41] {sizes=(41,)}",
+    )
