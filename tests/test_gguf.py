@@ -72,11 +72,19 @@ def test_blocks_to_the_bit(kind: str) -> None:
     for at in offsets(kind):
         d = rng.integers(0, 0x7C00, 600) | rng.integers(0, 2, 600) << 15
         raw[:, at : at + 2] = d.astype(np.uint16).view(np.uint8).reshape(600, 2)
-    want = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[kind]))
-    data = torch.from_numpy(raw)
+    if kind == "MXFP4":  # powers of blocks that are at most 17 apart
+        raw[:, 0] = rng.integers(110, 128, 600)
+    if kind == "NVFP4":  # unsigned scales
+        assert CODED[kind].scales(torch.full((1, 36), 0x80, dtype=torch.uint8)).isnan().all()
+        raw[:, :4] &= 0x7F
     form = CODED[kind]
+    want = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[kind]))
+    data, want = (x.reshape(600 // form.together, -1) for x in (torch.from_numpy(raw), want))
     codes, scales = form.codes(data), form.scales(data)
-    assert block // scales.shape[-1] * FORMATS[form.scheme.form].scales == form.scheme.group
+    assert (
+        form.together * block // scales.shape[-1] * FORMATS[form.scheme.form].scales
+        == form.scheme.group
+    )
     assert torch.equal(dequantize_codes(codes, scales, torch.float32), want)
     assert torch.equal(form.dequantize(data), want)
 
@@ -240,11 +248,11 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
 #: bytes of a number in codes, and with onnx, which has those of the head by columns for Q6_K
 HELD = {"Q4_K": (144 / 256, 4), "Q5_K": (176 / 256, 4), "Q6_K": (210 / 256, 2 * 1.25)}
 HELD |= {"Q2_K": (84 / 256, 4), "Q3_K": (114 / 256, 2 * 1.25), "Q4_1": (20 / 32, 4)}
-HELD |= {"IQ4_XS": (20 / 32, 2 * 36 / 32), "Q5_1": (24 / 32, 4)}
+HELD |= {"IQ4_XS": (20 / 32, 2 * 36 / 32), "Q5_1": (24 / 32, 4), "MXFP4": (20 / 32, 2.5)}
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("backend", ["reference", "onnx"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "onnx"])
 @pytest.mark.parametrize("kind", HELD)
 def test_k_blocks(tmp_path: Path, kind: str, backend: str) -> None:
     """Held in the file's own bytes, or where products take no such codes in those of int8 or as

@@ -42,7 +42,7 @@ def test_blocks_of_gguf_have_the_size_of_their_type(kind: str) -> None:
     assert sizes[kind] == (LAYOUTS[kind].values, LAYOUTS[kind].nbytes)
 
 
-@pytest.mark.parametrize("kind", [k for k in GGUF if k != "Q3_K"])
+@pytest.mark.parametrize("kind", [k for k in GGUF if k not in ("Q3_K", "MXFP4")])
 def test_conversion_keeps_values(kind: str) -> None:
     own, other = FORMATS[CODED[kind].scheme.form].layout, LAYOUTS[kind]
     assert own.zero == other.zero

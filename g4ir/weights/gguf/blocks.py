@@ -27,12 +27,14 @@ PIECE = 1 << 18
 @dataclass(frozen=True)
 class BlockFormat:
     """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]. `dense`:
-    the values of blocks, of which codes and scales are an approximation; None: they are exact."""
+    the values of blocks, of which codes and scales are an approximation; None: they are exact.
+    `together`: blocks that make a block of codes."""
 
     scheme: Scheme
     codes: Part
     scales: Part
     dense: Part | None = None
+    together: int = 1
 
     def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.dense:
@@ -82,6 +84,36 @@ def _minimum_scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     return _scales(kind, blocks) * torch.tensor([1, -1], dtype=torch.float16)
 
 
+def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """Return fp4 codes; the scales, unsigned e4m3, keep their bytes, of which 0x7f is zero."""
+    clean = blocks.clone()
+    scales = LAYOUTS["NVFP4"].split(clean)["integers"]
+    scales &= 0x7F
+    scales[scales == 0x7F] = 0
+    codes: torch.Tensor = LAYOUTS["NVFP4"].convert(clean, FORMATS["fp4"].layout)
+    return codes.view(torch_dtype(FORMATS["fp4"].codes))
+
+
+def _nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the factor of codes that are twice e2m1; NaN if a scale has the sign bit."""
+    signed = LAYOUTS["NVFP4"].split(blocks)["integers"].amax(-1, keepdim=True) > 0x7F
+    return torch.where(signed, torch.nan, 0.5)
+
+
+def _mxfp4(blocks: torch.Tensor, codes: bool) -> torch.Tensor:
+    """Return fp4 codes, or their scales, of pairs of blocks with a power of two each: exact for
+    powers up to 17 apart, the range of e4m3 below the larger one."""
+    pairs = blocks.unflatten(-1, (2, -1))
+    layout = LAYOUTS["MXFP4"]
+    powers = layout.split(pairs)["scales"].squeeze(-1).int()
+    most = powers.amax(-1, keepdim=True)
+    if not codes:
+        return torch.ldexp(torch.ones(most.shape), most - 136)
+    shared = torch.ldexp(torch.ones(powers.shape), powers - most + 8).to(torch.float8_e4m3fn)
+    shared = shared.view(torch.uint8).repeat_interleave(2, -1)
+    return pack_codes(layout.read(pairs).flatten(-2), "fp4", shared)  # type: ignore[no-any-return]
+
+
 CODED = {
     "Q8_0": _coded("Q8_0", "int8", 32),
     "Q4_0": _coded("Q4_0", "int4", 32),
@@ -94,6 +126,13 @@ CODED = {
     "Q4_1": _coded("Q4_1", "min4", 32, partial(_minimum_scales, "Q4_1")),
     "Q5_1": _coded("Q5_1", "min5", 32, partial(_minimum_scales, "Q5_1")),
     "IQ4_NL": _coded("IQ4_NL", "iq4", 32),
+    "MXFP4": BlockFormat(
+        Scheme("fp4", 64, "f32"),
+        partial(_mxfp4, codes=True),
+        partial(_mxfp4, codes=False),
+        together=2,
+    ),
+    "NVFP4": BlockFormat(Scheme("fp4", 64, "f32"), _nvfp4, _nvfp4_scales),
     "IQ4_XS": BlockFormat(
         Scheme("iq4", 32, "f32"), _coded("IQ4_XS", "iq4", 32).codes, _iq4_xs_scales
     ),

@@ -204,6 +204,8 @@ class Blocks:
         release = partial(self.files.release, [(t.header, t.entry) for t in self.tensors])
         kinds = {t.stored.name for t in self.tensors}
         coded = CODED.get(kinds.pop()) if quantised and len(kinds) == 1 else None
+        if coded and shape[-1] % coded.scheme.row_multiple:
+            coded = None
         if coded is None:
             return StoredWeight(shape, {"": partial(self._concat, None)}, release)
         codes, scales = (partial(self._concat, part) for part in (coded.codes, coded.scales))
@@ -227,11 +229,16 @@ class Blocks:
 
     def _convert(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
         raw = self.files.rows((t.header, t.entry), rows)
-        values = by_pieces(raw.reshape(-1, t.stored.nbytes), convert)
-        if values.is_floating_point() and not bool(values.isfinite().all()):
+        nbytes = t.stored.nbytes * CODED[t.stored.name].together
+        if raw.shape[-1] % nbytes:
+            msg = f"tensor {quoted(t.entry.name)}: rows of {t.stored} must be multiples of 64"
+            raise broken(t.header.path, f"{msg}, found {t.shape[-1]}")
+        values = by_pieces(raw.reshape(-1, nbytes), convert)
+        floats = values.is_floating_point() and values.dtype.itemsize > 1  # codes have one byte
+        if floats and not bool(values.isfinite().all()):
             msg = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
             raise broken(t.header.path, msg)
-        each = raw.shape[-1] // t.stored.nbytes
+        each = raw.shape[-1] // nbytes
         return values.reshape(*raw.shape[:-1], each * values.shape[-1])
 
 
