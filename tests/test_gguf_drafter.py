@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import g4ir
+from g4ir.artefact.directory import read_manifest
 from g4ir.builder.library import find_engine
 from g4ir.engine.speculative import AcceptanceStats
 from g4ir.errors import G4Error
@@ -67,6 +68,9 @@ def test_a_folder_drafts(tmp_path: Path, kind: str) -> None:
     assert text == engine.generate(prompt, 24)
     assert tally.to_dict()["tokens_per_round"] > 1.5
     engine.close()
+    beside = BuildOptions(**LIMITS, drafter="default")
+    named = find_engine(tmp_path / "m" / "model-F32.gguf", beside)
+    assert read_manifest(named).config.drafter is not None
     drafted = ("run", tmp_path / "m", "--backend", "reference", "--max-seq", 96, "--json")
     tokens = ("--tokens", "300,301,302,303", "--max-new-tokens", 24)
     made, plain = command(*drafted, *tokens), command(*drafted, *tokens, "--draft", "none")
@@ -98,7 +102,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     write_drafter(other, small.spec, drafter_tensors(small), plain)
     refused(model, "o is no drafter of model-F32; give the one of its own:\n", drafter=other)
     (folder / "second-assistant.gguf").write_bytes(drafter.read_bytes())
-    refused(folder, "model-assistant-F32.gguf and second-assistant.gguf are both a draft model")
+    both = "model-assistant-F32.gguf and second-assistant.gguf are both a draft model"
+    refused(folder, both)
+    refused(model, both, drafter="default")
     (folder / "second-assistant.gguf").write_bytes(drafter.read_bytes()[:-64])
     refused(folder, "second-assistant.gguf")
 

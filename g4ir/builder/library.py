@@ -30,6 +30,7 @@ from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.plan.options import BuildOptions
+from g4ir.plan.resolve import DEFAULT
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.locks import AT_ONCE, EXCLUSIVE, SHARED, flock
 from g4ir.ui.paths import cache_root, private
@@ -37,8 +38,11 @@ from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.hub import Download, look_up
 from g4ir.weights.origin import (
+    DRAFTER_FILE,
+    TOWERS_FILE,
     AbsentWeights,
     ModelFolder,
+    drafter_beside,
     find_model,
     find_origin,
     need_snapshot,
@@ -220,6 +224,8 @@ def _with_weights(
     name = re.sub(r"[^\w.-]", "_", name)
     if folder:
         return name, *_of_folder(folder, options)
+    if options.drafter == DEFAULT and (drafter := drafter_beside(path)):
+        options = replace(options, drafter=drafter)
     return name, None, replace(options, checkpoint=path.absolute())
 
 
@@ -227,16 +233,18 @@ def _of_folder(folder: ModelFolder, options: BuildOptions) -> tuple[Spec | None,
     """Return the spec that a folder's towers need, and the build options with its files: those that
     the options name no other for."""
     options = replace(options, checkpoint=folder.model.absolute())
-    if folder.drafter and options.drafter is None:
-        options = replace(options, drafter=folder.drafter.absolute())
-    if not folder.mmproj or options.mmproj is not None or options.media == "none":
+    if options.drafter in (None, DEFAULT) and (drafter := folder.one(DRAFTER_FILE)):
+        options = replace(options, drafter=drafter.absolute())
+    wants_towers = options.mmproj is None and options.media != "none"
+    towers = folder.one(TOWERS_FILE) if wants_towers else None
+    if not towers:
         return None, options
     spec = shipped_variant(find_origin(folder.model))
     if spec is None:
         text = "%s: left out, since no shipped variant has the text model of %s; give --mmproj"
-        log.warning(text, folder.mmproj, folder.model.name)
+        log.warning(text, towers, folder.model.name)
         return None, options
-    return spec, replace(options, mmproj=folder.mmproj.absolute())
+    return spec, replace(options, mmproj=towers.absolute())
 
 
 def _downloaded(absent: AbsentWeights, download: Consent) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,15 @@ from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.spec.record import SUFFIXES, Spec, diff_specs, load_spec, need_model, spec_names
 from g4ir.weights.adapter import Adapter, lies_in, with_adapters
 from g4ir.weights.checkpoint import GENERATION, TOKENIZER, Checkpoint
-from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
+from g4ir.weights.origin import (
+    GgufFile,
+    Origin,
+    drafter_beside,
+    existing_origin,
+    find_origin,
+    need_snapshot,
+    snapshot_of,
+)
 from g4ir.weights.random import random_weights
 
 log = logging.getLogger(__name__)
@@ -185,6 +193,8 @@ def _drafter(
     another model. A `dry` run needs no weights."""
     if o.drafter in resolve.NO_DRAFTER:
         return None
+    if o.drafter == resolve.DEFAULT and isinstance(origin, GgufFile):
+        o = replace(o, drafter=drafter_beside(origin.path) or o.drafter)
     random, path = o.random_weights is not None, Path(str(o.drafter))
     default, is_spec = o.drafter == resolve.DEFAULT, path.suffix in SUFFIXES
     if is_spec and not random and not dry:

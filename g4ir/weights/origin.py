@@ -160,43 +160,64 @@ class GgufFile:
 Origin = CheckpointDirectory | GgufFile
 
 
+#: kind of a GGUF file in a folder -> what it is
+MODEL, TOWERS_FILE, DRAFTER_FILE = "model", "mmproj", "drafter"
+_KINDS = {
+    MODEL: "text model",
+    TOWERS_FILE: "file of towers (mmproj)",
+    DRAFTER_FILE: "draft model",
+}
+
+
 @dataclass(frozen=True)
 class ModelFolder:
-    """The GGUF files of a folder: a text model, its towers and its draft model."""
+    """A folder of GGUF files, by kind."""
 
-    model: Path
-    mmproj: Path | None
-    drafter: Path | None
+    path: Path
+    files: Mapping[str, tuple[Path, ...]]
+
+    def one(self, kind: str) -> Path | None:
+        """Return the file of a kind; None if there is none. InputError for several."""
+        paths = self.files[kind]
+        if len(paths) > 1:
+            names = " and ".join(p.name for p in paths[:2])
+            option = "the file of the model" if kind == MODEL else f"--{kind} FILE"
+            fix = f"give {option}, or move one of them away"
+            raise InputError(f"{self.path}: {names} are both a {_KINDS[kind]}; {fix}")
+        return paths[0] if paths else None
+
+    @property
+    def model(self) -> Path:
+        path = self.one(MODEL)
+        assert path
+        return path
 
 
 def read_folder(folder: Path) -> ModelFolder | None:
-    """Return the GGUF files of a folder without a checkpoint; None if it has no text model.
-    InputError for two files of one kind."""
+    """Return the GGUF files of a folder without a checkpoint; None if it has no text model."""
     if not folder.is_dir() or (folder / CONFIG).is_file():
         return None
-    files: dict[str, list[Path]] = {"model": [], "mmproj": [], "drafter": []}
+    files: dict[str, list[Path]] = {kind: [] for kind in _KINDS}
     for path in sorted(folder.glob(f"*{GGUF}")):
         split = SPLIT.fullmatch(path.name)
         if split and not path.name.startswith(f"{split[1]}-00001-"):
             continue
         file = read_container(path)
-        kind = "mmproj" if file.values.get(KIND) == CLIP else "model"
         rules = architecture(file)
-        if kind == "mmproj" or rules:
-            files["drafter" if rules.get("drafter") else kind].append(path)
-    for kind, paths in files.items():
-        if len(paths) > 1:
-            names = " and ".join(p.name for p in paths[:2])
-            option = f"--{kind} FILE" if kind != "model" else "the file that you mean as MODEL"
-            fix = f"move one of them away, or give {option} (and --drafter, --mmproj)"
-            raise InputError(f"{folder}: {names} are both a {_KINDS[kind]}; {fix}")
-    if not files["model"]:
-        return None
-    towers, drafter = (files[kind][0] if files[kind] else None for kind in ("mmproj", "drafter"))
-    return ModelFolder(files["model"][0], towers, drafter)
+        if file.values.get(KIND) == CLIP:
+            files[TOWERS_FILE].append(path)
+        elif rules:
+            files[DRAFTER_FILE if rules.get("drafter") else MODEL].append(path)
+    found = {kind: tuple(paths) for kind, paths in files.items()}
+    return ModelFolder(folder, found) if found[MODEL] else None
 
 
-_KINDS = {"model": "text model", "mmproj": "file of towers (mmproj)", "drafter": "draft model"}
+def drafter_beside(path: Path) -> Path | None:
+    """Return the GGUF draft model in the folder of a GGUF file, if there is one; InputError for
+    several."""
+    folder = read_folder(path.parent) if path.is_file() else None
+    drafter = folder and folder.one(DRAFTER_FILE)
+    return drafter and drafter.absolute()
 
 
 def find_origin(path: Path | str) -> Origin:
