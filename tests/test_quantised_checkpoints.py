@@ -388,7 +388,7 @@ FULL = pytest.mark.full
 #: every case on one model; on another, and some on the torch backend, with --full
 FILES = [pytest.param(c, "tiny-ple", "reference", id=c) for c in CASES]
 FILES += [pytest.param(c, "tiny-dense", "reference", marks=FULL) for c in CASES]
-TORCH = ("int4 in groups", "fp8 in rows", "mobile")
+TORCH = ("int4 in groups", "two to seven bits by module", "fp8 in rows", "mobile")
 FILES += [pytest.param(c, "tiny-ple", "torch", marks=FULL) for c in TORCH]
 
 
