@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 import g4ir
 from g4ir.artefact.directory import read_manifest
+from g4ir.builder import library
 from g4ir.builder.library import find_engine
+from g4ir.builder.sources import shipped_variant
 from g4ir.engine.speculative import AcceptanceStats
 from g4ir.errors import G4Error
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import diff_specs
-from g4ir.weights.origin import find_origin
+from g4ir.spec.record import Spec, diff_specs, load_spec
+from g4ir.weights.origin import GgufFile, find_origin, read_folder
 from tests.cli_tools import g4ir as command
-from tests.gguf_files import all_of, write_drafter, write_gguf
+from tests.gguf_files import all_of, finish, write_drafter, write_gguf
 from tests.test_drafter import Pair, copying, pair_of
 
 LIMITS: dict[str, Any] = {"max_seq": 96, "prefill_chunk": 16, "backend": "reference"}
@@ -115,3 +118,37 @@ def test_importance_matrices_are_named(tmp_path: Path) -> None:
     path.write_bytes((312).to_bytes(4, "little") + len(name).to_bytes(4, "little") + name)
     with pytest.raises(G4Error, match=r"an importance matrix of llama.cpp .* and no model"):
         find_engine(path, BuildOptions(**LIMITS))
+
+
+def test_towers_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They need a shipped variant of the same text model, as no file says how towers compute."""
+    write_folder(tmp_path / "m", pair_of("31b"))
+    finish(gguf.GGUFWriter(tmp_path / "m" / "mmproj-F16.gguf", "clip"))
+    folder = read_folder(tmp_path / "m")
+    assert folder
+    spec, options = library._of_folder(folder, BuildOptions())
+    assert spec is None and options.mmproj is None and "mmproj-F16.gguf: left out" in caplog.text
+    monkeypatch.setattr(library, "shipped_variant", lambda origin: load_spec("31b"))
+    spec, options = library._of_folder(folder, BuildOptions())
+    assert spec == load_spec("31b") and Path(str(options.mmproj)).name == "mmproj-F16.gguf"
+    assert library._of_folder(folder, BuildOptions(media="none"))[0] is None
+
+
+@pytest.mark.parametrize("name", ["e2b", "e4b", "12b", "26b-a4b", "31b"])
+def test_the_variant_of_a_text_model(name: str) -> None:
+    spec = load_spec(name)
+    stated = replace(spec, name="file", hub=None, vision=None, audio=None)
+    assert shipped_variant(Stated(stated)) == spec  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a GGUF file of a text model says."""
+
+    stated: Spec
+    spec_only = GgufFile.spec_only
+
+    def spec(self) -> Spec:
+        return self.stated
