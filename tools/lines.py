@@ -39,7 +39,7 @@ CAPS = {
     "g4ir/chat": 2060,
     "g4ir/artefact": 560,
     "g4ir/engine": 3620,
-    "g4ir/builder": 1860,
+    "g4ir/builder": 1920,
     "g4ir/generate": 820,
     "g4ir/check": 2480,
     "g4ir/bench": 1460,

@@ -1,16 +1,17 @@
 """`--bits N`: a quantisation config with at most N bits per weight of the layers' matrices.
 
 The Kullback-Leibler divergence that quantising a weight costs is, to second order and for errors
-that are independent from output to output, half the sum over outputs of E[g^2] * E[(e x)^2]: g is
-the gradient of log p of a token drawn from the model (its Fisher information), e the error of the
-output's row. Both are measured on a calibration text; a format for each weight is then chosen by a
-Lagrangian of divergence and bits.
+that are independent from output to output, half the sum over outputs of E[g^2 (e x)^2]: g is the
+gradient of log p of a token drawn from the model (its Fisher information), e the error of the
+output's row. Both are measured at the same tokens of a calibration text; a format for each weight
+is then chosen by a Lagrangian of divergence and bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,13 @@ from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import Type
-from g4ir.quant.compensation import Inputs
 from g4ir.quant.recipe import ENGINE, MEASURED, SCHEMES, QuantConfig, Rule, Scheme
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import Checkpoint
 
-from .calibration import CalibrationText, InputProducts, Stages
+from .calibration import CalibrationText, Stages
 
 #: range of --bits
 LEAST, MOST = 2.5, 8.0
@@ -37,10 +37,9 @@ CANDIDATES = (
     *(SCHEMES[form] for form in ("nl2", "nl3", "nl4", "int5", "int8")),
     Scheme("int6", 128, "f16"),
 )
-#: windows of the text for gradients and for errors; positions of a window with a drawn token
-GRADIENT_WINDOWS, ERROR_WINDOWS, DRAWN = 4, 8, 128
-#: rows of a weight whose errors are measured
-ROWS = 256
+#: windows of the text; of each the tokens whose errors are measured, and positions with a token
+#: drawn; experts of a layer that are quantised
+WINDOWS, TOKENS, DRAWN, SOME_EXPERTS = 4, 128, 128, 4
 
 Tensor = torch.Tensor
 
@@ -91,49 +90,82 @@ def measured_costs(
     text: CalibrationText,
     progress: Progress,
 ) -> dict[str, list[Measured]]:
-    """Return weight -> the candidates that fit it. CheckError if a gradient or an input is no
-    number."""
+    """Return weight -> the candidates that fit it. CheckError if a gradient is no number."""
     windows = text.windows(spec.tokens.bos)
-    step = max(1, len(windows) // ERROR_WINDOWS)
-    windows = windows[::step][:ERROR_WINDOWS]
-    information = {name: torch.zeros(1) for name in matrices}
-    for i, window in enumerate(windows[:GRADIENT_WINDOWS]):
-        progress(f"bits: gradients, window {i + 1} of {GRADIENT_WINDOWS}")
+    windows = windows[:: max(1, len(windows) // WINDOWS)][:WINDOWS]
+    squares: list[dict[str, Tensor]] = []
+    for i, window in enumerate(windows):
+        progress(f"bits: gradients, window {i + 1} of {len(windows)}")
         stages = Stages(spec, dtype, source, [window])
-        for name, squares in _squared_gradients(stages, matrices, seed=i).items():
-            information[name] = information[name] + squares
+        squares.append(_squared_gradients(stages, matrices, seed=i))
     stages = Stages(spec, dtype, source, windows)
     costs: dict[str, list[Measured]] = {}
     for layer in range(len(stages.layers)):
         progress(f"bits: errors of layer {layer + 1} of {len(stages.layers)}")
-        products = InputProducts(matrices)
-        stages.run(layer, products)
-        tokens = sum(w.shape[1] for w in windows)
-        for name in products.keys:
-            w, inputs = stages.params.tensor(name), products.of(name)
-            schemes = [s for s in CANDIDATES if s.fits(matrices[name])]
+        watched = _Watched(matrices)
+        stages.run(layer, watched.use, watched.made)
+        for name, of_windows in watched.seen.items():
+            information = [window[name] for window in squares]
             costs[name] = [
                 Measured(
-                    *(s, s.nbytes(matrices[name], dtype)),
-                    _divergence(w, inputs, information[name], s, dtype) / tokens,
+                    *(scheme, scheme.nbytes(matrices[name], dtype)),
+                    _divergence(stages.params.tensor(name), of_windows, information, scheme, dtype),
                 )
-                for s in schemes
+                for scheme in CANDIDATES
+                if scheme.fits(matrices[name])
             ]
     return costs
 
 
-def _squared_gradients(stages: Stages, matrices: Iterable[str], seed: int) -> dict[str, Tensor]:
-    """Return weight -> the mean over tokens of the squared gradients of its outputs [N]."""
+@dataclass(frozen=True)
+class Seen:
+    """Inputs [T, K] and outputs [T, N] of a product at some tokens of a window; of experts, those
+    of the whole op."""
+
+    x: Tensor
+    y: Tensor
+    experts: bool
+
+
+class _Watched:
+    """Collects inputs and outputs of the products with some matrices, by weight."""
+
+    def __init__(self, matrices: Container[str]) -> None:
+        self.matrices = matrices
+        self.seen: dict[str, list[Seen]] = {}
+        self._x: Any = None
+
+    def use(self, n: Node, tensors: list[Any]) -> None:
+        self._x = tensors[0]
+
+    def made(self, n: Node, results: tuple[Any, ...]) -> None:
+        for name in _weights(n, self.matrices):
+            seen = Seen(_some(self._x), _some(results[0]), n.op == "experts")
+            self.seen.setdefault(name, []).append(seen)
+
+
+def _weights(n: Node, matrices: Container[str]) -> list[str]:
+    operands = {"linear": ("w",), "experts": ("gate_up", "down")}.get(n.op, ())
+    return [n[operand].name for operand in operands if n[operand].name in matrices]
+
+
+def _some(t: Tensor) -> Tensor:
+    """Return a tensor [1, S, N] at TOKENS of the tokens, fp32 [T, N]."""
+    return t[0, :: max(1, t.shape[1] // TOKENS)].detach().float()
+
+
+def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> dict[str, Tensor]:
+    """Return weight -> squared gradients of its outputs at some tokens [T, N], of the
+    log-probabilities of drawn tokens, scaled so that sums over T are per token of the text."""
     squares: dict[str, Tensor] = {}
 
     def keep(name: str, g: Tensor) -> None:
-        squares[name] = g.detach().float().square().flatten(0, -2).sum(0)
+        squares[name] = _some(g).square()
 
     def watch(n: Node, results: tuple[Any, ...]) -> None:
-        weights = {"linear": ("w",), "experts": ("gate_up", "down")}.get(n.op, ())
-        for name in (n[w].name for w in weights):
-            if name in matrices and results[0].requires_grad:
-                results[0].register_hook(lambda g, name=name: keep(name, g))
+        for name in _weights(n, matrices):
+            if results[0].requires_grad:
+                results[0].register_hook(partial(keep, name))
 
     (env,) = stages.windows
     size = env["positions"].shape[1]
@@ -152,26 +184,33 @@ def _squared_gradients(stages: Stages, matrices: Iterable[str], seed: int) -> di
         if not bool(t.isfinite().all()):
             fix = "take --dtype float32, or a config with --quant"
             raise CheckError(f"--bits: gradients at {name} are NaN or infinite; {fix}")
-    return {name: t / len(rows) for name, t in squares.items()}
+    return {name: t * (size / len(t) / len(rows)) for name, t in squares.items()}
 
 
 def _divergence(
-    w: Tensor, inputs: Sequence[Inputs], information: Tensor, scheme: Scheme, dtype: str
+    w: Tensor, seen: Sequence[Seen], information: Sequence[Tensor], scheme: Scheme, dtype: str
 ) -> float:
-    """Return the divergence in nats, summed over the tokens of the inputs, of a weight in a scheme:
-    of a sample of its rows, and of stacked experts on average."""
-    matrices = [w] if w.ndim == 2 else list(w)
-    total = 0.0
-    for e, matrix in enumerate(matrices[:: max(1, len(matrices) // 4)]):
-        every = max(1, len(matrix) // ROWS)
-        rows, given = matrix[::every], inputs[min(e, len(inputs) - 1)]
-        attrs = dict[str, Any](scheme.attrs(dtype))
-        codes, scales = quantize.reference(rows, **attrs, moments=given.moments)
-        off = dequantize_codes(codes, scales, torch.float32) - rows.float()
-        errors = ((off @ given.products) * off).sum(-1)
-        per_row = information[::every] if len(information) == len(matrix) else information.mean()
-        total += 0.5 * float((errors * per_row).sum()) * every
-    return total
+    """Return the divergence in nats per token of a weight in a scheme, on average over windows. Of
+    stacked experts the relative error of some is taken for that of their op's output."""
+    matrices = [w] if w.ndim == 2 else list(w[:: max(1, len(w) // SOME_EXPERTS)])
+    x = torch.cat([s.x for s in seen])
+    fits = w.ndim == 2 or x.shape[-1] == w.shape[-1]
+    moments = x.square().mean(0, keepdim=True) if fits else torch.ones(1, w.shape[-1])
+    attrs, off = dict[str, Any](scheme.attrs(dtype)), []
+    for matrix in matrices:
+        codes, scales = quantize.reference(matrix, **attrs, moments=moments.clamp(min=1e-9))
+        off.append(dequantize_codes(codes, scales, torch.float32) - matrix.float())
+    if seen[0].experts:
+        errors = [(o.square() * moments).sum() for o in off]
+        sizes = [(m.float().square() * moments).sum() for m in matrices]
+        relative = torch.stack(errors).sum() / torch.stack(sizes).sum()
+        parts = [
+            (g * s.y.square()).sum() * relative for g, s in zip(information, seen, strict=True)
+        ]
+    else:
+        outputs = [(s.x @ off[0].T).square() for s in seen]
+        parts = [(g * e).sum() for g, e in zip(information, outputs, strict=True)]
+    return 0.5 * float(torch.stack(parts).mean())
 
 
 # --- choice -----------------------------------------------------------------------------------
