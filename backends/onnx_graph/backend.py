@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.base import Backend, Setting, Task
-from g4ir.backends.primitives.graph import tower_graphs
+from g4ir.backends.primitives.graph import text_graph, tower_graphs
 from g4ir.backends.primitives.network import EXPERTS, stored_bytes
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.errors import MissingError
@@ -74,7 +74,7 @@ class OnnxBackend(Backend):
         return export(task.program, task.limits, task.folder, settings["experts"])
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
-        return stored_bytes(program.graphs["prefill"], limits)
+        return stored_bytes(text_graph(program), limits)
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         require("onnx")

@@ -31,6 +31,7 @@ from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.names import layer_of
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.files import read_table
 from g4ir.weights import tensorfile
@@ -91,7 +92,8 @@ def models(
     program: Program, limits: Limits, storage: Any, experts: str = "auto"
 ) -> Iterator[tuple[str, onnx.ModelProto]]:
     """Yield (file name, model), the network of prefill and decode first."""
-    yield MODEL, _model("network", network_graph(program), limits, storage, experts)
+    kind = ENCODE if ENCODE in program.graphs else "network"
+    yield MODEL, _model(kind, network_graph(program), limits, storage, experts)
     yield EMBED, _model("embed", program.graphs["embed"], limits, storage)
     for name, g in tower_graphs(program).items():
         yield tower_file(name), _model("tower", g, limits, storage)
@@ -117,7 +119,7 @@ def _model(
         "g4ir.in_place": ",".join(_in_place(graph, e)),
     }
     name = graph.name if kind in ("tower", "draft") else kind
-    return e.model(name, _docs()[kind], facts if kind == "network" else {})
+    return e.model(name, _docs()[kind], facts if kind in ("network", ENCODE) else {})
 
 
 @cache

@@ -24,6 +24,7 @@ from g4ir.backends.primitives.runtime import NetworkCaches
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.progress import Progress
@@ -131,7 +132,10 @@ class OnnxRuntime(Runtime):
         if phase == DRAFT:
             return self._draft(feeds, state, context)
         batch, size = feeds["positions"].shape
-        rows = logit_rows(phase, feeds)
+        if phase == ENCODE:
+            batch, rows = len(feeds["ends"]), feeds["ends"][:, None]
+        else:
+            rows = logit_rows(phase, feeds)
         inputs = {
             BLOCK_IDS: torch.full((batch, size), NO_BLOCK),
             ROWS: rows,

@@ -15,6 +15,7 @@ from g4ir.ir.rewrite import drop_dead, order, rebuild
 from g4ir.ir.verify import verify
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.ops.types import Type
 from g4ir.passes.fuse_cache_write import fuse_cache_write
 
@@ -23,17 +24,23 @@ from .network import ROWS
 #: graphs that append tokens (the network is built from the first one), and those that compute a
 #: chunk's embeddings. All other graphs are towers.
 MEDIA = "prefill_media"
-PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA)
+PREFILL = (ENCODE, MEDIA, "prefill")
+TEXT = ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA, ENCODE)
+
+
+def text_graph(program: Program) -> Graph:
+    """Return the graph of which the network is made."""
+    return next(program.graphs[name] for name in PREFILL if name in program.graphs)
 
 
 def network_graph(program: Program) -> Graph:
-    """Return the single graph of a network: prefill; a decode step is a chunk of one token. With
-    bidirectional image attention it is prefill_media, where chunks without images have block ids of
-    -1: a second network would store the weights twice. Its mask is computed once for all layers,
-    and is tiny for a single token. With speculative decoding it also serves verification steps;
-    `rows` selects the rows with logits.
+    """Return the single graph of a network: `encode` of an encoder, else prefill; a decode step is
+    a chunk of one token. With bidirectional image attention it is prefill_media, where chunks
+    without images have block ids of -1: a second network would store the weights twice. Its mask is
+    computed once for all layers, and is tiny for a single token. With speculative decoding it also
+    serves verification steps; `rows` selects the rows with logits.
     """
-    g = next(program.graphs[name] for name in PREFILL if name in program.graphs)
+    g = text_graph(program)
     if VERIFY in program.graphs:
         g = _pick_logit_rows(g)
     b = Builder()

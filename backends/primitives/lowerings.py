@@ -10,7 +10,7 @@ import torch
 
 from g4ir.ir.graph import Node
 
-from . import attention, audio, moe, vision
+from . import attention, audio, encoder, moe, vision
 from .emitter import Operand
 from .network import Lowering, Network
 from .pointwise import (
@@ -178,6 +178,9 @@ LOWERINGS: Mapping[str, Lowering] = {
     "axial_rope_table": vision.axial_rope_table,
     "axial_rope": vision.axial_rope,
     "encoder_attention": vision.encoder_attention,
+    "packed_attention": encoder.packed_attention,
+    "packed_mean": encoder.packed_mean,
+    "unit_norm": encoder.unit_norm,
     "pool_patches": vision.pool_patches,
     "standardize": vision.standardize,
     "mask_rows": audio.mask_rows,

@@ -12,6 +12,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.model.towers import PARTS, is_tower
 from g4ir.ops.codecs import FORMAT_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
@@ -35,7 +36,7 @@ LITTLE = 0.15
 #: phase -> options without effect on it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("decode", VERIFY, DRAFT), ("prefill_chunk",)),
-    "embed": ("context",),
+    **dict.fromkeys(("embed", ENCODE), ("context",)),
     **dict.fromkeys(PARTS, ("prefill_chunk", "context", "batch")),
 }
 
@@ -50,7 +51,7 @@ class StepSize(Part):
 
     def of(self, graph: NamedGraph) -> Step:
         """Return the step that the options describe, within the limits of the model."""
-        spec, phase, context, chunk = graph.spec, graph.phase, self.context, self.prefill_chunk
+        spec, phase, context, chunk = graph.spec, graph.graph_name, self.context, self.prefill_chunk
         for name in MEANINGLESS.get(phase, ()):
             if name in self.explicit:
                 raise InputError(f"{flag_of(name)} means nothing in phase {phase}")

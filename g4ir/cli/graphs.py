@@ -13,8 +13,9 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
+from g4ir.model.encoder import ENCODE
 from g4ir.model.media import Media, supported_media
-from g4ir.model.text import TEXT_GRAPHS, build_graph
+from g4ir.model.text import TEXT_GRAPHS, build_graph, text_graphs
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
 from g4ir.passes import Dump, find_pass, run_passes
@@ -39,7 +40,7 @@ DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
 
 
 #: the text model's graphs, and the towers by their part
-PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
+PHASES = (*TEXT_GRAPHS, ENCODE, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
 #: options of a graph, which --set sets; an engine has its own
 GRAPH_SETTINGS = "all_logits kv_dtype quant_activations latent_kv draft_tokens tp ep"
 
@@ -49,7 +50,9 @@ class NamedGraph(Part):
 
     engine: str | None = argument(ANY_MODEL, "MODEL", "?")
     source: Source
-    phase: str = flag("graph of the engine (default decode)", "decode", choices=PHASES)
+    phase: str | None = flag(
+        "graph of the engine (default decode, or encode of an encoder)", choices=PHASES
+    )
     after: str | None = flag("stop after this pass; `none`: before the first", None, "PASS")
     options: BuildOptions = options("skip quant settings", GRAPH_SETTINGS)
 
@@ -75,6 +78,11 @@ class NamedGraph(Part):
         return self.model.spec
 
     @property
+    def graph_name(self) -> str:
+        """The graph of --phase; default: the step of a decoder, or an encoder's."""
+        return self.phase or text_graphs(self.spec)[-1]
+
+    @property
     def built(self) -> Artefact | None:
         """The engine, if one is named."""
         return self.model.engine
@@ -85,11 +93,11 @@ class NamedGraph(Part):
         if self.built:
             return self.built.config
         spec, requested = self.spec, self.options
-        if self.phase == VERIFY and requested.draft_tokens == 0:
+        if self.graph_name == VERIFY and requested.draft_tokens == 0:
             raise InputError(
                 "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
             )
-        if self.phase == VERIFY and requested.draft_tokens is None:
+        if self.graph_name == VERIFY and requested.draft_tokens is None:
             requested = replace(requested, draft_tokens=DRAFTED)
         return resolve.resolved(
             spec,
@@ -108,7 +116,7 @@ class NamedGraph(Part):
             if self.options.skip:
                 reason = "an engine's graph is what was built"
                 raise InputError(f"--skip needs --after or --why: {reason}")
-            return find_graph(engine.packing.program, self.phase, engine.spec)
+            return find_graph(engine.packing.program, self.graph_name, engine.spec)
         graph, skip = self.before_passes()
         return graph if self.after == "none" else self.behind(graph, skip)
 
@@ -122,7 +130,7 @@ class NamedGraph(Part):
 
     def before_passes(self) -> tuple[Graph, set[str]]:
         """Return the graph before all passes, and the passes to leave out."""
-        spec, phase, built, c = self.spec, self.phase, self.built, self.config
+        spec, phase, built, c = self.spec, self.graph_name, self.built, self.config
         if built:
             find_graph(built.packing.program, phase, spec)
         plain = plain_graph(
@@ -136,11 +144,11 @@ class NamedGraph(Part):
     def _of_rank(self, graph: Graph) -> Graph:
         """Return the graph of one rank; InputError for one that ranks do not share."""
         phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
-        if self.phase in phases:
+        if self.graph_name in phases:
             return shard(graph, self.config.sharding)
         if self.built:
             return graph
-        reason = f"--phase {self.phase} is whole on every rank"
+        reason = f"--phase {self.graph_name} is whole on every rank"
         raise InputError(f"--tp: {reason}; {', '.join(phases)}")
 
 

@@ -249,7 +249,7 @@ OF_DECODERS = ("drafter", "draft_tokens", "kv_dtype", "all_logits", "calibrate")
 def _check_encoder(spec: Spec, o: BuildOptions) -> None:
     """Raise InputError for an option that an encoder has no use for."""
     for name in OF_DECODERS:
-        if (value := getattr(o, name)) not in (None, False, "none", 0):
+        if (value := getattr(o, name)) not in (None, False, "none", 0, (), []):
             flag = f"--{name.replace('_', '-')} {'' if value is True else value}".rstrip()
             raise InputError(
                 f"{flag}: {spec.name} is an encoder, without KV cache and logits; leave it out"

@@ -48,7 +48,8 @@ class EmbeddingModel:
         async def turn(work: Callable[..., T], *args: Any) -> T:
             """Run a piece of work after those of other requests."""
             done = loop.run_in_executor(self._thread, work, *args)
-            await asyncio.wait({done, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {done, leaving}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
                 done.cancel()
                 raise Refused(499, "the client went away")
