@@ -276,7 +276,7 @@ def _question(sessions: Sequence[Session], needle: Needle) -> dict[str, Any]:
 def _judged(summary: str, data: dict[str, Any], floor: float) -> Result:
     """Judge divergences by that of the first bucket, which rounding alone explains if the short
     text passed."""
-    limit = GROWTH * max(data["buckets"][0]["kl"], floor)
+    limit = max(GROWTH * data["buckets"][0]["kl"], floor)
     worst = max(data["buckets"], key=lambda b: b["kl"])
     lost = [n for n in data["needles"] if not n["kl"] <= limit]
     data["limit"] = limit

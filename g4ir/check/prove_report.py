@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 
 from g4ir.ui.table import aligned
 
@@ -41,7 +42,7 @@ def report_html(proof: Proof) -> str:
     """Return the page: a table of all parts, then plots."""
     rows = "".join(map(_row, proof.parts))
     verdict = "no part failed" if proof.ok else "FAILED"
-    title = f"g4ir prove: {escape(proof.model)}"
+    title = f"g4ir prove: {escape(Path(proof.model).name)}"
     figures = "".join(_figures(proof.parts))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'

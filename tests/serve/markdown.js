@@ -52,6 +52,19 @@ globalThis.timeOfShowing = (text) => Math.min(...[1, 2, 3].map(() => {
   return performance.now() - start;
 }));
 
+// The median time that a piece at the end of a long text takes, in ms.
+globalThis.timeOfPiece = (text) => {
+  const element = made('div', { class: 'text' });
+  log.replaceChildren(made('li', { class: 'assistant' }, element));
+  const [markdown, times] = [new Markdown(element), []];
+  for (let end = text.length - 700; end < text.length; end += 7) {
+    const start = performance.now();
+    scrolled(() => markdown.set(text.slice(0, end), true));
+    times.push(performance.now() - start);
+  }
+  return times.sort((a, b) => a - b)[times.length >> 1];
+};
+
 // Whether code that grows keeps its node, and its text.
 globalThis.codeThatGrows = () => {
   const markdown = new Markdown(made('div'));

@@ -47,6 +47,11 @@ def test_a_text_that_grows(page: Page) -> None:
     assert same and kept > 8 and lost <= 1  # the head of a table is a paragraph at first
 
 
+def test_a_long_answer_streams_within_a_frame(page: Page) -> None:
+    """A piece of a long answer, of which many come in a second, takes less than half a frame."""
+    assert call(page, "timeOfPiece", TABLE["long"] * 12) < 8
+
+
 def test_code_that_grows_keeps_its_selection(page: Page) -> None:
     assert call(page, "codeThatGrows") == [True, "first\nsecond"]
 
