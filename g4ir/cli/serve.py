@@ -77,7 +77,7 @@ class Serve(Verb):
     models_memory: Bytes | None = setting(
         "memory for several models (default: that of the machine)"
     )
-    load_wait: float = setting("maximum seconds of a request for the memory of busy models", 30.0)
+    load_wait: float = setting("maximum seconds of a request for the memory of busy models", 20.0)
     drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
     page: bool = setting("off: no web page at /", True)
     load: Load

@@ -83,7 +83,7 @@ class ModelPool:
     capacity: int
     max_loaded: int | None = None
     max_waiting: int = 64
-    wait_s: float = 30.0
+    wait_s: float = 20.0
 
     def __post_init__(self) -> None:
         self.line: list[Ticket] = []
@@ -106,7 +106,7 @@ class ModelPool:
         try:
             self._serve_line()
             while not ticket.granted.done():  # the clock of `blocked` needs a look now and then
-                await asyncio.wait({ticket.granted}, timeout=self.wait_s / 30)
+                await asyncio.wait({ticket.granted}, timeout=max(self.wait_s / 20, 0.05))
                 self._serve_line()
             ticket.granted.result()
         except BaseException:
