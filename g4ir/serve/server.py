@@ -31,8 +31,8 @@ from .prompts import require_tokenizer
 
 log = logging.getLogger(__name__)
 
-#: maximum seconds to wait at shutdown for an engine that is still loading
-LOADING_S = 1.0
+#: maximum seconds to wait at shutdown for an engine that is loading, or built (its files go)
+LOADING_S = 5.0
 #: maximum seconds of a connection for a request's headers
 HEAD_S = 10.0
 #: maximum bytes of a request's headers
