@@ -18,7 +18,10 @@ RULES = TABLES["imports"]
 ROOMS = tuple(RULES["rooms"])
 NO_TORCH_ON_IMPORT = tuple(RULES["no torch on import"])
 #: modules of these that compute
-COMPUTE = {"g4ir.ops.finite", "g4ir.ir.interpret", "g4ir.ir.wide", "g4ir.ir.distance"}
+COMPUTE = {
+    *("g4ir.ops.finite", "g4ir.ir.interpret", "g4ir.ir.wide", "g4ir.ir.distance"),
+    "g4ir.quant.compensation",
+}
 BANNED_MODULES, BANNED_NAMES = {*RULES["banned modules"]}, {*RULES["banned names"]}
 ALLOWED = {module: {*names} for module, names in RULES["allowed"].items()}
 

@@ -27,7 +27,7 @@ ROLES = {
 PARTS: dict[str, str | None] = dict.fromkeys(("text", "refusal"))
 PARTS |= {f"{kind}{end}": kind for kind in ("image", "audio", "video") for end in ("", "_url")}
 PARTS["input_audio"] = "audio"
-#: keys of a text part by which TranslateGemma is told the languages
+#: keys of a text part for TranslateGemma: its languages
 LANGUAGES = ("source_lang_code", "target_lang_code")
 #: maximum nesting of lists and objects
 MAX_DEPTH = 64

@@ -40,6 +40,9 @@ _DTYPES = {
     "i8": ("int8", 1),
     "u8": ("uint8", 1),
     "bool": ("bool", 1),
+}
+_NAMES = ", ".join(_DTYPES)
+_DTYPES |= {
     # codes of weights, as bits that torch copies and computes nothing with
     "b16": ("bits16", 2),
     "b8": ("bits8", 1),
@@ -68,7 +71,7 @@ class Type:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
-            raise ValueError(f"unknown dtype {self.dtype!r}; one of {', '.join(ITEMSIZE)}")
+            raise ValueError(f"unknown dtype {self.dtype!r}; one of {_NAMES}")
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -132,4 +135,4 @@ def dtype_name(dtype: object) -> str:
     for short, long in TORCH_NAMES.items():
         if text in (short, long):
             return short
-    raise ValueError(f"unknown dtype {text!r}; one of {', '.join(TORCH_NAMES)}")
+    raise ValueError(f"unknown dtype {text!r}; one of {_NAMES}")

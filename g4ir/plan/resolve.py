@@ -249,8 +249,11 @@ OF_DECODERS = ("drafter", "draft_tokens", "kv_dtype", "all_logits", "calibrate")
 def _check_encoder(spec: Spec, o: BuildOptions) -> None:
     """Raise InputError for an option that an encoder has no use for."""
     for name in OF_DECODERS:
-        if (value := getattr(o, name)) not in (None, False, "none", 0, (), []):
-            flag = f"--{name.replace('_', '-')} {'' if value is True else value}".rstrip()
+        value = getattr(o, name)
+        if value and value != "none":
+            values = value if isinstance(value, (list, tuple)) else [value]
+            words = " ".join("" if v is True else str(v) for v in values)
+            flag = f"--{name.replace('_', '-')} {words}".rstrip()
             raise InputError(
                 f"{flag}: {spec.name} is an encoder, without KV cache and logits; leave it out"
             )

@@ -87,11 +87,11 @@ def calibrated(
     of its product with the inputs. A row keeps the nearest values where these have less error, and
     all rows do in formats with minima."""
     parts = w.split(max(1, ELEMENTS // w.shape[1]))
-    codes, scales = zip(
+    packed, scales = zip(
         *(_calibrated(x, inputs, scheme, dtype, nearest) for x in parts), strict=True
     )
-    whole = torch.cat([c.view(torch.uint8) for c in codes])
-    return whole.view(codes[0].dtype), torch.cat(scales)
+    whole = torch.cat([p.view(torch.uint8) for p in packed])
+    return whole.view(packed[0].dtype), torch.cat(scales)
 
 
 def _calibrated(w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, nearest: Quantize) -> Codes:

@@ -216,8 +216,8 @@ def drafter_beside(path: Path) -> Path | None:
     """Return the GGUF draft model in the folder of a GGUF file, if there is one; InputError for
     several."""
     folder = read_folder(path.parent) if path.is_file() else None
-    drafter = folder and folder.one(DRAFTER_FILE)
-    return drafter and drafter.absolute()
+    drafter = folder.one(DRAFTER_FILE) if folder else None
+    return drafter.absolute() if drafter else None
 
 
 def find_origin(path: Path | str) -> Origin:

@@ -192,7 +192,7 @@ class Answer {
   }
 }
 
-// The versions of an answer that were generated for one message, and the one that is shown.
+// All answers generated for a message, and the index of the visible one.
 
 function versionsOf({ page, ...message }) {
   const speed = page?.speed ?? "";

@@ -111,7 +111,7 @@ def _mxfp4(blocks: torch.Tensor, codes: bool) -> torch.Tensor:
         return torch.ldexp(torch.ones(most.shape), most - 136)
     shared = torch.ldexp(torch.ones(powers.shape), powers - most + 8).to(torch.float8_e4m3fn)
     shared = shared.view(torch.uint8).repeat_interleave(2, -1)
-    return pack_codes(layout.read(pairs).flatten(-2), "fp4", shared)  # type: ignore[no-any-return]
+    return pack_codes(layout.read(pairs).flatten(-2), "fp4", shared)
 
 
 CODED = {
