@@ -70,7 +70,9 @@ class Bench(Verb):
             print(markdown([read_report(m) for m in self.engines]))
             return 0
         self._check_arguments()
-        report = self._measured(self.first_use.engines(self.engines, Draft(draft=self.draft, draft_tokens=None)))
+        report = self._measured(
+            self.first_use.engines(self.engines, Draft(draft=self.draft, draft_tokens=None))
+        )
         self._write(report)
         return 0 if report["outputs_agree"] else 1
 
