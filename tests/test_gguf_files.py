@@ -262,7 +262,10 @@ def test_a_merge_is_no_comment(tmp_path: Path) -> None:
 
 def test_side_files(model: Path, tmp_path: Path) -> None:
     files = {k: v.decode() for k, v in side_files(read_container(model)).items()}
-    assert json.loads(files["tokenizer_config.json"]) == {"add_bos_token": True}
+    assert json.loads(files["tokenizer_config.json"]) == {
+        "add_bos_token": True,
+        "add_eos_token": False,
+    }
     kept = {"bos_token_id": 2, "pad_token_id": 0, "eos_token_id": [1, 5]}
     assert json.loads(files["generation_config.json"]) == kept
 

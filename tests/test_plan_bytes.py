@@ -146,6 +146,7 @@ FILES: dict[str, Callable[..., Path]] = {
     **{
         f"experts, {name}": partial(directory, "tiny-moe", partial(quantise_experts, case))
         for name, case in OTHERS.items()
+        if name not in ("GPTQ of 3 bits", "MXFP4")  # groups of 32 do not divide its experts' rows
     },
     "MLX": of_mlx,
 }

@@ -56,7 +56,7 @@ _DTYPES |= {
     "nl2": ("float8_e5m2", 1),
 }
 #: torch names of the latter: their tensors hold no floats
-_CARRIERS = frozenset(f"torch.{_DTYPES[name][0]}" for name in ("nl4", "nl3", "nl2"))
+_CARRIERS = frozenset(f"torch.{_DTYPES[name][0]}" for name in ("f4", "nl4", "nl3", "nl2"))
 TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
 FLOATS = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3"})
