@@ -144,9 +144,8 @@ FILES: dict[str, Callable[..., Path]] = {
     "Q4_0, tables F16": partial(gguf_file, "Q4_0", "F16"),
     **{name: partial(directory, "tiny-ple", case.quantise) for name, case in CASES.items()},
     **{
-        f"experts, {name}": partial(directory, "tiny-moe", partial(quantise_experts, case))
+        f"others, {name}": partial(directory, case.model, partial(quantise_experts, case))
         for name, case in OTHERS.items()
-        if name not in ("GPTQ of 3 bits", "MXFP4")  # groups of 32 do not divide its experts' rows
     },
     "MLX": of_mlx,
 }
