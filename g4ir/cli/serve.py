@@ -21,7 +21,7 @@ from . import USUAL
 from .common import Draft, FirstUse, Load, OnDisk, folder_drafts
 from .models import named_model
 from .serve_models import make_pool, make_router, named_models
-from .verb import ANY_MODEL, Bytes, Size, Verb, argument, flag, setting
+from .verb import ANY_MODEL, Bytes, Size, Verb, argument, flag, parse_pairs, setting
 
 if TYPE_CHECKING:
     from g4ir.serve.app import Server
@@ -143,15 +143,19 @@ class Serve(Verb):
 
     def slots(self) -> dict[str, Any]:
         """Return the arguments of load_engine for adapters."""
-        adapters = _adapters(self.adapter)
+        adapters = self._adapters()
         slots, rank = self.adapter_slots, self.adapter_rank
         if self.adapter_dir and not (slots or rank):
             slots = max(len(adapters), 4)
         return {"adapters": adapters, "adapter_slots": slots, "adapter_rank": rank}
 
+    def _adapters(self) -> dict[str, str]:
+        """Return the name and the directory (`DIR` or `DIR=SCALE`) of each adapter."""
+        return parse_pairs(self.adapter, "--adapter", "NAME=DIR")
+
     def _adapter_folders(self) -> tuple[Path, ...]:
         """Return the folders below which clients may load adapters."""
-        folders = [Adapter.of(path).path.parent for path in _adapters(self.adapter).values()]
+        folders = [Adapter.of(path).path.parent for path in self._adapters().values()]
         if len(self.models) > 1 and (folders or self.adapter_dir or self.adapter_slots):
             raise InputError("--adapter is for one model; start a server for each")
         return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
@@ -281,14 +285,3 @@ def _root_path(prefix: str) -> str:
     if path and (not path.startswith("/") or set(path) & set("?#{} ")):
         raise InputError(f"--root-path {prefix}: expected a path that begins with a slash")
     return path
-
-
-def _adapters(texts: Sequence[str]) -> dict[str, str]:
-    """`NAME=DIR` or `NAME=DIR=SCALE` -> {name: DIR or DIR=SCALE}"""
-    out: dict[str, str] = {}
-    for text in texts:
-        name, sign, path = text.partition("=")
-        if not (name and sign and path) or name in out:
-            raise InputError(f"--adapter {text}: expected NAME=DIR, each name once")
-        out[name] = path
-    return out

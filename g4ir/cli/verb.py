@@ -234,7 +234,7 @@ class Flags:
 
     def parse_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values in which those of --set are fields; those of a backend stay settings."""
-        pairs = _parse_pairs(values.get("settings", ()), "--set")
+        pairs = parse_pairs(values.get("settings", ()), "--set", "NAME=VALUE")
         parsed = {k: v for k, v in values.items() if k != "settings"}
         for name in [*pairs]:
             if name in self.settings:
@@ -310,13 +310,13 @@ def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:
         raise InputError(f"{flag}={text}: expected a number") from None
 
 
-def _parse_pairs(words: Sequence[str], flag: str) -> dict[str, str]:
+def parse_pairs(words: Sequence[str], flag: str, expected: str) -> dict[str, str]:
     """`["name=value", ...]` -> {name: value}"""
     table: dict[str, str] = {}
     for text in words:
         name, sign, value = text.partition("=")
         if not (name and sign and value) or name in table:
-            raise InputError(f"{flag} {text}: expected NAME=VALUE, each name once")
+            raise InputError(f"{flag} {text}: expected {expected}, each name once")
         table[name] = value
     return table
 
