@@ -210,5 +210,5 @@ def test_without_a_bound_nothing_is_measured() -> None:
 )
 def test_the_bound_of_a_server(words: str, gap: float) -> None:
     parser, values = parse(["serve", "engine", *words.split()])
-    app, _ = parser.flags.make(values)._server()
+    app, _ = parser.flags.make(values).make_server()
     assert app.scheduler_config.max_gap_ms == gap

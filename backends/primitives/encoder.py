@@ -20,10 +20,10 @@ def packed_attention(
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
 
     def visible() -> Operand:
-        text = _text_of_tokens(net, n, ends)
+        text = _text_of_tokens(net, n, q, ends)
         mask = e.binary("eq", e.reshape(text, text.shape[1], 1), text)
         if window:
-            at = e.cast(_tokens(net), "f32")
+            at = e.cast(_tokens(net, q), "f32")
             apart = e.sub(e.reshape(at, at.shape[1], 1), at)
             near = e.binary("lt", e.binary("max", apart, e.unary("neg", apart)), float(window))
             mask = e.binary("and", mask, near)
@@ -38,7 +38,7 @@ def packed_mean(net: Network, n: Node, x: Operand, ends: Operand) -> Operand:
     e = net.e
     every = e.constant(torch.arange(net.limits.max_batch))
     texts = e.unsqueeze(e.prefix(every, 0, ends), 1)
-    text = _text_of_tokens(net, n, ends)
+    text = _text_of_tokens(net, n, x, ends)
     members = e.cast(e.binary("eq", texts, text), "f32")
     counts = e.binary("max", e.reduce("sum", members, 1), 1.0)
     sums = e.matmul(e.unsqueeze(members, 0), e.cast(x, "f32"))
@@ -46,28 +46,31 @@ def packed_mean(net: Network, n: Node, x: Operand, ends: Operand) -> Operand:
 
 
 def unit_norm(net: Network, n: Node, x: Operand) -> Operand:
-    e, wide = net.e, net.e.cast(x, "f32")
-    norm = e.unary("sqrt", e.reduce("sum", e.mul(wide, wide), x.rank - 1))
-    return e.div(wide, e.binary("max", norm, MIN_NORM))
+    e, fp32 = net.e, net.e.cast(x, "f32")
+    norm = e.unary("sqrt", e.reduce("sum", e.mul(fp32, fp32), x.rank - 1))
+    return e.div(fp32, e.binary("max", norm, MIN_NORM))
 
 
-def _tokens(net: Network) -> Operand:
-    """Return i64[1,S]: the index of each token of the chunk."""
-    e, positions = net.e, net.env["positions"]
+def _tokens(net: Network, x: Operand) -> Operand:
+    """Return i64[1,S]: the index of each token of the chunk x [1,S,...]."""
+    e = net.e
 
     def index() -> Operand:
+        one = x
+        for axis in range(2, x.rank):
+            one = e.slice(one, axis, 0, 1)
         every = e.constant(torch.arange(full_slots(net.limits)))
-        return e.unsqueeze(e.prefix(every, 0, e.reshape(positions, positions.shape[1])), 0)
+        return e.unsqueeze(e.prefix(every, 0, e.reshape(one, x.shape[1])), 0)
 
     return net.shared(("tokens",), index)
 
 
-def _text_of_tokens(net: Network, n: Node, ends: Operand) -> Operand:
-    """Return i64[1,S]: the number of ends up to each token."""
+def _text_of_tokens(net: Network, n: Node, x: Operand, ends: Operand) -> Operand:
+    """Return i64[1,S]: the number of ends up to each token of x [1,S,...]."""
     e = net.e
 
     def number() -> Operand:
-        later = e.binary("gt", e.unsqueeze(ends, 1), _tokens(net))
+        later = e.binary("gt", e.unsqueeze(ends, 1), _tokens(net, x))
         passed = e.cast(e.unary("not", later), "f32")
         return e.cast(e.reduce("sum", passed, 0), "i64")
 

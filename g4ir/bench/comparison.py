@@ -61,7 +61,7 @@ NO_TOKENIZER = (
 )
 NOISY = "rounds differ by more than 30 %: compare speeds on a quiet machine"
 #: what a baseline has of quality
-OWN = ("nll", "ppl")
+SCORES = ("nll", "ppl")
 #: rate -> its key among `speeds`
 RATES = {"prompt_tokens_per_s": "prefill", "decode_tokens_per_s": "decode_per_user"}
 Load = Callable[[str], Engine]
@@ -156,7 +156,7 @@ def _qualities(
             scores = score_sessions([other, engine.session()], windows, rows, progress)
             sums = sum((s.sums for s in scores), Sums())
         if f is formats[1]:
-            yield _row(formats[0], size, {k: sums.means()[f"baseline_{k}"] for k in OWN})
+            yield _row(formats[0], size, {k: sums.means()[f"baseline_{k}"] for k in SCORES})
         yield _row(f, other_size, sums.means())
     if not formats[1:]:
         sums = sum((s.sums for s in score_windows([engine], windows, progress)), Sums())
@@ -190,7 +190,7 @@ def _speeds(
     baseline = EngineRunner(engine, w.batch)
     first, *_ = (_timed(baseline, w, tokens, 1) for _ in range(2))
     count, measured = requests_per_round(first[0].e2e), list[Rounds]()
-    own: list[list[RequestTiming]] = []
+    baseline_rounds: list[list[RequestTiming]] = []
     for f in formats[1:]:
         progress(f"timing {f.name}")
         with ExitStack() as stack:
@@ -201,11 +201,11 @@ def _speeds(
             _timed(runner, w, tokens, 1)
             rounds = []
             for _ in range(ROUNDS):
-                own.append(_timed(baseline, w, tokens, count))
+                baseline_rounds.append(_timed(baseline, w, tokens, count))
                 rounds.append(_timed(runner, w, tokens, count))
             measured.append(rounds)
-    own = own or [_timed(baseline, w, tokens, count) for _ in range(ROUNDS)]
-    by_name = [speeds(w, rounds) for rounds in (own, *measured)]
+    baseline_rounds = baseline_rounds or [_timed(baseline, w, tokens, count) for _ in range(ROUNDS)]
+    by_name = [speeds(w, rounds) for rounds in (baseline_rounds, *measured)]
     return [{rate: rates[key] for rate, key in RATES.items()} for rates in by_name]
 
 

@@ -31,10 +31,10 @@ from g4ir.weights.checkpoint import Checkpoint
 from .calibration import CalibrationText, Stages
 
 #: range of --bits
-LEAST, MOST = 2.5, 8.0
+MIN_BITS, MAX_BITS = 2.5, 8.0
 #: schemes that are chosen from; int6 in groups that divide most rows
 CANDIDATES = (
-    *(SCHEMES[form] for form in ("nl2", "nl3", "nl4", "int5", "int8")),
+    *(SCHEMES[name] for name in ("nl2", "nl3", "nl4", "int5", "int8")),
     Scheme("int6", 128, "f16"),
 )
 #: windows of the text; of each the tokens whose errors are measured, and positions with a token
@@ -103,7 +103,7 @@ def measured_costs(
     for layer in range(len(stages.layers)):
         progress(f"bits: errors of layer {layer + 1} of {len(stages.layers)}")
         watched = _Watched(matrices)
-        stages.run(layer, watched.use, watched.made)
+        stages.run(layer, watched.use, watched.accumulate)
         for name, of_windows in watched.seen.items():
             information = [window[name] for window in squares]
             costs[name] = [
@@ -138,7 +138,7 @@ class _Watched:
     def use(self, n: Node, tensors: list[Any]) -> None:
         self._x = tensors[0]
 
-    def made(self, n: Node, results: tuple[Any, ...]) -> None:
+    def accumulate(self, n: Node, results: tuple[Any, ...]) -> None:
         for name in _weights(n, self.matrices):
             seen = Seen(_some(self._x), _some(results[0]), n.op == "experts")
             self.seen.setdefault(name, []).append(seen)

@@ -48,7 +48,7 @@ from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter
 from g4ir.weights.checkpoint import Checkpoint, sha256
 
-from .bits import LEAST, MOST, bits_config
+from .bits import MAX_BITS, MIN_BITS, bits_config
 from .calibration import DEFAULT as DEFAULT_TEXT
 from .calibration import CalibrationText, as_paths, calibrate, calibrated_schemes
 from .load import described, engine_of, linked_files, open_runtime
@@ -191,8 +191,8 @@ def _check_bits(o: BuildOptions, dry: bool) -> None:
     if o.bits is None:
         return
     flag = f"--bits {o.bits:g}"
-    if not LEAST <= o.bits <= MOST:
-        raise InputError(f"{flag}: expected a number from {LEAST:g} to {MOST:g}")
+    if not MIN_BITS <= o.bits <= MAX_BITS:
+        raise InputError(f"{flag}: expected a number from {MIN_BITS:g} to {MAX_BITS:g}")
     if o.quant is not None:
         raise InputError(f"{flag} with --quant {o.quant}: --bits chooses formats; leave one out")
     if dry:

@@ -88,7 +88,7 @@ class CalibrationText:
             why = f"the weights come without {TOKENIZER}, and a text needs one"
             raise InputError(f"--calibrate {named}: {why}; give --checkpoint with a tokenizer")
         tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
-        known, most = spec.text.readable_ids, MAX_TOKENS // len(paths)
+        ids_end, max_tokens = spec.text.readable_ids, MAX_TOKENS // len(paths)
         records, ids = [], list[int]()
         for path in paths:
             default = str(path) == DEFAULT
@@ -96,14 +96,14 @@ class CalibrationText:
             tokens: list[int] = []
             for block in blocks:
                 tokens += (
-                    i for i in tokenizer.encode(block, add_special_tokens=False).ids if i < known
+                    i for i in tokenizer.encode(block, add_special_tokens=False).ids if i < ids_end
                 )
-                if len(tokens) >= most:
+                if len(tokens) >= max_tokens:
                     break
-            ids += tokens[:most]
+            ids += tokens[:max_tokens]
             name = Line(DEFAULT if default else Path(path).resolve())
             digest = _digest(read_default_text()) if default else sha256(Path(path))
-            records.append(Calibration(name, digest, len(tokens[:most])))
+            records.append(Calibration(name, digest, len(tokens[:max_tokens])))
         if len(ids) < MIN_TOKENS:
             problem = f"{len(ids)} tokens, and {MIN_TOKENS} are the least that say something"
             raise InputError(f"--calibrate {named}: {problem}; give a longer text")

@@ -74,7 +74,7 @@ def _figures(parts: Sequence[Part]) -> Iterable[str]:
             (
                 _legend(p),
                 [b["end"] for b in buckets],
-                [_shown(key, b) for b in buckets],
+                [_plotted(key, b) for b in buckets],
             )
             for p in read
             if (buckets := [b for b in p.data["buckets"] if key in b])
@@ -88,7 +88,7 @@ def _legend(p: Part) -> str:
     return f"{p.engine}, {p.name.removeprefix('context ')}"
 
 
-def _shown(key: str, bucket: dict[str, float]) -> float:
+def _plotted(key: str, bucket: dict[str, float]) -> float:
     return math.exp(min(bucket["nll"], 700)) if key == "nll" else max(bucket["kl"], 1e-12)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PREFIX = "G4IR_"
 #: variables that are read elsewhere, and those that Kubernetes sets for a service named g4ir
-OTHERS = re.compile(r"G4IR_(ISA|SERVICE_.*|PORT_.*)")
+RESERVED = re.compile(r"G4IR_(ISA|SERVICE_.*|PORT_.*)")
 SWITCHES = dict.fromkeys((*TRUES, "1"), True) | dict.fromkeys((*FALSES, "0"), False)
 #: what --set takes in place of these words
 WORDS = dict.fromkeys(TRUES, "on") | dict.fromkeys(FALSES, "off")
@@ -66,7 +66,7 @@ class _Reader:
         """Yield the fields that G4IR_... variables set; an empty variable sets nothing."""
         names = {PREFIX + key.replace("-", "_").upper(): f for key, f in self.fields.items()}
         for variable, text in sorted(os.environ.items()):
-            if not variable.startswith(PREFIX) or OTHERS.fullmatch(variable) or not text:
+            if not variable.startswith(PREFIX) or RESERVED.fullmatch(variable) or not text:
                 continue
             if variable not in names:
                 log.warning(f"{variable}: {unknown_key(variable, names).partition('; valid')[0]}")

@@ -21,7 +21,7 @@ from .verb import Text, flag, json_flag
 #: ends of --out
 NPY, JSONL = ".npy", ".jsonl"
 #: values of an embedding that are printed
-SHOWN = 4
+PREVIEW = 4
 #: characters of a text that are printed
 WIDTH = 40
 
@@ -67,7 +67,7 @@ class Embed(OnEngine):
                         self.task,
                         self.dims,
                         self.truncate,
-                        partial(said, progress, start, len(texts)),
+                        partial(report, progress, start, len(texts)),
                         start,
                     )
 
@@ -84,7 +84,7 @@ class Embed(OnEngine):
         return 0
 
 
-def said(progress: console.Progress, start: int, total: int, done: int) -> None:
+def report(progress: console.Progress, start: int, total: int, done: int) -> None:
     progress(f"{start + done}/{total} texts")
 
 
@@ -141,7 +141,7 @@ def _write(path: Path, parts: Iterator[Any], shape: tuple[int, int]) -> None:
 def _lines(texts: list[str], rows: list[list[float]]) -> Iterator[str]:
     """Yield a line per text: the start of its embedding, and its similarity to the first text."""
     for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
-        start = " ".join(f"{x:+.4f}" for x in row[:SHOWN])
+        start = " ".join(f"{x:+.4f}" for x in row[:PREVIEW])
         short = text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
         like = f"  similarity {sum(a * b for a, b in zip(row, rows[0])):+.4f}" if i else ""
         yield f"{short!r}: {len(row)} values, {start} ...{like}\n"

@@ -75,8 +75,8 @@ class Run(OnEngine):
     def _check_dump(self) -> None:
         if (self.dump is None) != (self.dump_to is None):
             raise InputError("--dump NAMES and --dump-to FILE go together")
-        beside = {"--chat": self.chat, "--input-jsonl": self.input_jsonl, "media": self.media}
-        if self.dump is not None and (first := next((k for k, v in beside.items() if v), None)):
+        excluded = {"--chat": self.chat, "--input-jsonl": self.input_jsonl, "media": self.media}
+        if self.dump is not None and (first := next((k for k, v in excluded.items() if v), None)):
             raise InputError(f"--dump is for one prompt or --tokens: leave out {first}")
         if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
             raise InputError(f"--dump-to {self.dump_to}: no such directory")

@@ -236,8 +236,8 @@ def _write_snapshot(path: Path, snapshot: Snapshot) -> str:
         state = snapshot.hidden.of(snapshot.length)
         assert state is not None
         tensors[HIDDEN] = state
-    numbers = int(snapshot.length[0]), int(snapshot.written[0]), caches.context
-    metadata = dict(zip(("length", "written", "context"), map(str, numbers), strict=True))
+    counts = int(snapshot.length[0]), int(snapshot.written[0]), caches.context
+    metadata = dict(zip(("length", "written", "context"), map(str, counts), strict=True))
     digest = hashlib.sha256()
     names, header, _ = file_layout({n: FileTensor.of(t) for n, t in tensors.items()}, metadata)
     with new_version(path, 0o600) as file:

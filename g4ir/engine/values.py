@@ -39,7 +39,7 @@ TOKEN_DIMS = (CHUNK, "M", "C")
 #: callback(name, first token, values [1, tokens, ...])
 Sink = Callable[[str, int, Tensor], None]
 #: bytes of dequantised weights that are kept from one chunk to the next
-KEPT_BYTES = 2 << 30
+CACHED_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,18 @@ class Inspection:
 
 
 class Weights:
-    """Dequantised weights of an engine, on its device; up to KEPT_BYTES stay in memory."""
+    """Dequantised weights of an engine, on its device; up to CACHED_BYTES stay in memory."""
 
     def __init__(self, engine: EngineParts) -> None:
-        self.engine, self.kept, self.free = engine, dict[str, Tensor](), KEPT_BYTES
+        self.engine, self.cached, self.free = engine, dict[str, Tensor](), CACHED_BYTES
 
     def __call__(self, name: str) -> Tensor:
-        if name not in self.kept:
+        if name not in self.cached:
             weight = self.engine.param(name).to(self.engine.device)
             if weight.nbytes > self.free:
                 return weight
-            self.kept[name], self.free = weight, self.free - weight.nbytes
-        return self.kept[name]
+            self.cached[name], self.free = weight, self.free - weight.nbytes
+        return self.cached[name]
 
 
 def inspect_values(
@@ -137,7 +137,7 @@ def inspect_values(
 def _selected(graph: Graph, names: Sequence[str], count: int) -> tuple[Graph, dict[str, Type]]:
     """Return the part of a graph that computes the named values, and their types."""
     values = [*graph.inputs, *(v for n in graph.nodes for v in n.outputs)]
-    shapes = {v.name: _whole(v.type, count) for v in values if token_axis(v.type) is not None}
+    shapes = {v.name: _full_type(v.type, count) for v in values if token_axis(v.type) is not None}
     makers = {v.name: v for v in values}
     for n in graph.find("attention"):
         q, name = n.out.type, probs_name(n)
@@ -157,10 +157,10 @@ def token_axis(t: Type) -> int | None:
     return next((i for i, d in enumerate(t.shape) if d in TOKEN_DIMS), None)
 
 
-def _whole(t: Type, count: int) -> Type:
+def _full_type(t: Type, count: int) -> Type:
     """Return the type [1, tokens, ...] of a value for the whole text."""
-    rest = [d for d in t.shape if d != "B" and d not in TOKEN_DIMS]
-    return Type(t.dtype, (1, count, *rest))
+    dims = [d for d in t.shape if d != "B" and d not in TOKEN_DIMS]
+    return Type(t.dtype, (1, count, *dims))
 
 
 def probs_name(n: Node) -> str:

@@ -398,16 +398,18 @@ static int attend_chunk(const running *a) {
 }
 
 /* q, k, v [S, heads, d], cumulative lengths of texts, out; n: S, window, KV heads; f: scale. Each text is a
- * chunk of its own without a cache, so that its values do not depend on its neighbours. */
+ * chunk of its own without a cache, so that its values do not depend on its neighbours; so are the tokens after
+ * the last text. */
 static int attend_texts(const running *a) {
     const operand *q = a->of, *k = a->of + 1, *v = a->of + 2, *texts = a->of + 3, *out = a->of + 4;
     const int64_t *n = a->i->n, *ends = (const int64_t *)texts->at, none = 0;
-    int64_t heads = rows_of(q) / n[0], failed = 0, begin = 0, tokens = ends[texts->width - 1];
+    int64_t heads = rows_of(q) / n[0], failed = 0, begin = 0, tokens = n[0];
     int64_t *positions = malloc(2 * (tokens + 1) * sizeof *positions), *last = positions + tokens + 1;
     if (!positions) return 1;
     for (int64_t i = 0; i < tokens; i++) positions[i] = i;
-    for (int64_t b = 0; b < texts->width && !failed; begin = ends[b++]) {
-        int64_t length = ends[b] - begin, from = begin * heads, kv_from = begin * n[2];
+    for (int64_t b = 0, end; b <= texts->width && !failed; b++, begin = end) {
+        end = b < texts->width ? ends[b] : tokens;
+        int64_t length = end - begin, from = begin * heads, kv_from = begin * n[2];
         for (int64_t i = 0; i < length; i++) last[i] = n[1] && i + n[1] < length ? i + n[1] - 1 : length - 1;
         if (length)
             failed = g4ir_attend_chunk(row(q, from), positions, last, &none, NULL, NULL, row(k, kv_from),
