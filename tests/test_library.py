@@ -222,6 +222,7 @@ def test_refused(model: str, options: dict[str, Any], says: str, tmp_path: Path)
     if "engine" in model:
         g4ir.build("tiny-dense", tmp_path / "e", backend="reference", random_weights=0).close()
     bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(G4Error, match=says):
         g4ir.load(model.format(engine=tmp_path / "e", here=tmp_path), **options)
 

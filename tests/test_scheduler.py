@@ -308,12 +308,12 @@ def test_prompts_that_are_computed_by_themselves(engine: Engine) -> None:
     shapes = {(4, 4): 2, (4, 4, 4): 2, (4,) * 5: 4, (16, 1): 0, (9, 8): 0, (1, 8): 2, (8, 3, 8): 2}
     shapes |= {(1, 9, 1): 0, (4,): 0, (): 0, (50, 2): 0, (4, 1, 1, 1): 2}
     for lengths, count in shapes.items():
-        prompts = [(Request(prompt(n, i)), prompt(n, i)) for i, n in enumerate(lengths)]
+        prompts = [(Request(prompt(n, i)), prompt(n, i), 0) for i, n in enumerate(lengths)]
         assert prefiller.count_batchable(prompts, sizes, 16) == count, lengths
     tokens = prompt(70)
-    alike = [(Request(t), t) for t in (tokens, (*tokens[:66], 4))]
+    alike = [(Request(t), t, 0) for t in (tokens, (*tokens[:66], 4))]
     assert prefiller.count_batchable(alike, sizes, 1024) == 0
-    fresh = [(replace(r, reuse=False), keys) for r, keys in alike]
+    fresh = [(replace(r, reuse=False), *others) for r, *others in alike]
     assert prefiller.count_batchable(fresh, sizes, 1024) == 2
     several = Scheduler(engine).handle(Request(prompt(3), n=2))
     assert not several.batchable and Scheduler(engine).handle(Request(prompt(3))).batchable

@@ -149,9 +149,11 @@ class Footprint:
         host = self.weights.host if self.config.device == "cpu" else 0
         return {"weights": self.weights.device + host, **self._session(self.limits(batch, ctx))}
 
-    def step(self, batch: int, ctx: int) -> Cost:
-        """Return the cost of a decode step, which is that of a prompt of one token."""
-        g = self.packing.program.graphs["prefill"]
+    def step(self, batch: int, ctx: int) -> Cost | None:
+        """Return the cost of a decode step, which is that of a prompt of one token; None for an
+        encoder."""
+        if not (g := self.packing.program.graphs.get("prefill")):
+            return None
         return total(graph_costs(g, B=batch, C=ctx - 1))
 
     def need_at(self, batch: int, ctx: int) -> int:

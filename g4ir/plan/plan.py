@@ -158,13 +158,14 @@ def _row(footprint: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryU
         footprint.need_at(batch, ctx),
     )
     seconds = None
-    if gpu and (roof := gpu.step_roof):
-        seconds = floor(footprint.step(batch, ctx), roof).seconds
+    if gpu and (roof := gpu.step_roof) and (step := footprint.step(batch, ctx)):
+        seconds = floor(step, roof).seconds
+    naive = 0 if config.spec.embedding else naive_bytes(config.spec, config.dtype, config.ranks)
     return MemoryUse(
         footprint.format,
         batch,
         ctx,
-        naive=naive_bytes(config.spec, config.dtype, config.ranks) * ctx * batch,
+        naive=naive * ctx * batch,
         planned=parts["caches"],
         activations=parts["activations"],
         workspace=parts["workspace"],

@@ -274,7 +274,7 @@ import sys, threading
 from g4ir.cli import main
 from g4ir.cli.common import Load
 
-Load.to_generate = lambda *_: threading.Event().wait(60)
+Load.to_generate = lambda *_, **__: threading.Event().wait(60)
 sys.exit(main(["serve", sys.argv[1], "--port", "0"]))
 """
 
