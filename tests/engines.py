@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from safetensors.torch import load_file, save_file
 import g4ir
 from g4ir.artefact.directory import MANIFEST, manifest_text
 from g4ir.engine.engine import Engine
+from g4ir.model.names import HEAD
+from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
-from g4ir.weights.checkpoint import sha256
-from g4ir.weights.random import random_weights
+from g4ir.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, sha256
+from g4ir.weights.random import random_tensor, random_weights
+from g4ir.weights.tensorfile import FileTensor, write_tensors
 from g4ir.weights.write import write_checkpoint
 from tests.cases import read_table
 from tests.contract.flows import CHUNK, FLOWS, MAX_SEQ
@@ -50,7 +54,38 @@ def random_checkpoint(
 ) -> Path:
     """A checkpoint directory of a spec, in fp32."""
     spec = load_spec(name) if isinstance(name, str) else name
-    return write_checkpoint(folder, spec, random_weights(spec, seed, torch.float32), **options)
+    source = random_weights(spec, seed, torch.float32)
+    if options.keys() & {"shards", "dead"}:
+        return published_checkpoint(folder, spec, source, config=spec.to_hf(), **options)
+    return write_checkpoint(folder, spec, source, **options)
+
+
+def published_checkpoint(
+    folder: Path,
+    spec: Spec,
+    source: Checkpoint,
+    shards: int = 1,
+    dead: bool = False,
+    config: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """A text model in this many files; `dead`: with the unused K and V of shared layers, as the
+    hub's files have them."""
+    text, unused = text_tensors(spec), dead_tensors(spec) if dead else {}
+    values = {name: source.tensor(name) for name in text}
+    values |= {name: random_tensor(0, name, unused[name], source.dtype) for name in unused}
+    prefix = "model." if config and "text_config" not in config else "model.language_model."
+    tensors = {n if n == HEAD else prefix + n: FileTensor.of(t) for n, t in values.items()}
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps(dict(config)))
+    weight_map: dict[str, str] = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors" if shards > 1 else SINGLE
+        part = {n for k, n in enumerate(tensors) if k * shards // len(tensors) == i}
+        write_tensors(folder / file, {n: tensors[n] for n in tensors if n in part})
+        weight_map |= dict.fromkeys(part, file)
+    if shards > 1:
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:

@@ -33,7 +33,7 @@ from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
 from tests.cases import read_table
 from tests.configs import TINY
-from tests.engines import rewrite
+from tests.engines import published_checkpoint, rewrite
 
 PREFIX = "model.language_model."
 Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"
@@ -102,12 +102,15 @@ def test_writing_into_a_mapped_tensor_changes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_transformers_reads_what_we_write_and_the_reverse(tmp_path: Path, name: str) -> None:
+def test_transformers_reads_what_we_write_and_the_reverse(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One config through both: names, shapes, prefix, sharding and tying agree."""
+    monkeypatch.setattr("g4ir.weights.tensorfile.SHARD_BYTES", 200_000)
     model = pytest.importorskip("transformers").Gemma4ForCausalLM
     spec = load_spec(name)
     random = source(spec)
-    ours = write_checkpoint(tmp_path / "ours", spec, random, shards=2)
+    ours = write_checkpoint(tmp_path / "ours", spec, random)
     loaded, report = model.from_pretrained(ours, dtype=torch.bfloat16, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
@@ -160,8 +163,7 @@ def test_unaligned_data_is_read(tmp_path: Path, dense: Spec) -> None:
 
 
 def test_dead_kv_of_shared_layers_is_ignored_and_reported(tmp_path: Path, ple: Spec) -> None:
-    path = write_checkpoint(tmp_path / "ckpt", ple, source(ple), dead=True, config=False)
-    (path / "config.json").write_text("{}")
+    path = published_checkpoint(tmp_path / "ckpt", ple, source(ple), dead=True)
     opened = Checkpoint.open(path, ple)
     assert dead_tensors(ple)
     assert opened.ignored.keys() == {PREFIX + name for name in dead_tensors(ple)}
@@ -389,9 +391,7 @@ SHARD = "model-00001-of-00002.safetensors"
 
 
 def sharded(tmp_path: Path, spec: Spec) -> Path:
-    path = write_checkpoint(tmp_path / "ckpt", spec, source(spec), shards=2, config=False)
-    (path / "config.json").write_text("{}")
-    return path
+    return published_checkpoint(tmp_path / "ckpt", spec, source(spec), shards=2)
 
 
 def test_symlink_that_leaves_the_directory(tmp_path: Path, dense: Spec) -> None:

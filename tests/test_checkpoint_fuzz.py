@@ -22,8 +22,8 @@ from g4ir.model.tensors import text_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from g4ir.weights.random import random_weights
-from g4ir.weights.write import write_checkpoint
 from tests.configs import two_layers
+from tests.engines import published_checkpoint
 from tests.mutations import mutate
 from tests.oracle import find_oracle
 from tests.test_quantised_checkpoints import CASES, Tensors
@@ -42,8 +42,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(path: Path, shards: int) -> Path:
-    write_checkpoint(path, SPEC, random_weights(SPEC, 0), shards=shards, config=False)
-    (path / "config.json").write_text("{}")
+    published_checkpoint(path, SPEC, random_weights(SPEC, 0), shards)
     for file in list(path.iterdir()):
         (path.parent / file.name).write_bytes(file.read_bytes())  # the originals
     return path

@@ -362,13 +362,11 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
     """Write the params; return the SHA-256 of each file."""
     from g4ir.backends.cpu.packing import quantized
 
-    if not p.calibration:
-        params = packings.MadeParams(p.packing, p.source, p.share(0), quantized=quantized)
-        return packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
-    calibrated = calibrate(p, progress, quantized)
-    params = packings.MadeParams(p.packing, p.source, p.share(0), calibrated, quantized)
+    calibrated = calibrate(p, progress, quantized) if p.calibration else None
+    params = packings.MadeParams(p.packing, p.source, p.share(0), calibrated or {}, quantized)
     written = packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
-    calibrated.remove()
+    if calibrated is not None:
+        calibrated.remove()
     return written
 
 

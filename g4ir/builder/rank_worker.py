@@ -4,16 +4,13 @@ ends."""
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from g4ir.artefact.directory import open_artefact
 from g4ir.engine.ranks import LOAD, opened, perform
 from g4ir.parallel.group import Group
-from g4ir.ui.console import ENDING
+from g4ir.ui.console import ENDING, handled
 from g4ir.ui.progress import no_progress
 
 from .load import open_runtime
@@ -26,7 +23,7 @@ NOT_OURS = (signal.SIGINT, *ENDING)
 def follow(group: Group) -> None:
     """Execute the calls of rank 0 until it closes the group. RankError if a rank ends before."""
     things: dict[int, Any] = {}  # runtimes and states by id
-    with _undisturbed():
+    with handled(dict.fromkeys(NOT_OURS, signal.SIG_IGN)):
         while True:
             call, feeds = group.receive()
             if not call:
@@ -41,21 +38,6 @@ def follow(group: Group) -> None:
                 result = perform(group, things[of], name, call_args, feeds)
             if makes is not None:
                 things[makes] = result
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore signals that a terminal or torchrun sends to all processes: the leader handles
-    them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in NOT_OURS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _load(group: Group, path: str, options: dict[str, Any]) -> Any:

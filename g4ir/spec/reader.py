@@ -302,20 +302,21 @@ def hints_of(cls: type) -> Hints:
 def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> Any:
     """Build the dataclass from a mapping: check every key, convert values by field type.
 
-    `hints` replaces annotations (for unions that another key decides). Raises SpecError with file,
-    line and key path.
+    `hints` replaces annotations (for unions that another key decides); values of the keys that the
+    class names in `unread` are not looked at. Raises SpecError with file, line and key path.
     """
     if not isinstance(node, Map):
         raise fail(node.where, path, f"expected a mapping with {_names(cls)}, found {_kind(node)}")
     hints = hints_of(cls) if hints is None else hints
-    by_name = {f.name: f for f in fields(cls)}
+    by_name, unread = {f.name: f for f in fields(cls)}, vars(cls).get("unread", ())
     for key in node.entries:
-        if key not in by_name:
-            raise fail(node.keys[key], join(path, key), unknown_key(key, by_name))
+        if key not in (*by_name, *unread):
+            raise fail(node.keys[key], join(path, key), unknown_key(key, (*by_name, *unread)))
     missing = [name for name, f in by_name.items() if required(f) and name not in node.entries]
     if missing:
         raise fail(node.where, join(path, missing[0]), "is missing; add it")
-    return cls(**{k: convert(v, hints[k], join(path, k)) for k, v in node.entries.items()})
+    entries = {k: v for k, v in node.entries.items() if k in by_name}
+    return cls(**{k: convert(v, hints[k], join(path, k)) for k, v in entries.items()})
 
 
 def required(f: Field[Any]) -> bool:

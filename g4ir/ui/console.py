@@ -191,7 +191,7 @@ class Ended(BaseException):
         self.number = number
 
 
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import DENSE, HEAD, ORDER, PLE_TABLE, TOKEN_TABLE
-from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
+from g4ir.model.tensors import Shape, media_tensors, text_tensors
 from g4ir.ops.finite import cast
 from g4ir.ops.types import dtype_name, torch
 from g4ir.spec.record import Spec
@@ -22,7 +22,6 @@ from g4ir.ui.progress import Progress, no_progress
 from . import tensorfile
 from .checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
 from .match import tower_names
-from .random import random_tensor
 from .tensorfile import FileTensor, TensorPieces, code_of, in_shards
 
 #: elements of a table per piece
@@ -34,10 +33,6 @@ def write_checkpoint(
     spec: Spec,
     source: Checkpoint,
     *,
-    shards: int | None = None,
-    prefix: str | None = None,
-    dead: bool = False,
-    config: bool = True,
     media: Iterable[str] = (),
     dtype: torch.dtype | None = None,
     side_files: Mapping[str, bytes] | None = None,
@@ -45,33 +40,26 @@ def write_checkpoint(
 ) -> Path:
     """Write a Hugging Face checkpoint directory, absent or empty before, complete or not at all.
 
-    `shards`: files of weights, by default as many as `in_shards` makes; `prefix` defaults to
-    what transformers uses for that config. `dead` adds the unused K/V of KV-shared layers, as the
-    hub's files have them; `media` the towers of these kinds; what the source has defaults for is
-    left out. Tensors have `dtype`, by default the source's, and are made one after the other.
-    WeightsError if the directory is not empty, or the disk has no room."""
+    `media`: kinds whose towers are written too; what the source has defaults for is left out.
+    Tensors have `dtype`, by default the source's, and are made one after the other. WeightsError if
+    the directory is not empty, or the disk has no room."""
     check_empty(directory)
-    values = spec.to_hf() if config else {}
-    alone = spec.drafter or (config and "text_config" not in values)
+    values = spec.to_hf()
     base = "" if spec.embedding else "model."  # the config of an encoder names a bare model
-    prefix = prefix or (base if alone else f"{base}language_model.")
-    dtype = dtype or source.dtype
-    names = _names(spec, source, "" if prefix is None else prefix, media)
-    tensors = _tensors(names, source, dtype)
+    alone = spec.drafter or "text_config" not in values
+    prefix = base if alone else f"{base}language_model."
+    tensors = _tensors(_names(spec, source, prefix, media), source, dtype or source.dtype)
     dense = {n: tensors.pop(n) for n in [*tensors] if n.startswith(DENSE)}
-    if dead:
-        tensors |= _dead(spec, dtype, prefix)
     check_disk_space(directory, sum(t.nbytes for t in (*tensors.values(), *dense.values())))
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = new_folder(directory.parent, f".{directory.name}.")
     try:
-        _write_weights(work, _split(tensors, shards), progress)
+        _write_weights(work, in_shards(tensors), progress)
         if spec.embedding:
             _write_modules(work, spec, [*dense.values()])
         for name, raw in (side_files or {}).items():
             write_file(work / name, [raw])
-        if config:
-            _write_json(work / CONFIG, values)
+        _write_json(work / CONFIG, values)
         work.rename(directory)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
@@ -126,25 +114,6 @@ def in_pieces(source: Checkpoint, name: str, shape: Shape) -> Iterator[torch.Ten
         return
     for ids in torch.arange(shape[0]).split(max(1, PIECE // shape[1])):
         yield source.rows(name, ids)
-
-
-def _dead(spec: Spec, dtype: torch.dtype, prefix: str) -> dict[str, FileTensor]:
-    return {
-        prefix + name: FileTensor(
-            code_of(dtype), shape, [partial(random_tensor, 0, name, shape, dtype)]
-        )
-        for name, shape in dead_tensors(spec).items()
-    }
-
-
-def _split(tensors: Mapping[str, FileTensor], shards: int | None) -> list[dict[str, FileTensor]]:
-    """Group tensors into `shards` files of about equal counts; by default as `in_shards` does."""
-    if not shards:
-        return in_shards(tensors)
-    files: list[dict[str, FileTensor]] = [{} for _ in range(shards)]
-    for i, (name, t) in enumerate(tensors.items()):
-        files[i * shards // len(tensors)][name] = t
-    return files
 
 
 def _write_weights(work: Path, files: list[dict[str, FileTensor]], progress: Progress) -> None:

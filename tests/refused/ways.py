@@ -26,10 +26,9 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import read_header
-from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import BUILD, built, refused, text_checkpoint
 from tests.cli_tools import g4ir as command_line
-from tests.engines import random_checkpoint, resigned
+from tests.engines import published_checkpoint, random_checkpoint, resigned
 from tests.hub_configs import hub_config
 from tests.media_tools import broken_files, media_engine
 from tests.oracle import find_oracle
@@ -225,8 +224,8 @@ def checkpoint(
     """A directory that is changed, read as a variant with other fields."""
     made = load_spec(variant)
     source = random_weights(made, 1, torch.bfloat16)
-    folder = write_checkpoint(world.here / "c", made, source, shards=shards, config=False)
-    _change(folder, {"config.json": "{}"}, **changes)
+    folder = published_checkpoint(world.here / "c", made, source, shards)
+    _change(folder, {}, **changes)
     values = yaml.safe_load(load_spec(read or variant).to_yaml())
     for path, value in dict(spec).items():
         put(values, path, value)

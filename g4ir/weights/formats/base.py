@@ -67,6 +67,8 @@ def by_plain_name(path: Path, headers: Iterable[Header]) -> Mapping[str, TensorR
     return out
 
 
+#: format -> keys of its config that change no weight
+UNREAD: Mapping[str, list[str]] = tensorfile.TABLES["unread"]
 #: rows i64[n] of a table -> their values, codes or scales; None: those of the whole weight
 Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 

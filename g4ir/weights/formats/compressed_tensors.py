@@ -12,18 +12,19 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
 from g4ir.ops.codecs import integer_format, pack_integers
 from g4ir.ops.types import torch
-from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
+from g4ir.spec.reader import Length, Node, OneOf, Range, build
 from g4ir.weights.tensorfile import broken, quoted
 
 from .base import (
     FIX,
     KEY,
+    UNREAD,
     Files,
     ModuleWeight,
     QuantisedTensors,
@@ -84,6 +85,7 @@ _Word = Annotated[str, Length(1, 500)]
 class QuantArgs:
     """How weights or activations are quantised."""
 
+    unread: ClassVar = UNREAD["compressed_tensors_args"]
     num_bits: Annotated[int, Range(1, 16)] = 8
     type: Annotated[str, OneOf(("int", "float"))] = "int"
     symmetric: bool = True
@@ -92,12 +94,7 @@ class QuantArgs:
     block_structure: (
         Annotated[tuple[Annotated[int, Range(1, 1 << 16)], ...], Length(2, 2)] | None
     ) = None
-    dynamic: Any = False
     actorder: Any = None
-    scale_dtype: Any = None
-    zp_dtype: Any = None
-    observer: Any = None
-    observer_kwargs: Any = None
 
     @property
     def grid(self) -> ScaleBlocks | None:
@@ -128,6 +125,7 @@ class ModuleGroup:
 class CompressedTensorsConfig:
     """`quantization_config` of compressed-tensors."""
 
+    unread: ClassVar = UNREAD["compressed_tensors"]
     quant_method: str
     config_groups: dict[_Word, ModuleGroup]
     format: str = "dense"
@@ -137,11 +135,6 @@ class CompressedTensorsConfig:
     sparsity_config: Any = None
     moe_sparsity_config: Any = None
     transform_config: Any = None
-    global_compression_ratio: Any = None
-    version: Line | None = None
-    run_compressed: Any = None
-    dequantize: Any = None
-    use_optimized_inference: Any = None
 
 
 #: a target's modules, and how they are quantised

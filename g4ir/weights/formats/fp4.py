@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from g4ir.ops.codecs import FORMATS
 from g4ir.ops.layouts import PAIRS
@@ -30,6 +30,7 @@ from g4ir.weights.tensorfile import broken
 from .base import (
     FIX,
     KEY,
+    UNREAD,
     Files,
     ModuleWeight,
     NameList,
@@ -178,16 +179,13 @@ ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PB_WO", "MIXED_PRECISION")
 class ModelOptConfig:
     """`quantization` of hf_quant_config.json, or `quantization_config` of config.json."""
 
+    unread: ClassVar = UNREAD["modelopt"]
     quant_algo: Annotated[str, OneOf(ALGORITHMS)]
     quant_method: str = "modelopt"
     exclude_modules: NameList | None = None
     ignore: NameList | None = None
-    group_size: int | None = None
     kv_cache_quant_algo: Any = None
     kv_cache_scheme: Any = None
-    config_groups: Any = None
-    quantized_layers: Any = None
-    producer: Any = None
     has_zero_point: Any = None
     pre_quant_scale: Any = None
 

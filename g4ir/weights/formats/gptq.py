@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from g4ir.ops.codecs import integer_format, pack_integers
 from g4ir.ops.types import torch
@@ -30,6 +30,7 @@ from .base import (
     FIX,
     KEY,
     MIN_GROUP,
+    UNREAD,
     Files,
     ModuleWeight,
     NameList,
@@ -58,8 +59,9 @@ _Group = Annotated[int, Range(-1, 1 << 16)]
 
 @dataclass(frozen=True)
 class GptqConfig:
-    """`quantization_config` of GPTQ; the second half says how the file was made."""
+    """`quantization_config` of GPTQ."""
 
+    unread: ClassVar = UNREAD["gptq"]
     quant_method: str
     bits: Annotated[int, Range(2, 8)]
     group_size: _Group = 128
@@ -67,30 +69,7 @@ class GptqConfig:
     sym: bool = True
     checkpoint_format: Annotated[str, OneOf(("gptq", "gptq_v2"))] = "gptq"
     dynamic: Any = None
-    lm_head: Any = None
-    static_groups: Any = None
-    true_sequential: Any = None
-    damp_percent: Any = None
-    damp_auto_increment: Any = None
-    pack_dtype: Any = None
     is_marlin_format: Any = None
-    meta: Any = None
-    model_name_or_path: Any = None
-    model_file_base_name: Any = None
-    modules_in_block_to_quantize: Any = None
-    block_name_to_quantize: Any = None
-    module_name_preceding_first_block: Any = None
-    tokenizer: Any = None
-    dataset: Any = None
-    batch_size: Any = None
-    pad_token_id: Any = None
-    use_exllama: Any = None
-    use_cuda_fp16: Any = None
-    model_seqlen: Any = None
-    max_input_length: Any = None
-    cache_block_outputs: Any = None
-    exllama_config: Any = None
-    backend: Any = None
     modules_to_not_convert: NameList | None = None
 
 
@@ -98,17 +77,13 @@ class GptqConfig:
 class AwqConfig:
     """`quantization_config` of AWQ."""
 
+    unread: ClassVar = UNREAD["awq"]
     quant_method: str
     bits: Annotated[int, Range(2, 8)] = 4
     group_size: _Group = 128
     zero_point: bool = True
     version: str = "gemm"
     modules_to_not_convert: NameList | None = None
-    backend: Any = None
-    do_fuse: Any = None
-    fuse_max_seq_len: Any = None
-    modules_to_fuse: Any = None
-    exllama_config: Any = None
 
 
 @dataclass(frozen=True)

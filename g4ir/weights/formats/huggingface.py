@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from g4ir.ops.codecs import integer_format
 from g4ir.ops.layouts import in_order
@@ -31,6 +31,7 @@ from .base import (
     FIX,
     KEY,
     PIECE,
+    UNREAD,
     Files,
     ModuleWeight,
     NameList,
@@ -61,15 +62,14 @@ _Side = Annotated[int, Range(1, 1 << 16)]
 class Fp8Config:
     """The whole of `quantization_config`."""
 
+    unread: ClassVar = UNREAD["fp8"]
     quant_method: str
     activation_scheme: Annotated[str, OneOf(("dynamic", "static"))] = "dynamic"
     weight_block_size: Annotated[tuple[_Side, ...], Length(2, 2)] | None = (128, 128)
     modules_to_not_convert: NameList | None = None
-    modules_to_convert: NameList | None = None
     ignored_layers: NameList | None = None
     scale_fmt: Annotated[str, OneOf(("float", "ue8m0"))] = "float"
     fmt: Annotated[str, OneOf(("e4m3",))] = "e4m3"
-    dequantize: Any = None
 
 
 def read_fp8(tree: Node, files: Files) -> QuantisedTensors:
