@@ -322,21 +322,6 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         make_plan(load_spec("e2b"), replace(PLANNED, **others), **sizes)
 
 
-# --- plots --------------------------------------------------------------------------------------
-
-
-def test_plots_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DISPLAY", raising=False)
-    png, svg = tmp_path / "caches.png", tmp_path / "caches.SVG"
-    ok("plan", "--plot", png)
-    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "31b" in ok("plan", "--variant", "31b,e2b", "--plot", svg)
-    text = svg.read_text()
-    drawn = {f"{name} {total}" for name in ("31b", "e2b") for total in ("naive", "planned")}
-    assert all(f"<!-- {label} -->" in text for label in drawn)
-    assert sorted(tmp_path.iterdir()) == [svg, png]
-
-
 # --- quick --------------------------------------------------------------------------------------
 
 

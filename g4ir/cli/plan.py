@@ -12,12 +12,11 @@ from g4ir.errors import InputError
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, Gpu, find_gpu, gpu_names
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.plan import cache_lines, make_plan, plan_engine
+from g4ir.plan.plan import make_plan, plan_engine
 from g4ir.plan.presets import find_preset
 from g4ir.plan.records import SCHEMA, Plan
 from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import load_spec, spec_names
-from g4ir.ui.plots import check_plot, plot_caches
 
 from .common import Source, output
 from .models import Model, named_model, without_quant
@@ -45,19 +44,13 @@ class PlanModels(Verb):
         media="include the towers: all, or some of image,video,audio",
         tp="number of cards that share the model: memory of each",
     )
-    plot: str | None = flag("plot KV cache size over context length, .png or .svg", None, "FILE")
     json: bool = json_flag()
 
     def __call__(self) -> int:
         models, gpus = self._models(), _gpus(self.gpu)
-        if self.plot:
-            check_plot(self.plot)
         several = len(models) > 1
         plans = [[self._plan(m, gpu, several) for gpu in gpus] for m in models]
         first, *more = [plan for group in plans for plan in group]
-        if self.plot:
-            lines = [cache_lines(group[0]) for group in plans]
-            plot_caches(self.plot, lines, f"K and V caches, {first.config.dtype}")
         if not more:
             return output(self.json, first.to_dict(), plan_text(first))
         report = {"schema": SCHEMA, "plans": [p.to_dict() for p in (first, *more)]}

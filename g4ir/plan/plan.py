@@ -17,7 +17,6 @@ from g4ir.errors import InputError
 from g4ir.model.media import find_media
 from g4ir.quant.recipe import QuantConfig, choose_config, find_quant_config
 from g4ir.spec.record import Spec
-from g4ir.ui.plots import CacheLines
 from g4ir.ui.units import count_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
@@ -222,11 +221,3 @@ def _contexts(config: BuildConfig, ctx: int | Sequence[int] | None) -> tuple[int
         has = "the engine was built for" if built else f"{spec.name} has"
         raise InputError(f"--ctx {contexts[-1]}: {has} {max_seq} positions ({count_text(max_seq)})")
     return contexts
-
-
-def cache_lines(plan: Plan) -> CacheLines:
-    """Return KV cache bytes by context, of the smallest batch, for a plot."""
-    first = plan.rows[0]
-    rows = [r for r in plan.rows if (r.weights, r.batch) == (first.weights, first.batch)]
-    totals = {"naive": [r.naive for r in rows], "planned": [r.planned for r in rows]}
-    return CacheLines(plan.spec.name, [r.ctx for r in rows], totals)

@@ -10,22 +10,19 @@ where matplotlib is not installed, both before anything is drawn.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError, MissingError
 
 from .files import write_file
-from .units import count_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = {".png": "png", ".svg": "svg"}
-GIB = 1 << 30
 
 
 def check_plot(path: str | Path) -> type[Figure]:
@@ -43,9 +40,7 @@ def check_plot(path: str | Path) -> type[Figure]:
 
 
 @contextmanager
-def figure(
-    path: str | Path, width: float = 8, height: float = 5, columns: int = 1
-) -> Iterator[Any]:
+def figure(path: str | Path, width: float, height: float, columns: int = 1) -> Iterator[Any]:
     """A context that gives axes to draw on (an array of them for several columns); the file appears
     whole at the end. Sizes in inches."""
     # A figure made without pyplot has the file's own canvas and never asks for a display.
@@ -54,32 +49,3 @@ def figure(
     buffer = io.BytesIO()
     canvas.savefig(buffer, format=FORMATS[Path(path).suffix.lower()], dpi=150)
     write_file(Path(path), [buffer.getvalue()])
-
-
-@dataclass(frozen=True)
-class CacheLines:
-    """Bytes of one variant's caches by context: total -> one value a context."""
-
-    name: str
-    contexts: Sequence[int]
-    totals: Mapping[str, Sequence[int]]
-
-
-#: how each of the totals is drawn
-STYLES = {"naive": "--", "planned": "-"}
-
-
-def plot_caches(path: str | Path, lines: Sequence[CacheLines], title: str) -> None:
-    """Plot bytes of K and V against context; one colour a variant, naive dashed and planned
-    solid."""
-    with figure(path) as axes:
-        for i, line in enumerate(lines):
-            for total, sizes in line.totals.items():
-                gib, label = [n / GIB for n in sizes], f"{line.name} {total}"
-                axes.plot(line.contexts, gib, STYLES[total], color=f"C{i}", label=label)
-        axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="context, tokens", ylabel="K and V, GiB", title=title)
-        ticks = sorted({c for line in lines for c in line.contexts})
-        axes.set_xticks(ticks, [count_text(c) for c in ticks])
-        axes.grid(True, which="major", alpha=0.3)
-        axes.legend(fontsize="small", ncols=2)
