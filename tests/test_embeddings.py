@@ -17,6 +17,8 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 import g4ir
+from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
 from g4ir.engine.embeddings import PACKED_TOKENS, pack
 from g4ir.errors import CheckError, G4Error, InputError, SpecError
 from g4ir.model.tensors import text_tensors
@@ -31,6 +33,7 @@ from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import short
+from tests.test_rounding import changed
 
 NAMES = ("tiny-embedding", "tiny-embedding-2")
 SEED, AGREES = 3, 1e-5
@@ -94,6 +97,9 @@ class Oracle:
 
     @torch.no_grad()
     def __call__(self, ids: list[int]) -> torch.Tensor:
+        return self.plain(ids)
+
+    def plain(self, ids: list[int]) -> torch.Tensor:
         x = self.model(input_ids=torch.tensor([ids])).last_hidden_state.mean(1)
         for w in self.dense:
             x = x @ w.T
@@ -150,6 +156,46 @@ def test_packing_computes_no_padding() -> None:
     full = [n for n, chunk in zip(sizes[:-1], chunks) if len(chunk) < 64]
     assert min(full) > PACKED_TOKENS - 256
     assert [*pack([5, 2000, 3], 2048, 8)] == [[1], [0, 2]]
+
+
+# --- nn.Module, verify ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES[: 1 + HAS_SECOND])
+def test_gradients_of_a_module_are_those_of_transformers(name: str) -> None:
+    """Also of texts of unequal lengths, whose padding the mask excludes."""
+    module, ids = g4ir.module(name, random_weights=SEED), drawn_ids(1, (9, 4))
+    oracle = Oracle(module.spec, random_weights(module.spec, SEED, torch.float32))
+    for p in (*oracle.model.parameters(), *oracle.dense):
+        p.requires_grad_()
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+    got = module(torch.tensor([ids[0], ids[1] + [0] * 5]), attention_mask=mask)
+    with torch.enable_grad():
+        want = torch.stack([oracle.plain(x) for x in ids])
+        (want[0] @ want[1]).backward()
+    (got[0] @ got[1]).backward()
+    assert (got - want).abs().max() < AGREES
+    wanted = {n: p.grad for n, p in oracle.model.named_parameters()}
+    wanted |= {f"dense.{i}.linear.weight": w.grad for i, w in enumerate(oracle.dense)}
+    grads = {n: p.grad for n, p in module.model.named_parameters()}
+    assert grads.keys() == wanted.keys()
+    for n, g in grads.items():
+        assert (g - wanted[n]).abs().max() <= AGREES * max(1.0, float(wanted[n].abs().max())), n
+
+
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.full)])
+def test_verify(name: str, tmp_path: Path) -> None:
+    against = "hf" if name == NAMES[0] or HAS_SECOND else "reference"
+    with build(name, tmp_path / "narrow", dtype="bfloat16", quant="int8") as engine:
+        report = verify_engine(engine, against)
+        assert report.ok and len(report.positions) == 16 and "16 of 16" in report.text()
+        assert bool(report.float64) == (against == "hf")
+    with build(name, tmp_path / "plain", dtype="float32") as engine:
+        param = next(p for p in engine.program.params() if p.startswith("L1.norm_ffn"))
+        report = verify_engine(changed(engine, {param: lambda t: t + 0.3 * t.flip(0)}))
+        assert not report.ok
+        stages = verify_each_pass(engine, tokens=[*range(5, 30)])
+        assert stages.ok and stages.tokens == 25 and stages.stages[-1].values > 90
 
 
 # --- folders of sentence-transformers, GGUF files -------------------------------------------------
@@ -372,7 +418,8 @@ def test_refused_commands(model: Any, tmp_path: Path) -> None:
     file.write_text("ab\n\nw7\n")
     assert "in.txt: line 2 is empty" in refused("embed", model.path, "--input", file)
     assert "ends in .npy or .jsonl" in refused("embed", model.path, "--text", "a", "--out", "x.bin")
-    assert "is an encoder" in refused("run", model.path, "hello")
+    for words in (["run", model.path, "hello"], ["bench", model.path], ["prove", model.path]):
+        assert "is an encoder" in refused(*words)
     file.write_text("ab\nw7 " + "ab " * 300)
     outcome = command("embed", model.path, "--input", file, "--out", tmp_path / "o.npy")
     assert outcome.code == 2 and not [*tmp_path.glob("*o.npy*")]

@@ -13,6 +13,7 @@ import torch
 
 from g4ir.backends.inductor.device import find_device
 from g4ir.builder.module import need_transformers
+from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, resolve_draft
 from g4ir.errors import InputError, check_all
@@ -62,6 +63,8 @@ def run_bench(
     report marks their speeds void.
     """
     check_options(peers, rounds, warmup)
+    for engine in engines:
+        need_decoder(engine, "see the speed that `g4ir embed --input FILE --out FILE.npy` prints")
     check_specs({str(e.path): e.spec for e in engines})
     engine = engines[0]
     if draft != NONE:

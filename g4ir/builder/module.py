@@ -4,7 +4,7 @@ from a GGUF file, an engine directory, a quantised checkpoint, or a seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from g4ir.artefact.directory import MANIFEST
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.model.names import HEAD
+from g4ir.ops.base import upcast
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.spec.record import Spec, load_spec, need_model, spec_names
@@ -34,7 +35,9 @@ def module(
     random_weights: int | None = None,
 ) -> Any:
     """Return the text model as a transformers nn.Module: `module(input_ids, labels=None)` returns
-    `.logits` and `.loss`; `module.spec` is its spec. Quantised weights are dequantised.
+    `.logits` and `.loss`; of an encoder `module(input_ids, attention_mask=None)`, whose padding is
+    masked, returns embeddings f32 [B, size]. `module.spec` is its spec. Quantised weights are
+    dequantised.
 
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
     variant whose weights are in the local cache, or a Spec, whose weights are drawn from seed 0.
@@ -108,18 +111,27 @@ def refusals_of_transformers(name: str) -> Iterator[None]:
 def text_model(
     spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attention: str
 ) -> Any:
-    """Return the transformers text model with these weights, and in eval mode. attention: its
-    implementation, `eager` or `sdpa`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Return the transformers text model with these weights, and in eval mode; an EncoderModule for
+    an encoder's spec. attention: its implementation, `eager` or `sdpa`."""
+    import transformers
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     values = spec.to_hf()
+    values = values.get("text_config", values)
+    if values["model_type"] not in transformers.CONFIG_MAPPING:
+        version, kind = transformers.__version__, values["model_type"]
+        fix = "install a newer one: `pip install -U transformers`"
+        raise MissingError(f"transformers {version} has no {kind}, which {spec.name} is; {fix}")
     with refusals_of_transformers(f"the config of spec {spec.name}"), torch.device("meta"):
-        config = AutoConfig.for_model(**values.get("text_config", values))
+        config = AutoConfig.for_model(**values)
         config._attn_implementation = attention
-        model = AutoModelForCausalLM.from_config(config)
+        if spec.embedding:
+            model: Any = EncoderModule(AutoModel.from_config(config), spec.embedding.dense)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
     model = model.to(dtype).to_empty(device=device).eval()
     named = dict(model.model.state_dict())
-    if not spec.text.tie_word_embeddings:
+    if not spec.embedding and not spec.text.tie_word_embeddings:
         named[HEAD] = model.lm_head.weight
     with torch.no_grad():
         for name, t in named.items():
@@ -130,5 +142,36 @@ def text_model(
         for module in model.modules():
             if type(module).__name__.endswith("ScaledWordEmbedding"):
                 module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    model.tie_weights()
+    (model.model if spec.embedding else model).tie_weights()
     return model.to(device)
+
+
+class EncoderModule(torch.nn.Module):
+    """transformers' text model (`model`), and what sentence-transformers computes after it: the
+    mean over the tokens of a text, dense layers without bias (`model.dense`), and the L2 norm."""
+
+    def __init__(self, model: Any, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        sizes = zip((self.config.hidden_size, *widths), widths)
+        layers = (torch.nn.Linear(*size, bias=False) for size in sizes)
+        # A part of the model, so that its tensors have the checkpoint's names.
+        model.dense = torch.nn.ModuleList(torch.nn.ModuleDict({"linear": x}) for x in layers)
+
+    def get_decoder(self) -> Any:
+        """Return the layers' model, under transformers' name for it."""
+        return self.model
+
+    def get_output_embeddings(self) -> None:
+        """Return None: there is no LM head."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> torch.Tensor:
+        """Return embeddings f32 [B, size] of length 1. input_ids: i64 [B, S]; attention_mask:
+        [B, S], 0 for padding, which is at the end of a text."""
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        weights = mask.to(upcast(hidden).dtype).unsqueeze(-1)
+        x = ((upcast(hidden) * weights).sum(1) / weights.sum(1)).to(hidden.dtype)
+        for layer in self.model.dense:
+            x = layer["linear"](x)
+        return torch.nn.functional.normalize(upcast(x), dim=-1)

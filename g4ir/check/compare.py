@@ -90,7 +90,7 @@ def compare_stage(
         if new:
             state = new.caches(slots, engine.device)
         elif not is_tower(steps[0].phase):
-            state = engine.runtime.new_state(1)
+            state = engine.runtime.new_state(steps[0].texts)
         for step in steps:
             trace = run.trace(step)
             if new:

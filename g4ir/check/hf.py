@@ -25,7 +25,7 @@ from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ir.wide import Float64Matmuls
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
-from g4ir.model.text import build_graph
+from g4ir.model.text import build_graph, whole_graphs
 from g4ir.ops import OPS
 from g4ir.ops.codecs import fake_quantize_values
 from g4ir.ops.kv_quant import dequantize_rows
@@ -111,7 +111,8 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
     else:
         progress(f"transformers loads {origin.path}")
     plain = (
-        isinstance(origin, CheckpointDirectory)
+        not engine.spec.embedding
+        and isinstance(origin, CheckpointDirectory)
         and not is_coded(origin.stated)
         and origin.published()
         and not isinstance(engine.facts.weights, MergedWeights)
@@ -123,7 +124,8 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
         model = hf_model(engine, origin, attention="eager")
     if engine.config.quant and (plain or not engine.config.quant.from_checkpoint):
         params = dict(model.get_decoder().named_parameters())
-        params |= {HEAD: model.get_output_embeddings().weight}
+        if head := model.get_output_embeddings():
+            params |= {HEAD: head.weight}
         with torch.no_grad():
             for name in engine.config.quant.schemes(weights_of(engine.spec)):
                 params[checkpoint_name(name)].copy_(engine.param(name))
@@ -154,7 +156,8 @@ def round_activations(engine: Engine, model: Any) -> None:
     if dtype == OFF or engine.config.quant is None:
         return
     schemes = engine.config.quant.schemes(weights_of(engine.spec))
-    graph = build_graph(engine.spec, "prefill", all_logits=True)
+    _, phase = whole_graphs(engine.spec)
+    graph = build_graph(engine.spec, phase, all_logits=True)
     names = {n["w"].name for n in graph.find("linear")} & schemes.keys()
     modules = dict(model.get_decoder().named_modules())
     head = dict.fromkeys((HEAD, TOKEN_TABLE), model.get_output_embeddings())

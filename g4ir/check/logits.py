@@ -20,7 +20,6 @@ import torch
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, InputError
 from g4ir.ir.distance import (
-    Agreement,
     Anchor,
     Tolerance,
     compare_choices,
@@ -31,10 +30,11 @@ from g4ir.ir.distance import (
 from g4ir.ui.progress import Progress, no_progress
 
 from .compare import CHUNK, first_difference
+from .encoder import chosen_texts, verify_texts
 from .media import check_media
 from .peers import EnginePeer, HfPeer, Peer, find_anchor, find_peer, rounding_error
 from .reference import coarse, reference_engine
-from .report import Greedy, Position, VerifyReport
+from .report import Greedy, VerifyReport, positions_of
 from .stage_report import engine_name
 from .tokens import Turns, chosen_tokens, default_count, plan_turns
 
@@ -63,6 +63,11 @@ def verify_engine(
     is in the report.
     """
     check_against(against)
+    if engine.spec.embedding:
+        texts = chosen_texts(engine, tokens)
+        return verify_texts(
+            engine, find_peer(engine, against, checkpoint, progress), texts, progress
+        )
     turns = plan_turns(engine, chosen_tokens(engine, tokens, default_count(engine)))
     peer = find_peer(engine, against, checkpoint, progress)
     report = _compare(engine, peer, turns, progress)
@@ -118,9 +123,9 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
         peer.name,
         plain.tolerance,
         tuple(turns.sizes),
-        _positions(where, plain),
+        positions_of(where, plain),
         _compare_greedy(local, peer, turns.ids, limit, readable, plain.tolerance),
-        rounds=_positions(where, again)[len(where) - steps :],
+        rounds=positions_of(where, again)[len(where) - steps :],
         float64=graphs,
     )
 
@@ -130,13 +135,6 @@ def _graph_error(engine: Engine, turns: Turns, want: Tensor) -> tuple[float, flo
     rows = EnginePeer(engine).in_float64(turns).cpu()
     limit = tolerance_of("f32", "hf", *coarse(engine)).relative or 0.0
     return float(row_errors(rows, want).relative.max()), limit
-
-
-def _positions(where: Sequence[int], agreement: Agreement) -> tuple[Position, ...]:
-    errors, tolerance = agreement.errors, agreement.tolerance
-    columns = [errors.absolute, errors.relative, errors.cosine, tolerance.holds(errors)]
-    columns += [errors.distance] * (tolerance.rounding is not None)
-    return tuple(Position(*row) for row in zip(where, *(t.tolist() for t in columns), strict=True))
 
 
 def _compare_greedy(

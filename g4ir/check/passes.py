@@ -8,12 +8,14 @@ from pathlib import Path
 from g4ir.engine.engine import Engine
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import build_towers
 from g4ir.passes import CHANGES_MEANING
 from g4ir.ui.progress import Progress, no_progress
 
 from .compare import compare_stage
+from .encoder import Texts, chosen_texts, encode_step
 from .items import smallest_items
 from .stage_report import StageReport, StagesReport, engine_name
 from .stages import (
@@ -45,6 +47,8 @@ def verify_each_pass(
     for wrong arguments, PassError if a pass breaks its contract, CheckError if values are NaN or
     infinite before it.
     """
+    if engine.spec.embedding:
+        return _verify_encoder(engine, chosen_texts(engine, tokens), checkpoint, progress)
     window = window_of(engine)
     count = min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
     ids = chosen_tokens(engine, tokens, min(engine.limits.max_seq, count))
@@ -69,6 +73,17 @@ def verify_each_pass(
         unknown=unknown,
         left_out=tuple(g for g in engine.program.graphs if g not in ran),
     )
+
+
+def _verify_encoder(
+    engine: Engine, texts: Texts, checkpoint: str | Path | None, progress: Progress
+) -> StagesReport:
+    """Compare the stages of an encoder's graph on one chunk of texts."""
+    weights = StageWeights(plain_params(engine, checkpoint), engine.device)
+    stages, step = stages_of(engine, weights, (ENCODE,)), encode_step(engine, texts)
+    reports = _compare_stages(engine, [[step]], stages, progress)
+    sizes = tuple(map(len, texts))
+    return StagesReport(engine_name(engine), sum(sizes), sizes, tuple(reports), (), (), (), ())
 
 
 def _is_recoverable(plain: PlainParams, engine: Engine, tower: str) -> bool:

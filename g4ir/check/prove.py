@@ -173,6 +173,7 @@ def check_logits(engine: Engine, progress: Progress = no_progress) -> Result:
     worst = max(range(len(errors)), key=errors.__getitem__)
     right, at = sum(p.ok for p in report.positions), report.positions[worst].at
     summary = f"{right} of {len(errors)} positions within {report.budget}"
+    assert report.greedy
     summary += f"; worst {errors[worst]:.1e} at {at}; greedy tokens {report.greedy.text()}"
     if report.first_difference:
         summary += f"; first difference: {report.first_difference}"

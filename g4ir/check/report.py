@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from g4ir.ir.distance import GROUP, Rounding, Tolerance, largest, lower_median
+from g4ir.ir.distance import GROUP, Agreement, Rounding, Tolerance, largest, lower_median
 
 from .media import MediaReport
 
@@ -43,12 +43,15 @@ class Greedy:
 class VerifyReport:
     """An engine against a reference: errors of logits, and greedy tokens."""
 
+    #: names of the compared rows, of one's number, and of several
+    ROWS: ClassVar = ("logits", "position", "positions")
     engine: str
     against: str
     budget: Tolerance
     turns: tuple[int, ...]
     positions: tuple[Position, ...] = field(repr=False)
-    greedy: Greedy
+    #: None for an encoder
+    greedy: Greedy | None = None
     #: the single steps once more, verified in rounds; () where the engine verifies nothing
     rounds: tuple[Position, ...] = field(default=(), repr=False)
     #: in 16 bits against transformers: the largest relative error of the engine's graphs in float64
@@ -74,7 +77,8 @@ class VerifyReport:
     def plain_ok(self) -> bool:
         """Whether every position but those of verification steps is within the tolerance, and the
         greedy tokens are the same."""
-        return all(p.ok for p in self.positions) and self.greedy.differs is None
+        greedy_ok = self.greedy is None or self.greedy.differs is None
+        return all(p.ok for p in self.positions) and greedy_ok
 
     @property
     def typical(self) -> bool:
@@ -107,7 +111,7 @@ class VerifyReport:
 
     def text(self) -> str:
         """Return a short table."""
-        long = [str(n) for n in self.turns if n > 1]
+        long = [str(n) for n in self.turns if n > 1 or not self.greedy]
         steps = len(self.turns) - len(long)
         turns = " + ".join([*long, f"{steps} single steps"] if steps else long)
         lines = [f"{self.engine} against {self.against}, {sum(self.turns)} tokens in {turns}"]
@@ -118,18 +122,20 @@ class VerifyReport:
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "logits", f"{'worst':>12}{'position':>10}"
+        rows, number, several = self.ROWS
+        yield rows, f"{'worst':>12}{number:>10}"
         for label, field_name in (("max abs", "absolute"), ("relative", "relative")):
             yield label, _worst(self.positions, [getattr(p, field_name) for p in self.positions])
         yield "1 - cosine", _worst(self.positions, [1 - p.cosine for p in self.positions])
         within = f"{sum(p.ok for p in self.positions):>12} of {len(self.positions)}"
-        yield "positions", f"{within} within tolerance: {self.budget}"
+        yield several, f"{within} within tolerance: {self.budget}"
         if self.rounds:
             within = f"{sum(p.ok for p in self.rounds):>12} of {len(self.rounds)}"
             yield "rounds", f"{within} within it, verified as drafts"
         if self.budget.rounding:
             yield from self._rounding_rows(self.budget.rounding)
-        yield "greedy", self.greedy.text()
+        if self.greedy:
+            yield "greedy", self.greedy.text()
 
     def _rounding_rows(self, rounding: Rounding) -> Iterator[tuple[str, str]]:
         worst = largest(distances(self.positions))
@@ -144,6 +150,14 @@ class VerifyReport:
             error, limit = self.float64
             verdict = "ok" if self.graphs_ok else "out of tolerance"
             yield "float64", f"{error:>12.2e} of {limit:.1e}, the graphs in float64: {verdict}"
+
+
+def positions_of(where: Sequence[int], agreement: Agreement) -> tuple[Position, ...]:
+    """Return the errors of each row, which is at `where`."""
+    errors, tolerance = agreement.errors, agreement.tolerance
+    columns = [errors.absolute, errors.relative, errors.cosine, tolerance.holds(errors)]
+    columns += [errors.distance] * (tolerance.rounding is not None)
+    return tuple(Position(*row) for row in zip(where, *(t.tolist() for t in columns), strict=True))
 
 
 def distances(positions: Sequence[Position]) -> list[float]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from g4ir.artefact.directory import rebuild
+from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import Engine
 from g4ir.engine.prefill import CHUNK_LOGITS
 from g4ir.errors import InputError
@@ -139,6 +140,7 @@ def _joined(parts: list[Score]) -> Score:
 
 def require_all_logits(engine: Engine) -> None:
     """Raise InputError, with the command that builds it, for an engine without all_logits."""
+    need_decoder(engine)
     if not engine.all_logits:
         again = rebuild(engine.path, engine.configured(all_logits=True).facts)
         why = f"{engine.path} was built without --all-logits, and scoring needs every token's"

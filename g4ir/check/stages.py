@@ -24,6 +24,7 @@ from g4ir.ir.rewrite import bind, drop_dead
 from g4ir.ir.wide import in_float64
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import is_tower
@@ -44,6 +45,8 @@ Tensor = torch.Tensor
 #: in place of the embedding graph of a step without one
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
+#: phase -> dims of the embedding graph whose names or sizes are others there
+DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B": 1}}
 #: single steps at the end of the tokens
 STEPS = 4
 #: padding at the end of each longer chunk: a pass must not take it for the last token
@@ -189,8 +192,8 @@ class Stage:
         recordings = {}
         for name in self.params.keys() - {"embed"}:
             embed, tables = graphs["embed"], self.params.get("embed")
-            if name == VERIFY:  # values of both graphs have one type by name
-                embed = bind(embed, S="M")
+            if name in DIMS:  # values of both graphs have one type by name
+                embed = bind(embed, **DIMS[name])
             if is_tower(name) or name == DRAFT or tables is None:
                 embed, tables = NO_EMBEDDING, {}
             params = {**tables, **self.params[name]}
@@ -328,6 +331,11 @@ class GraphStep:
     inputs: Mapping[str, Tensor]
     valid: int = 1
     padded: str | int | None = None
+
+    @property
+    def texts(self) -> int:
+        """Number of texts: more than one in a chunk of an encoder."""
+        return len(self.inputs["ends"]) if "ends" in self.inputs else 1
 
     def feeds(self, device: str) -> dict[str, Tensor]:
         """Return the inputs on a device; token ids stay on the host, with the embedding tables."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -72,8 +73,12 @@ class Embed(OnEngine):
                     )
 
             if self.out is not None:
-                size = self.dims or engine.spec.embedding_size
+                size, start = self.dims or engine.spec.embedding_size, time.perf_counter()
                 _write(Path(self.out), parts(), (len(texts), size))
+                seconds = time.perf_counter() - start
+                progress.stop()
+                rate = f"{len(texts) / seconds:.1f} texts/s"
+                console.say(f"{self.out}: {len(texts)} texts in {seconds:.1f} s, {rate}")
                 return 0
             rows = [row for part in parts() for row in part.tolist()]
             progress.stop()

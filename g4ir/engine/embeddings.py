@@ -48,11 +48,11 @@ def need_encoder(engine: EngineParts) -> None:
         raise InputError(f"{engine.path}: {why}; give an encoder, such as embeddinggemma-300m")
 
 
-def need_decoder(engine: EngineParts) -> None:
-    """Raise InputError if the engine is an encoder's."""
+def need_decoder(engine: EngineParts, use: str = "use `g4ir embed`") -> None:
+    """Raise InputError, with what to use, if the engine is an encoder's."""
     if engine.spec.embedding:
         why = f"{engine.spec.name} is an encoder: it embeds texts and generates none"
-        raise InputError(f"{engine.path}: {why}; use `g4ir embed`, or give a model that generates")
+        raise InputError(f"{engine.path}: {why}; {use}, or give a model that generates")
 
 
 def find_dims(spec: Variant, dims: int | None) -> int:
@@ -222,19 +222,24 @@ class Embedder:
 
     def _run(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Run one chunk of at most max_batch texts; embeddings float32 [n, size] on the host."""
-        engine, lengths = self.engine, [len(x) for x in texts]
-        padding = [0] * (MIN_TOKENS - sum(lengths))
-        tokens = torch.tensor([[*(t for x in texts for t in x), *padding]])
-        positions = [i for n in lengths for i in range(n)] + padding
-        unused = [0] * (engine.limits.max_batch - len(texts))
-        ends = torch.tensor([*lengths, *unused]).cumsum(0)
+        engine, inputs = self.engine, packed_inputs(texts, self.engine.limits.max_batch)
+        tokens = inputs.pop("tokens")
         with self._lock:
-            feeds = engine.embed_tokens(tokens)
-            feeds |= {"positions": torch.tensor([positions]), "ends": ends}
+            feeds = engine.embed_tokens(tokens) | inputs
             feeds = {name: t.to(engine.device) for name, t in feeds.items()}
             outputs = engine.runtime.run(ENCODE, feeds, self._state, tokens.shape[1], True)
             vectors: Tensor = outputs[EMBEDDING][0, : len(texts)].to("cpu", torch.float32)
         return vectors
+
+
+def packed_inputs(texts: Sequence[Sequence[int]], batch: int) -> dict[str, Tensor]:
+    """Return `tokens` and `positions` i64 [1, S] and `ends` i64 [batch] of a chunk of texts."""
+    lengths = [len(x) for x in texts]
+    padding = [0] * (MIN_TOKENS - sum(lengths))
+    positions = [i for n in lengths for i in range(n)] + padding
+    ends = torch.tensor([*lengths, *[0] * (batch - len(texts))]).cumsum(0)
+    tokens = torch.tensor([[*(t for x in texts for t in x), *padding]])
+    return {"tokens": tokens, "positions": torch.tensor([positions]), "ends": ends}
 
 
 def _too_long(name: str, length: str, limit: int) -> InputError:
