@@ -18,7 +18,7 @@ import torch
 from g4ir.engine import prefix_disk
 from g4ir.engine.engine import Engine
 from g4ir.engine.prefix_disk import PrefixDisk
-from g4ir.engine.requests import Request
+from g4ir.engine.requests import Request, Totals
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import InputError, MissingError, TrustError
 from tests.cli_tools import g4ir, ok, refused
@@ -68,6 +68,19 @@ def test_a_conversation_goes_on_after_a_restart(
     other = make_engine("tiny-ple", **LIMITS, random_weights=1)
     assert restarted(other, turn) == 0
     assert len({f.parent for f in files(own_home)}) == 3
+
+
+def test_a_warm_up_leaves_no_trace(engine: Engine, own_home: Path) -> None:
+    """It records what the first steps need, is not counted, and nothing of it is found later."""
+    config = SchedulerConfig(prefix_disk=GIB, warm_up=True)
+    scheduler = Scheduler(engine, config)
+    assert scheduler.batch.sessions[1].length.tolist() == [0] and not scheduler.busy
+    assert scheduler.totals == Totals() and not scheduler.prefixes.nbytes
+    request = Request((engine.spec.tokens.bos or 0,) * 9, 6, FREE)
+    handle = ran(scheduler, request)
+    assert handle.answers[0].tokens == alone(engine, request) and not handle.counts.cached
+    scheduler.close()
+    assert len(files(own_home)) == 1
 
 
 def test_images_are_in_the_key(make_engine: Any, own_home: Path) -> None:

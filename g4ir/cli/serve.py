@@ -225,6 +225,7 @@ class Serve(Verb):
             max_gap_ms=self.max_gap,
             prefix_bytes=self.prefix_memory,
             prefix_disk=self.disk.prefix_disk,
+            warm_up=True,
             **self.draft.scheduler(),
         )
         app = Server(

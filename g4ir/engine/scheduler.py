@@ -68,7 +68,8 @@ class SchedulerConfig:
     a smaller bucket would have been enough. `prefix_bytes`: size of the prefix cache (default: from
     free memory), `prefix_disk` of the one on disk (0: none). `draft`: speculative decoding, while
     at most `draft_rows` sequences decode: with more, the extra tokens cost more than reading the
-    weights; 0 tokens: as many as the engine verifies."""
+    weights; 0 tokens: as many as the engine verifies. `warm_up`: decode a few tokens first, so that
+    no request waits for what the first steps record and allocate."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
@@ -79,12 +80,16 @@ class SchedulerConfig:
     prefix_disk: int = 0
     draft: SpeculativeConfig = NO_DRAFT
     draft_rows: int = 2
+    warm_up: bool = False
 
     def __post_init__(self) -> None:
         check_minimums(vars(self), **MINIMUMS)
         if not self.max_gap_ms > 0:
             raise InputError(f"max_gap_ms {self.max_gap_ms}: expected more than 0 milliseconds")
 
+
+#: prompt of the warm-up: chunks of more than three tokens take other code than shorter ones
+WARM_TOKENS = 4
 
 #: tokens sampled in a step
 NewTokens = dict[SequenceState, list[Drawn]]
@@ -101,11 +106,8 @@ class Scheduler:
         sizes = checked_buckets(config.buckets, self.max_batch)
         self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
         self.prefiller = Prefiller(engine, config.prefix_bytes, config.prefix_disk)
-        self.prefixes, self.totals = self.prefiller.prefixes, Totals()
-        chunk = engine.limits.prefill_chunk
-        max_chunk = min(config.chunk_tokens or chunk, chunk)
-        self.chunk_size = ChunkSize(config.max_gap_ms / 1e3, max_chunk)
-        self.costs = StepCosts()
+        self.prefixes = self.prefiller.prefixes
+        self._measure_anew()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
         self.waiting = deque[RequestHandle]()
         #: the request in prefill, and its remaining chunks
@@ -115,6 +117,23 @@ class Scheduler:
         self._loop_sequences: list[SequenceState] = []
         #: events not taken yet; an exception in a step does not lose them
         self._events: list[Event] = []
+        if config.warm_up:
+            self._warm_up()
+            self._measure_anew()
+
+    def _measure_anew(self) -> None:
+        self.totals, self.costs = Totals(), StepCosts()
+        chunk = self.engine.limits.prefill_chunk
+        max_chunk = min(self.config.chunk_tokens or chunk, chunk)
+        self.chunk_size = ChunkSize(self.config.max_gap_ms / 1e3, max_chunk)
+
+    def _warm_up(self) -> None:
+        size = min(WARM_TOKENS, self.engine.limits.max_seq - WARM_TOKENS)
+        tokens = (self.engine.spec.tokens.bos or 0,) * size
+        if tokens:
+            # nothing of it is stored or reused: it has no chunk up to its mark, no client its salt
+            request = Request(tokens, 2, salt="\0warm-up", marks=(0,))
+            deque(self.run(self.submit(request)), maxlen=0)
 
     def check(self, request: Request) -> None:
         """Raise InputError for a request that this engine can never serve. Thread-safe."""

@@ -176,6 +176,7 @@ class Server:
         prompts = Prompts(engine)
         prompts.vocabulary.longest  # noqa: B018  # raises for an engine without a tokenizer
         prompts.grammars.prepare()
+        prompts.warm_up()
         if prompts.template.note:
             log.warning(prompts.template.note)
         self.prompts = prompts

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from g4ir.chat import Vocabulary
-from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
+from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END
 from g4ir.errors import InputError
 
 from .http_errors import bad
@@ -30,6 +30,25 @@ LARGEST, MAX_GBNF, MAX_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
 
+class _Tokenizer:
+    """The bytes of all tokens, in the form that llguidance takes: its own parser of tokenizer.json
+    takes three times as long. Control tokens are special: never matched as text."""
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, vocabulary: Vocabulary, size: int, end: int) -> None:
+        self._vocabulary, self.eos_token_id = vocabulary, end
+        ids = [[i] for i in range(size)]
+        texts = vocabulary.tokenizer.decode_batch(ids, skip_special_tokens=False)
+        self.tokens = [text.encode() for text in texts]
+        for token, byte in vocabulary.bytes.items():
+            self.tokens[token] = bytes([byte])
+        self.special_token_ids = [i for i in vocabulary.strings if i < size]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+
+
 class Grammars:
     """Compiles grammars to logits masks for one tokenizer. `ends`: ids of the tokens that end an
     answer."""
@@ -40,14 +59,8 @@ class Grammars:
 
     @cached_property
     def _tables(self) -> Any:
-        text = self.vocabulary.tokenizer.to_str()
-        added = self.vocabulary.tokenizer.get_added_tokens_decoder().values()
-        if any(t.content in CONTROLS and not t.special for t in added):  # parsing takes seconds
-            config = json.loads(text)
-            for token in config["added_tokens"]:  # special: never matched as text
-                token["special"] |= token["content"] in CONTROLS
-            text = json.dumps(config)
-        return llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
+        tokenizer = _Tokenizer(self.vocabulary, self.size, self.ends[0])
+        return llguidance().LLTokenizer(tokenizer, n_vocab=self.size, eos_token=self.ends)
 
     def prepare(self) -> None:
         """Build the token tables before requests arrive: it takes seconds and holds the GIL.

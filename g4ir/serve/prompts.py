@@ -4,6 +4,7 @@ parsers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -135,6 +136,11 @@ class Prompts:
         self._check_length(len(prompt.text), "messages")
         request = ServedRequest((), fields=fields, prompt=prompt, salt=salt)
         return (request if prompt.media else self.fill(request, ()),)
+
+    def warm_up(self) -> None:
+        """Import and compile what the first conversation needs."""
+        with suppress(Refused, InputError):
+            self.chat({"messages": [{"role": "user", "content": "Hi"}]})
 
     def fill(self, request: ServedRequest, soft: tuple[Soft, ...]) -> ServedRequest:
         """Complete a chat request with the tokens of its prompt and media."""

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.concurrency import run_in_threadpool
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from g4ir.artefact.directory import open_artefact, require_readable
@@ -151,6 +152,7 @@ class ServerProcess(uvicorn.Server):
             logger.disabled = False
         if self.started:
             self.log(f"listening at {self.url}")
+            await run_in_threadpool(int)  # its first call imports modules
             self.loading.start()
 
     def _not_listening(self, error: BaseException | None) -> InputError:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import jsonschema
+import llguidance
 import openai
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,19 @@ def test_constraints(client: openai.OpenAI, path: str, name: str, value: Any, al
     for text, finish in found:
         assert finish in ("stop", "length")
         assert finish == "length" or re.fullmatch(allowed, text, re.S), text
+
+
+def test_the_bytes_of_tokens() -> None:
+    """As llguidance reads them of tokenizer.json; ids without a token have none."""
+    size = 520
+    ours = grammar.Grammars(vocabulary(), size, [1])._tables
+    library = llguidance.LLTokenizer(vocabulary().tokenizer.to_str(), n_vocab=size, eos_token=[1])
+    assert [ours.decode_bytes([i]) for i in range(size)] == [
+        library.decode_bytes([i]) for i in range(size)
+    ]
+    special = {i for i in range(size) if ours.is_special_token(i)}
+    assert {*vocabulary().strings} <= special
+    assert special <= {i for i in range(size) if library.is_special_token(i)}
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), HELD)
