@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -160,16 +160,20 @@ def test_the_built_in_template_refuses_unknown_options() -> None:
 
 @pytest.mark.parametrize("name", TABLES["hostile"])
 def test_hostile_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the time, and without a large value: the process is the server's own."""
+    """Within the time, and without a large value: the process is the server's own. What is
+    allocated is counted, since the process keeps memory of other tests, more or less of it."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(sandbox, "MAX_TEXT", 1 << 18)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    monkeypatch.setattr(sandbox, "MAX_MEMORY", 16 << 20)
+    tracemalloc.start()
     started = time.monotonic()
     with pytest.raises(InputError, match=r"own\.jinja.*template") as refused:
         render(HI, None, own(TABLES["hostile"][name]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert len(str(refused.value)) < 600
     assert time.monotonic() - started < 10
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700 << 10
+    assert peak < sandbox.MAX_MEMORY
     assert render(HI, None, own()).endswith("<|turn>model\n")
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
@@ -67,9 +68,10 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
         return "".join(pieces)
     except Exception as e:  # a template's expressions may raise anything
         message = REASONS.get(type(e), str(e)[:400]) or type(e).__name__
-        raise RenderError(message, getattr(e, "lineno", None)) from None
+        error = RenderError(message, getattr(e, "lineno", None))
     finally:
         _THREAD.budget = None
+    raise error  # not above, where `e` would be its context
 
 
 class Budget:
@@ -316,6 +318,13 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return attr not in REFUSED and super().is_safe_attribute(obj, attr, value)
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Keep the traceback of a runtime error: jinja2's copy of it is a cycle, and would hold the
+        template's values beside those of the next rendering."""
+        if isinstance(sys.exc_info()[1], TemplateSyntaxError):
+            super().handle_exception(source)
+        raise
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:

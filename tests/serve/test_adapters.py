@@ -15,7 +15,7 @@ from g4ir.builder.load import load_engine
 from g4ir.serve.app import ANY_NAME, Server
 from g4ir.spec.record import load_spec
 from tests.cli_tools import refused
-from tests.serve.running import NAME, WAIT, Running, ready, running
+from tests.serve.running import NAME, WAIT, Running, chat_engine, ready, running
 from tests.test_adapter import of_text, write_adapter
 
 MODULES = [f"layers.{i}.self_attn.q_proj" for i in (0, 1)] + ["layers.1.mlp.down_proj"]
@@ -30,8 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(engine_folder: Path, folder: Path) -> Iterator[Running]:
-    loader = partial(load_engine, engine_folder, adapters={"a0": folder / "a0"}, adapter_slots=2)
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine whose steps take a thirtieth of the interpreter's."""
+    return chat_engine(tmp_path_factory.mktemp("quick") / "engine", backend="torch")
+
+
+@pytest.fixture(scope="module")
+def adapted(quick: Path, folder: Path) -> Iterator[Running]:
+    loader = partial(load_engine, quick, adapters={"a0": folder / "a0"}, adapter_slots=2)
     with running(loader, options={"adapter_folders": (folder,)}) as r:
         with r.client() as client:
             r.process.loading.join(WAIT)
@@ -45,8 +51,8 @@ def said(client: httpx.Client, model: str | None = None, **more: Any) -> Any:
     return got.json()["choices"][0]["text"] if got.is_success else got
 
 
-def test_adapters_are_models(adapted: Running, engine_folder: Path) -> None:
-    with adapted.client() as client, ready(engine_folder) as base, base.client() as plain:
+def test_adapters_are_models(adapted: Running, quick: Path) -> None:
+    with adapted.client() as client, ready(quick) as base, base.client() as plain:
         ids = client.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
         want = adapted.service.engine.generate(ids, 12, stop_ids=(), adapter="a0")
         ids = [m["id"] for m in client.get("/v1/models").json()["data"]]
