@@ -46,8 +46,6 @@ BUCKETS = 10
 GROWTH = 10.0
 #: max values of logits of the short text: 256 tokens of a vocabulary of 262144
 LOGITS = 1 << 26
-#: seconds for all parts
-TIME_LIMIT = 900.0
 
 
 class OutOfTimeError(Exception):

@@ -11,7 +11,7 @@ from g4ir.artefact.directory import is_engine, open_artefact
 from g4ir.errors import InputError
 from g4ir.parallel.group import launched
 from g4ir.plan.fit import device_memory, fitted
-from g4ir.plan.footprint import Footprint, reserve
+from g4ir.plan.footprint import Footprint, usable
 from g4ir.weights.checkpoint import CONFIG, GGUF
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def make_pool(
     prefixes = router.scheduler_config.prefix_bytes or 0
     models = [_pooled(n, Path(e), memory, prefixes) for n, e in engines.items()]
     warm_up()
-    return ModelPool(models, start, memory - reserve(memory), **limits)
+    return ModelPool(models, start, usable(memory), **limits)
 
 
 def _pooled(name: str, engine: Path, memory: int, prefixes: int) -> PooledModel:

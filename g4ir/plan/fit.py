@@ -18,7 +18,7 @@ from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
-from .footprint import MAX_BATCH, Footprint, largest, reserve
+from .footprint import MAX_BATCH, Footprint, largest, usable
 from .formats import DTYPES
 from .options import BuildConfig
 
@@ -31,7 +31,7 @@ def fitted(build: Footprint, memory: int, free: bool = False) -> tuple[BuildConf
     """Return the settings, and why the engine needs more than `memory` bytes of its device, with
     the number short and each single setting that would fit; "" if it fits. `free`: the table of
     per-layer embeddings goes into its file unless all fits with it on the device."""
-    capacity = memory - reserve(memory)
+    capacity = usable(memory)
     if free and build.need > capacity:
         build = build.at(ple_placement=DEFAULT_PLACEMENT)
     short = build.need > capacity

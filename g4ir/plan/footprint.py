@@ -175,6 +175,11 @@ def reserve(memory: int) -> int:
     return int(RESERVE_BYTES + memory * RESERVE_SHARE)
 
 
+def usable(memory: int) -> int:
+    """Return the other bytes of a device."""
+    return memory - reserve(memory)
+
+
 def largest(fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest n in 1..most that fits, where all smaller ones do too; 0 for none."""
     low, high = 0, limit + 1

@@ -25,7 +25,7 @@ from .backend import DEFINITION, PlannedBackend
 from .cost import floor
 from .count import counts
 from .engine_limits import Limits
-from .footprint import MAX_BATCH, Footprint, largest, measured, reserve
+from .footprint import MAX_BATCH, Footprint, largest, measured, usable
 from .formats import naive_bytes
 from .gpus import Gpu
 from .options import BuildConfig, BuildOptions
@@ -146,7 +146,8 @@ def _place_ple(
     footprint: Footprint, sizes: Iterable[tuple[int, int]], gpu: Gpu | None
 ) -> Footprint:
     """Place the per-layer embedding table on the device if everything then fits."""
-    fits = gpu is None or all(footprint.need_at(*size) <= _capacity(gpu) for size in sizes)
+    needs = (footprint.need_at(*size) for size in sizes)
+    fits = gpu is None or max(needs) <= usable(gpu.memory_bytes)
     return footprint if fits else footprint.at(ple_placement=DEFAULT_PLACEMENT)
 
 
@@ -169,7 +170,7 @@ def _row(footprint: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryU
         activations=parts["activations"],
         workspace=parts["workspace"],
         needed=needed,
-        spare=_capacity(gpu) - needed if gpu else None,
+        spare=usable(gpu.memory_bytes) - needed if gpu else None,
         step_s=seconds,
     )
 
@@ -177,7 +178,7 @@ def _row(footprint: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryU
 def _largest(
     footprint: Footprint, contexts: Sequence[int], batches: Sequence[int], gpu: Gpu
 ) -> Largest:
-    limits, capacity = footprint.config.limits, _capacity(gpu)
+    limits, capacity = footprint.config.limits, usable(gpu.memory_bytes)
 
     def fits(batch: int, ctx: int) -> bool:
         return footprint.need_at(batch, ctx) <= capacity
@@ -187,10 +188,6 @@ def _largest(
         {b: largest(partial(fits, b), limits.max_seq) for b in batches},
         {c: largest(partial(fits, ctx=c), limits.max_batch) for c in contexts},
     )
-
-
-def _capacity(gpu: Gpu) -> int:
-    return gpu.memory_bytes - reserve(gpu.memory_bytes)
 
 
 def _sized(memory: Gpu | int | None) -> Gpu | None:
