@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.bench import llama, measure, roof
+from g4ir.bench import llama, measure, roof, run
 from g4ir.bench.agreement import agreement_values, void_roles
 from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, stat
@@ -42,6 +42,7 @@ from g4ir.bench.text import (
     compare_text,
     markdown,
     read_report,
+    read_reports,
     stat_text,
     text,
 )
@@ -61,6 +62,7 @@ from tests.engines import CHUNK, MAX_SEQ, random_checkpoint
 from tests.gguf_files import bare_file
 from tests.llama_double import LlamaDouble
 from tests.small_bench import shifted, small_bench
+from tests.spies import spy
 
 BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Workload(input_len=30, output_len=5, context=0)
@@ -257,7 +259,7 @@ def test_the_text_shows_agreement_before_any_speed(report: Values) -> None:
     lines = text(report).splitlines()
     outputs = next(i for i, x in enumerate(lines) if x.startswith("outputs"))
     speed = next(i for i, x in enumerate(lines) if "TTFT" in x)
-    assert "same token 5 of 5" in lines[outputs] and outputs < speed
+    assert "same token 4 of 4" in lines[outputs] and outputs < speed
     for word in ("MBU", "MFU", "of the roofline", "tokens/s a user"):
         assert any(word in x for x in lines), word
 
@@ -334,6 +336,27 @@ def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_sizes_are_one_table(
+    ple: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are compared on the first tokens, once for each batch size; a report's table is that
+    of its run, and its spreads are in it."""
+    calls = list[Any]()
+    spy(monkeypatch, run, "compare_outputs", lambda *given: calls.append(given))
+    words = ("--input-len", "33,40", "--batch", "1,2", *FLAGS[2:], "--json", tmp_path / "s.json")
+    done = g4ir("bench", ple.path, *words, "--plot", tmp_path / "s.svg")
+    assert done.code == 0 and len(calls) == 2, done.err
+    rows = [line.split(" | ") for line in done.out.splitlines()]
+    assert [row[1:3] for row in rows[2:]] == [["33", "1"], ["40", "1"], ["33", "2"], ["40", "2"]]
+    assert all("±" in cell for row in rows[2:] for cell in row[3:])
+    reports = read_reports(tmp_path / "s.json")
+    assert [a["count"] for r in reports for a in r["agreement"]] == [4, 4, 8, 8]
+    assert g4ir("bench", tmp_path / "s.json", "--table").out == done.out
+    assert "--batch 9: expected 1 to" in refused("bench", ple.path, "--batch", "1,9")
+    everywhere = g4ir("bench", ple.path, *FLAGS[2:], "--input-len", "33", "--set", "compare_all=on")
+    assert "same token 4 of 4" in everywhere.out and calls[-1][1].input_len == 33
+
+
 def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: Path) -> None:
     """A compiled engine, the interpreter and transformers agree and are told apart."""
     reference = engines("reference", "tiny-moe")
@@ -360,7 +383,8 @@ def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
     """Three rows at a depth beyond the window, against transformers."""
     w = replace(DEEP, batch=3)
     checkpoint = str(engines.checkpoint("tiny-ple"))
-    made = run_bench([ple], w, peers=["hf-static"], rounds=2, warmup=0, checkpoint=checkpoint)
+    how: dict[str, Any] = {"peers": ["hf-static"], "checkpoint": checkpoint, "compare_all": True}
+    made = run_bench([ple], w, rounds=2, warmup=0, **how)
     assert made["outputs_agree"], made["agreement"]
     assert made["agreement"][0]["count"] == 3 * w.output_len
     assert made["max_concurrency"] == 3 and made["num_prompts"] == 6

@@ -31,6 +31,8 @@ from .work import request_costs
 #: schema version: incremented when a key changes its meaning or is removed
 VERSION = 2
 KIND = "g4ir bench"
+#: kind of a file with the reports of several workloads
+SWEEP_KIND = "g4ir bench sweep"
 #: vLLM's names: of a statistic and of a throughput -> ours
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
 VLLM_RATES = {"request": "request", "output": "output", "total_token": "total"}

@@ -21,7 +21,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress
 
-from .agreement import compare_outputs, void_roles
+from .agreement import compare_outputs, shortened, void_roles
 from .drafts import measure_drafts
 from .llama import LLAMA, LlamaRunner, binding, gguf_file
 from .measure import requests_per_round, timed_request
@@ -48,6 +48,8 @@ def run_bench(
     checkpoint: str | None = None,
     load_s: Sequence[float] = (),
     draft: str = NONE,
+    compare_all: bool = False,
+    known: dict[Workload, list[Values]] | None = None,
     progress: Progress = no_progress,
 ) -> Values:
     """Measure one engine, or two of the same variant, and baselines (keys of BASELINES); return the
@@ -57,7 +59,9 @@ def run_bench(
     warmup: requests of each before them, after the one that its outputs are compared on.
     checkpoint: what baselines load if the engine does not refer to one. load_s: seconds that
     loading each engine took. draft: source of drafts that are measured after the rounds, on one
-    sequence of the first engine.
+    sequence of the first engine. compare_all: compare outputs at every position of the request, not
+    at the first ones of a shortened prompt. known: agreements of earlier calls with the same
+    engines and baselines, by compared request; those of this one are added.
 
     Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
     report marks their speeds void.
@@ -76,8 +80,11 @@ def run_bench(
     for role, load_time, make in _runners(engines, w, peers, checkpoint, load_s, progress):
         progress(f"first request of {role}")
         runners.append(_start(make, load_time, w, tokens, engine.device))
-    progress("comparing outputs")
-    agreements = compare_outputs(engine, w, tokens, runners)
+    compared, known = w if compare_all else shortened(w), {} if known is None else known
+    if compared not in known:
+        progress("comparing outputs")
+        known[compared] = compare_outputs(engine, compared, tokens, runners)
+    agreements = known[compared]
     meter = Meter(engine.device, torch_dtype(engine.dtype))
     progress("warming up")
     for runner in runners:

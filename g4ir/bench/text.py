@@ -15,7 +15,7 @@ from g4ir.ui.table import aligned, markdown_table
 from g4ir.ui.units import scale
 
 from .measure import Stat
-from .report import KIND, RATES, VERSION, Values, metrics, plain, run_name
+from .report import KIND, RATES, SWEEP_KIND, VERSION, Values, metrics, plain, run_name
 
 #: label -> metric; metrics that no run has are not printed
 ROWS = (
@@ -45,13 +45,27 @@ WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
 MACHINE = ("cpu", "gpu", "cores", "torch")
 
 
+def read_reports(file: str | Path) -> list[Values]:
+    """Read a report, or those of a sweep."""
+    values = _read(file)
+    several = values.get("kind") == SWEEP_KIND and isinstance(values.get("reports"), list)
+    return [_checked(r, file) for r in (values["reports"] if several else [values])]
+
+
 def read_report(file: str | Path) -> Values:
     """Read a report of this version; InputError names the file and what is wrong with it."""
+    return _checked(_read(file), file)
+
+
+def _read(file: str | Path) -> Values:
     try:
-        report = json_object(Path(file).read_bytes())
+        return json_object(Path(file).read_bytes())
     except ValueError as e:
         raise InputError(f"{file}: {e}") from e
-    if report.get("kind") != KIND:
+
+
+def _checked(report: Any, file: str | Path) -> Values:
+    if not isinstance(report, dict) or report.get("kind") != KIND:
         raise InputError(f'{file}: no report of g4ir bench (key "kind" is not {KIND!r})')
     if report.get("schema") != VERSION:
         raise InputError(
@@ -168,7 +182,7 @@ def _table(runs: Sequence[Values]) -> str:
 
 def markdown(reports: Sequence[Values]) -> str:
     """Return a Markdown table: a line for each report, prefill and decode of its first engine and
-    of every other runner, by name. Noisy values have their spread."""
+    of every other runner, by name."""
     peers = [*dict.fromkeys(run_name(r) for report in reports for r in report["runs"][1:])]
     head = ["", "prefill, tokens/s", *peers, "decode, ms a token", *peers]
     lines = [head]
@@ -177,9 +191,32 @@ def markdown(reports: Sequence[Values]) -> str:
         first = run_name(report["runs"][0])
         lines.append([f"{report['model_id']}, {first}"])
         for metric in ("prefill_throughput", "itl_p50"):
-            for _, stat in (runs.get(n, {}).get(metric, ("", None)) for n in (first, *peers)):
-                cell = stat_text(stat) if stat and stat.noisy else stat and _short(stat.value)
-                lines[-1].append(cell or "-")
+            stats = (runs.get(n, {}).get(metric, ("", None))[1] for n in (first, *peers))
+            lines[-1] += [stat_text(stat) if stat else "-" for stat in stats]
+    return markdown_table(lines)
+
+
+#: heading of a sweep's table -> metric and factor
+SWEEP = {
+    "TTFT, ms": ("ttft_p50", 1.0),
+    "prompt, tokens/s": ("prefill_throughput", 1.0),
+    "ITL, ms": ("itl_p50", 1.0),
+    "decode, tokens/s": ("decode_throughput", 1.0),
+    "MBU, %": ("mbu", 100.0),
+    "MFU, %": ("mfu", 100.0),
+}
+
+
+def sweep_table(reports: Sequence[Values]) -> str:
+    """Return a Markdown table: a line for each runner of each report's workload."""
+    lines = [["", "input", "batch", *SWEEP]]
+    for report in reports:
+        w = report["workload"]
+        for run in report["runs"]:
+            stats, void = metrics(run), "VOID " * run["void"]
+            cells = ((stats.get(name, ("", None))[1], f) for name, f in SWEEP.values())
+            texts = (f"{void}{stat_text(stat, f)}" if stat else "-" for stat, f in cells)
+            lines.append([run_name(run), str(w["input_len"]), str(w["batch"]), *texts])
     return markdown_table(lines)
 
 

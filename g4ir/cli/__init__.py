@@ -53,9 +53,9 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "trust": ("trust.Trust", "trusted engines"),
 }
 EPILOG = """\
-first steps:
-  g4ir build --variant tiny-moe --backend torch --random-weights 0 --max-seq 512
-  g4ir run engines/tiny-moe-torch --tokens 2,5,7,9
+first steps, with a Gemma model as a GGUF file:
+  g4ir run gemma.gguf "Why is the sky blue?"
+  g4ir chat gemma.gguf
 `g4ir VERB --help` describes a verb; README.md and docs/guide.md are the manual.
 Every verb takes --trace, which prints the traceback of an error.
 

@@ -6,6 +6,8 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,23 +20,29 @@ from g4ir.ui.plots import check_plot
 from g4ir.weights.origin import find_model
 
 from .common import Draft, FirstUse, Load, emit, strict
-from .verb import ANY_MODEL, Verb, argument, flag, flag_of, setting
+from .verb import ANY_MODEL, Counts, Verb, argument, flag, flag_of, setting
 
 if TYPE_CHECKING:
     from g4ir.bench.report import Values
+    from g4ir.bench.runners import Workload
     from g4ir.engine.engine import Engine
 
 STDOUT = "-"
+TERMS = """\
+TTFT: time to first token; ITL: time between two tokens; TPOT: mean time per token
+after the first; MFU, MBU: share of the measured FLOP/s and memory bandwidth;
+roofline: shortest time that these allow; ±: where 95 % of further rounds lie"""
 
 
 class Bench(Verb):
     """Measure engines, and report; or print the table of reports."""
 
+    epilog = TERMS
     engines: list[str] = argument(f"{ANY_MODEL}; two are compared", "MODEL", "*")
     first_use: FirstUse
-    input_len: int | None = flag("prompt length in tokens (default 512, or what fits)", None, "N")
+    input_len: Counts | None = flag("prompt lengths, such as 32,512 (default 512)", None, "N,..")
     output_len: int | None = flag("generated tokens per sequence (default 64)", None, "N")
-    batch: int = flag("batch size (default 1)", 1, "N")
+    batch: Counts | None = flag("batch sizes, such as 1,4 (default 1)", None, "N,..")
     context: int = flag("tokens already in the KV cache of each sequence (default 0)", 0, "N")
     peer: list[str] = flag("baseline: hf, hf-static, hf-compile or llama.cpp (GGUF)", (), "NAME")
     checkpoint: str | None = flag("checkpoint of the baseline (default: MODEL's)", None, "DIR|FILE")
@@ -48,6 +56,7 @@ class Bench(Verb):
     table: bool = flag("print a Markdown table; of reports A.json .. if they are MODEL", False)
     plot: str | None = flag("plot the results, .png or .svg", None, "FILE")
     seed: int = setting("seed of the random tokens", 0)
+    compare_all: bool = setting("on: compare outputs at every position", False)
     load: Load
 
     def __post_init__(self) -> None:
@@ -62,19 +71,27 @@ class Bench(Verb):
         return None if self.json in (None, STDOUT) else Path(str(self.json))
 
     def __call__(self) -> int:
-        from g4ir.bench.text import markdown, read_report
+        from g4ir.bench.text import markdown, read_reports, sweep_table
 
         if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
             if extra := ", ".join(map(flag_of, sorted(self.explicit - {"engines", "table"}))):
                 raise InputError(f"{extra}: of reports the table alone is printed; leave it out")
-            print(markdown([read_report(m) for m in self.engines]))
+            files = [read_reports(m) for m in self.engines]
+            several = any(len(reports) > 1 for reports in files)
+            print((sweep_table if several else markdown)([r for reports in files for r in reports]))
             return 0
         self._check_arguments()
-        report = self._measured(
-            self.first_use.engines(self.engines, Draft(draft=self.draft, draft_tokens=None))
-        )
-        self._write(report)
-        return 0 if report["outputs_agree"] else 1
+        reports = self._measured(self._engine_paths())
+        self._write(reports)
+        return 0 if all(r["outputs_agree"] for r in reports) else 1
+
+    def _engine_paths(self) -> list[str]:
+        """Return the engines, built on first use for the largest of the batch sizes."""
+        use, options = self.first_use, self.first_use.options
+        if "max_batch" not in self.explicit and not all(is_engine(Path(m)) for m in self.engines):
+            largest = max(options.max_batch, *(self.batch or [1]))
+            use = replace(use, options=replace(options, max_batch=largest))
+        return use.engines(self.engines, Draft(draft=self.draft, draft_tokens=None))
 
     def _check_arguments(self) -> None:
         from g4ir.bench.run import check_options
@@ -91,15 +108,16 @@ class Bench(Verb):
             check_plot(self.plot)
         check_options(self.peer, self.rounds, self.warmup)
 
-    def _measured(self, paths: Sequence[str]) -> Values:
+    def _measured(self, paths: Sequence[str]) -> list[Values]:
         from g4ir.bench.run import run_bench
         from g4ir.bench.runners import plan_workload
 
-        names = ("input_len", "output_len", "batch", "context", "seed", "text")
+        names = ("output_len", "context", "seed", "text")
         sizes = {name: vars(self)[name] for name in names}
-        workload = plan_workload(
-            [read_manifest(Path(path)).config.limits for path in paths], **sizes
-        )
+        limits = [read_manifest(Path(path)).config.limits for path in paths]
+        lengths: Sequence[int | None] = self.input_len or [None]
+        pairs = [(n, batch) for batch in self.batch or [1] for n in lengths]
+        workloads = [plan_workload(limits, n, batch=batch, **sizes) for n, batch in pairs]
         engines: list[Engine] = []
         seconds = []
         with console.Progress() as progress, ExitStack() as opened:
@@ -108,17 +126,24 @@ class Bench(Verb):
                 engines.append(self.load.engine(path, progress))
                 opened.callback(engines[-1].close)
                 seconds.append(time.perf_counter() - start)
-            return run_bench(
+            measure = partial(
+                run_bench,
                 engines,
-                workload,
                 peers=self.peer,
                 rounds=self.rounds,
                 warmup=self.warmup,
                 checkpoint=self._checkpoint(),
                 load_s=seconds,
                 draft=self.draft,
-                progress=progress,
+                compare_all=self.compare_all,
+                known={},
             )
+            several = len(workloads) > 1
+
+            def report(w: Workload, message: str) -> None:
+                progress(f"{w.batch} x {w.input_len} tokens: {message}" if several else message)
+
+            return [measure(w, progress=partial(report, w)) for w in workloads]
 
     def _checkpoint(self) -> str | None:
         """Return the checkpoint of a baseline: --checkpoint, or the weights of the first MODEL."""
@@ -128,17 +153,22 @@ class Bench(Verb):
             return self.checkpoint
         return str(find_model(model, "", self.first_use.revision)[1])
 
-    def _write(self, report: Values) -> None:
-        from g4ir.bench.text import markdown, plot_bench, text
+    def _write(self, reports: list[Values]) -> None:
+        from g4ir.bench.report import SWEEP_KIND
+        from g4ir.bench.text import markdown, plot_bench, sweep_table, text
 
-        values = strict(report)
+        several = len(reports) > 1
+        values = strict({"kind": SWEEP_KIND, "reports": reports} if several else reports[0])
         if self.json == STDOUT:
             emit(values)
         else:
-            print(markdown([report]) if self.table else text(report))
-        for warning in report["warnings"]:
+            table = sweep_table if several else markdown
+            print(table(reports) if several or self.table else text(reports[0]))
+        for warning in dict.fromkeys(w for report in reports for w in report["warnings"]):
             console.say(f"warning: {warning}")
         if self.file:
             write_file(self.file, [(json.dumps(values, indent=1) + "\n").encode()])
         if self.plot:
-            plot_bench(self.plot, {"": report})
+            sizes = [report["workload"] for report in reports]
+            labels = [f"{w['batch']} x {w['input_len']}" if several else "" for w in sizes]
+            plot_bench(self.plot, dict(zip(labels, reports)))

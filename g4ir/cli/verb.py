@@ -127,13 +127,15 @@ class Part:
 
 class Verb(Part):
     """A verb of the command line. `from_environment`: whether environment variables and the file of
-    its flag --config set its flags too."""
+    its flag --config set its flags too; `epilog`: last lines of its help."""
 
     from_environment: ClassVar[bool] = False
+    epilog: ClassVar[str] = ""
 
     @classmethod
     def flags(cls, parser: argparse.ArgumentParser) -> Flags:
         """Add the flags to a parser."""
+        parser.epilog = cls.epilog
         return Flags(parser, cls)
 
     def __call__(self) -> int:
