@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from g4ir.errors import SpecError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.plan.count import counts
+from g4ir.spec.reader import MAX_ERRORS
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
 from tests.mutations import mutate
 from tests.shrink import shrink
@@ -61,13 +62,15 @@ PIECES = (
 
 
 def attempt(read: Callable[[], Spec]) -> Spec | None:
-    """The spec, or None after a SpecError that can be printed on one line."""
+    """The spec, or None after a SpecError of printable lines."""
     try:
         spec = read()
     except SpecError as err:
-        message = str(err)
-        message.encode()
-        assert message and "\n" not in message and len(message) < 2000, message
+        lines = str(err).split("\n")
+        assert len(lines) <= MAX_ERRORS + 1
+        for line in lines:
+            line.encode()
+            assert line and len(line) < 2000, line
         return None
     consistent(spec)
     return spec

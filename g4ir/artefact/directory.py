@@ -268,7 +268,8 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except SpecError as e:
-        raise EngineError(f"{e}; build the engine again") from None
+        first, *_ = str(e).splitlines()
+        raise EngineError(f"{first}; build the engine again") from None
     except (OSError, ValueError, RecursionError) as e:
         raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
 

@@ -31,6 +31,7 @@ MAX_NODES = 10_000
 MAX_INT = 2**31 - 1
 MAX_LINE = 10_000
 MAX_QUOTED = 40  # characters of a value in an error message
+MAX_ERRORS = 20  # lines of an error
 
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 TRUES = frozenset({"true", "yes", "on"})
@@ -175,6 +176,14 @@ def fail(where: Where, path: str, message: str) -> SpecError:
     return SpecError(f"{where}: {path}: {message}" if path else f"{where}: {message}")
 
 
+def together(errors: Iterable[SpecError]) -> SpecError:
+    """Return one error with the messages of several, a line each."""
+    lines = [line for error in errors for line in str(error).splitlines()]
+    if len(lines) > MAX_ERRORS:
+        lines[MAX_ERRORS:] = [f"and {len(lines) - MAX_ERRORS} more"]
+    return SpecError("\n".join(lines))
+
+
 def quote(text: str) -> str:
     """Return a value quoted for an error message: on one line, cut to MAX_QUOTED characters."""
     return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "...")
@@ -303,20 +312,28 @@ def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> 
     """Build the dataclass from a mapping: check every key, convert values by field type.
 
     `hints` replaces annotations (for unions that another key decides); values of the keys that the
-    class names in `unread` are not looked at. Raises SpecError with file, line and key path.
+    class names in `unread` are not looked at. Raises one SpecError with file, line and key path of
+    all errors.
     """
     if not isinstance(node, Map):
         raise fail(node.where, path, f"expected a mapping with {_names(cls)}, found {_kind(node)}")
     hints = hints_of(cls) if hints is None else hints
     by_name, unread = {f.name: f for f in fields(cls)}, vars(cls).get("unread", ())
-    for key in node.entries:
-        if key not in (*by_name, *unread):
-            raise fail(node.keys[key], join(path, key), unknown_key(key, (*by_name, *unread)))
+    errors, values = list[SpecError](), dict[str, Any]()
+    for key, value in node.entries.items():
+        try:
+            if key in by_name:
+                values[key] = convert(value, hints[key], join(path, key))
+            elif key not in unread:
+                raise fail(node.keys[key], join(path, key), unknown_key(key, (*by_name, *unread)))
+        except SpecError as e:
+            errors.append(e)
     missing = [name for name, f in by_name.items() if required(f) and name not in node.entries]
-    if missing:
-        raise fail(node.where, join(path, missing[0]), "is missing; add it")
-    entries = {k: v for k, v in node.entries.items() if k in by_name}
-    return cls(**{k: convert(v, hints[k], join(path, k)) for k, v in entries.items()})
+    if node.entries.keys() <= {*by_name, *unread}:  # else one may be misspelt
+        errors += [fail(node.where, join(path, name), "is missing; add it") for name in missing]
+    if errors:
+        raise together(errors)
+    return cls(**values)
 
 
 def required(f: Field[Any]) -> bool:

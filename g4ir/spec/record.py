@@ -38,6 +38,7 @@ from g4ir.spec.reader import (
     quote,
     read_tree,
     required,
+    together,
     tree_of,
 )
 from g4ir.ui.files import read_table
@@ -243,8 +244,8 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
         name = Scalar(slug(stem), False, tree.where)
         tree = Map({"name": name, **tree.entries}, tree.keys, tree.where)
     spec = canonical(build(Spec, tree, hints=hints))
-    for problem in problems(spec):
-        raise fail(_find_line(tree, problem), problem.path, problem.message)
+    if found := [fail(_find_line(tree, p), p.path, p.message) for p in problems(spec)]:
+        raise together(found)
     return spec
 
 
