@@ -103,7 +103,7 @@ def test_text_is_that_of_single_steps(
 
 def test_rows_as_slots(made: Make) -> None:
     """Penalties, seeds, masks and ends are by row; drafts are off while many rows decode."""
-    engine, every = made("tiny-moe"), prompts(7, 12, 18, 9, 25)
+    engine, every = made("tiny-moe", backend="torch"), prompts(7, 12, 18, 9, 25)
     ways: list[dict[str, Any]] = [{"logprobs": 2}, {"temperature": 0.7, "top_k": 5}]
     ways += [{"presence_penalty": 0.3}, {"temperature": 1.0, "top_k": 4}, {"ignore_eos": False}]
     params = [

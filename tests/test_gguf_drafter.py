@@ -21,6 +21,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.weights.origin import GgufFile, find_origin, read_folder
 from tests.cli_tools import g4ir as command
+from tests.configs import short
 from tests.gguf_files import all_of, finish, write_drafter, write_gguf
 from tests.test_drafter import Pair, copying, pair_of
 
@@ -61,7 +62,7 @@ def test_files_say_what_checkpoints_do(tmp_path: Path, name: str) -> None:
         assert torch.equal(weights.tensor(bare), t)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", short("Q8_0", of=("F32", "Q8_0")))
 def test_a_folder_drafts(tmp_path: Path, kind: str) -> None:
     """The text is that without drafts, and drafts are accepted."""
     write_folder(tmp_path / "m", copying("31b", 512), kind)

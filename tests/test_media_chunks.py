@@ -9,7 +9,7 @@ transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -51,17 +51,16 @@ def spec_called(name: str) -> Spec:
     return check_spec(replace(spec, name=f"{name}-both-ways", text=text, **media))
 
 
-#: K = V, experts, per-layer embeddings with shared K and V
-SPECS = ("tiny-unified", "tiny-moe", "tiny-ple")
-
-
-@pytest.fixture(scope="module", params=(*SPECS, "torch"))
-def engine(request: Any, make_engine: Any) -> Iterator[Engine]:
-    options = {"audio_seconds": (1,), **LIMITS}
-    if request.param != "torch":
-        yield make_engine(spec_called(request.param), **options)
-        return
-    yield make_engine("tiny-unified", backend="torch", **options)
+@pytest.fixture(
+    scope="module",
+    params=[("tiny-unified", "torch"), ("tiny-moe", "reference"), ("tiny-ple", "reference")],
+    ids=lambda param: param[0],
+)
+def engine(request: Any, make_engine: Any) -> Engine:
+    """K = V in step programs; experts; per-layer embeddings with shared K and V."""
+    name, backend = request.param
+    made: Engine = make_engine(spec_called(name), backend=backend, audio_seconds=(1,), **LIMITS)
+    return made
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,21 @@ def specs() -> list[Spec]:
     return [widened("tiny-ple"), widened("tiny-moe")]
 
 
-@pytest.mark.parametrize(("backend", "device"), WHERE)
-def test_own_formats(backend: str, device: str, tmp_path: Path) -> None:
-    for quant in (None, *built_in_names(), *(recipe_of(form, tmp_path) for form in SCHEMES)):
-        for spec in specs():
-            assert_same(*both(spec, backend, device, quant=quant))
+#: each built-in config, and each format in a recipe of its own, in one place; in all with --full
+FORMATS = [None, *built_in_names(), *(f"{form}.yaml" for form in SCHEMES)]
+PLACED = [
+    pytest.param(quant, *where, marks=() if j == i % len(WHERE) else pytest.mark.full)
+    for i, quant in enumerate(FORMATS)
+    for j, where in enumerate(WHERE)
+]
+
+
+@pytest.mark.parametrize(("quant", "backend", "device"), PLACED)
+def test_own_formats(quant: str | None, backend: str, device: str, tmp_path: Path) -> None:
+    form = quant.removesuffix(".yaml") if quant else ""
+    for spec in specs():
+        given = quant if form in ("", quant) else recipe_of(form, tmp_path)
+        assert_same(*both(spec, backend, device, quant=given or None))
 
 
 def gguf_file(*kinds: str, folder: Path) -> Path:
@@ -164,9 +174,9 @@ def test_quantised_files(file: str, backend: str, device: str, dtype: str, tmp_p
     assert_same(*both(model.spec, backend, device, **options))
 
 
-#: half of the files on a backend each; all on all with --full
+#: a quarter of the files on a backend each; all on all with --full
 LOADED = [
-    pytest.param(file, backend, marks=() if j == i % 6 else pytest.mark.full)
+    pytest.param(file, backend, marks=() if 4 * j == i % 12 else pytest.mark.full)
     for i, file in enumerate(FILES)
     for j, backend in enumerate(("reference", "onnx", "torch"))
 ]

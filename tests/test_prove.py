@@ -102,12 +102,21 @@ def faulty(engine: Engine, run: Run, patch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
+QUANTISED = {"kv_dtype": "int8"}
+
+
+@pytest.mark.parametrize("options", [{}, QUANTISED])
+def test_a_right_engine(options: dict[str, Any], engines: Any) -> None:
+    ok, summary, _ = check_logits(engines("tiny-ple", **LIMITS, **options))
+    assert ok, summary
+
+
 @pytest.mark.parametrize(
     "fault, options",
     [
         (row_off_by_one, {}),
         (forgetful_ring, {}),
-        (scale_of_another_head, {"kv_dtype": "int8"}),
+        (scale_of_another_head, QUANTISED),
         (wrong_window, {}),
         (quantised_head, {}),
     ],
@@ -116,8 +125,6 @@ def test_faults_that_the_logits_show(
     fault: Run, options: dict[str, Any], engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines("tiny-ple", **LIMITS, **options)
-    ok, summary, data = check_logits(engine)
-    assert ok, summary
     ok, summary, data = check_logits(faulty(engine, fault, monkeypatch))
     assert ok is False and max(data["relative"]) > data["limits"]["row"], summary
 

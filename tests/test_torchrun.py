@@ -136,12 +136,13 @@ def check_against_one(
     backend: str,
     ep: bool = False,
     settings: dict[str, str] | None = None,
+    task: str = "all",
     **options: Any,
 ) -> None:
     """Ranks choose what one does, whatever chooses; their logits differ by rounding alone."""
     one = built(folder / "one", name, 1, "reference", **options)
     several = built(folder / "several", name, ranks, backend, ep=ep, settings=settings, **options)
-    with started(ranks, several, "all", folder / "said.json") as all_of_them:
+    with started(ranks, several, task, folder / "said.json") as all_of_them:
         assert all_of_them.ended(600) == [0] * ranks, all_of_them.said(0) + all_of_them.said(1)
     got = json.loads((folder / "said.json").read_text())
     with g4ir.load_engine(one) as engine, torch.no_grad():
@@ -161,13 +162,16 @@ RANKS = [(*row,) for row in TABLES["torchrun"]["ranks"]]
 
 
 @pytest.mark.parametrize("ep, quant, form, drafts", short(RANKS[0], of=RANKS))
-def test_two_ranks(tmp_path: Path, ep: bool, quant: bool, form: str, drafts: bool) -> None:
+def test_two_ranks(
+    tmp_path: Path, full: bool, ep: bool, quant: bool, form: str, drafts: bool
+) -> None:
     """Groups of 8 are whole on every rank, which then makes the codes that one would make."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     options = {"quant": recipe if quant else None, "latent_kv": form}
     options |= {"drafter": "default"} if drafts else {}
-    check_against_one(tmp_path, "tiny-moe", 2, "torch", ep, **options)
+    task = "all" if full else "quick"
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", ep, task=task, **options)
 
 
 @pytest.mark.full

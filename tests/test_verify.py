@@ -26,7 +26,7 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.ir.distance import TOLERANCES, Tolerance
 from tests.cases import TABLES
-from tests.configs import spec_called
+from tests.configs import short, spec_called
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 from tests.oracle import find_oracle
 from tests.test_rounding import changed
@@ -73,7 +73,9 @@ def test_given_tokens(engines: Any) -> None:
         assert len(report.positions) == (count if engine.all_logits else len(report.turns))
 
 
-@pytest.mark.parametrize(("backend", "quant"), [("reference", "none"), ("onnx", "int8")])
+@pytest.mark.parametrize(
+    ("backend", "quant"), short(("onnx", "int8"), of=[("reference", "none"), ("onnx", "int8")])
+)
 def test_random_weights_against_hf(backend: str, quant: str, tmp_path: Path) -> None:
     """Transformers gets those of the seed, which an engine keeps that stores its weights too."""
     options: dict[str, Any] = {"backend": backend, "quant": quant, "max_seq": 64}
