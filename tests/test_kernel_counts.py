@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,9 +107,9 @@ def kernels_of(text: str) -> Counter[str]:
     return starts(wrapper_of(exporting, options))
 
 
-def programs_of(name: str) -> Counter[str]:
-    """Texts of the programs of a decode step of one row, and how often each is called."""
-    steps = phase_steps(program(name), Limits(max_batch=1))["decode"]
+def programs_of(name: str, phase: str = "decode") -> Counter[str]:
+    """Texts of the programs of a step of one row, and how often each is called."""
+    steps = phase_steps(program(name), Limits(max_batch=1), embeds=True)[phase]
     return Counter(s.text for s in steps if isinstance(s, Segment))
 
 
@@ -118,6 +119,34 @@ def test_kernels_of_a_layer(device_of_properties: None) -> None:
     layer = next(t for t in programs_of("tiny-moe") if "moe_mlp" in t and "qkv_write" in t)
     ours = {"_skinny": 2, "_decode": 1, "_route": 1, "_gate_up": 1, "_down": 1}
     assert kernels_of(layer) == {**ours, "compiler": 4}
+
+
+RULES = """
+rules:
+- {tensors: [embed.table, head.w], form: min5}
+- {tensors: ["L*.attn.*", "L*.mlp.w_gate", "L*.mlp.w_up"], form: min4}
+- {tensors: [L*.mlp.w_down, L*.moe.*], form: iq4, otherwise: int8}
+"""
+
+
+def test_kernels_of_quantised_layers(
+    device_of_properties: None, brackets_without_a_device: None, tmp_path: Path
+) -> None:
+    """As many as of others, whatever the formats; one gathers rows of a table. A prompt's weights
+    are dequantised by one each, a layer at a time."""
+    recipe = tmp_path / "mix.yaml"
+    recipe.write_text(RULES)
+    name = f"tiny-moe+{recipe}"
+    layer = next(t for t in programs_of(name) if "moe_mlp" in t and "qkv_write" in t)
+    ours = {"_skinny": 2, "_decode": 1, "_route": 1, "_gate_up": 1, "_down": 1}
+    assert kernels_of(layer) == {**ours, "compiler": 4}
+    (table,) = programs_of(name, "embed")
+    assert kernels_of(table) == {"_rows": 1}
+    prompt = next(t for t in programs_of(name, "prefill") if "moe_mlp" in t)
+    with FakeTensorMode():
+        nodes = exported(prompt, Target("cuda", "h200", 1)).graph.nodes
+    dequantized = sum("dequantized_rows" in str(n.target) for n in nodes)
+    assert dequantized == prompt.count(" = dequantize(")
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplify_formats
 
+from .kernels.base import byte_params, codes_of
 from .schedule import schedule
 from .scratch import scratch_bytes
 from .target import find_target
@@ -30,6 +31,7 @@ class Cuda(Device):
     """NVIDIA GPUs. Imports of torch are deferred: kernels are counted without it."""
 
     name = "cuda"
+    embeds = True
     packages = ("torch", "triton")
     preload = "torch"  # the compiler may open the GPU, which forks could not use then
 
@@ -48,8 +50,11 @@ class Cuda(Device):
         return find_target(rows)
 
     def stored(self, program: Program) -> Program:
-        """Return the program without int6 and formats with minima, which kernels do not read."""
-        return program.map(simplify_formats)
+        """Return the program without the quantised weights that kernels do not read."""
+        return program.map(lambda g: simplify_formats(g, lambda n: bool(codes_of(n))))
+
+    def byte_params(self, g: Graph) -> frozenset[str]:
+        return byte_params(g)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         return scratch_bytes(program)

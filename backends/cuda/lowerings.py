@@ -10,14 +10,17 @@ from typing import Any
 import torch
 
 from g4ir.backends.inductor.cache_write import cache_write, write_list
-from g4ir.backends.inductor.lower import COMMON, coded, dense
+from g4ir.backends.inductor.lower import COMMON, dense
 from g4ir.backends.inductor.lowered import Coded, Lowering, Run
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.base import upcast
+from g4ir.ops.codecs import FORMAT_OF, dequantize_codes
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import local_expert_index
+from g4ir.ops.quant import embedding_quantized
+from g4ir.ops.types import torch_dtype
 
-from .kernels.base import Schedule, codes_of
+from .kernels.base import PackedWeight, Schedule, codes_of
 
 Tensor = torch.Tensor
 
@@ -45,10 +48,28 @@ def _call(choice: Any, run: Run, n: Node, *tensors: Any) -> Any:
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
-    """Return the quantised weight if a kernel reads it, otherwise dense."""
-    weight = coded(m, n, codes, scales)
-    takes = m.lowered.schedule.target.gpu and codes_of(m.graph, n.out)
-    return weight if takes else dense(weight)
+    """Return the quantised weight if kernels read it, otherwise dense."""
+    weight = PackedWeight(codes.view(torch.uint8), scales, torch_dtype(n.word("to")), form=_form(n))
+    return weight if codes_of(n) else dequantize_codes(_typed(n, codes), scales, weight.dtype)
+
+
+def _embedding(m: Run, n: Node, codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+    if not codes_of(n):
+        attrs: dict[str, Any] = {**n.attrs}
+        return embedding_quantized.reference(_typed(n, codes), scales, ids, **attrs)
+    from .kernels.rows_triton import gathered_rows
+
+    weight = codes.view(torch.uint8), scales, _form(n)
+    return gathered_rows(*weight, ids, n.number("scale"), torch_dtype(n.word("to")))
+
+
+def _form(n: Node) -> str:
+    return FORMAT_OF[n["codes"].type.dtype]
+
+
+def _typed(n: Node, codes: Tensor) -> Tensor:
+    """Return codes in the dtype of their format; programs get bytes."""
+    return codes.view(torch_dtype(n["codes"].type.dtype))
 
 
 def _experts(
@@ -144,7 +165,7 @@ torch.library.register_fake("g4ir::grouped_mm", _grouped_fake)
 LOWERINGS: Mapping[str, Lowering] = {
     **COMMON,
     "dequantize": Lowering(_dequantize),
-    "dequantize_tiles": Lowering(_dequantize),
+    "embedding_quantized": Lowering(_embedding),
     "experts": Lowering(_experts, (Coded,)),
     "cache_write": Lowering(cache_write(_write)),
 }

@@ -9,6 +9,7 @@ import torch
 
 from g4ir.backends import sampling
 from g4ir.backends.base import DeviceChoice, Task, Tensors, Watch
+from g4ir.backends.inductor.programs import EMBED
 from g4ir.backends.inductor.runtime import ProgramRuntime
 from g4ir.backends.inductor.segment import Step
 from g4ir.backends.kv_cache import Caches
@@ -16,6 +17,7 @@ from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 
 from .graph import Captured, WithFallback, recorded
+from .kernels.base import byte_params
 from .schedule import any_length, schedule
 from .target import find_target
 from .token_loop import Choose, Embed, TokenLoop
@@ -43,6 +45,18 @@ class CudaRuntime(ProgramRuntime):
 
     def _device_index(self) -> int:
         return torch.cuda.current_device()
+
+    def _operands(self, params: Mapping[str, Any]) -> Tensors:
+        packed = frozenset[str]().union(*map(byte_params, self.program.graphs.values()))
+        return {n: t.view(torch.uint8) if n in packed else t for n, t in params.items()}
+
+    def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
+        """Gather rows on the device if all tables are quantised or dense there."""
+        plan = self.plans.get((EMBED, True))
+        if plan is None or not all(getattr(t, "is_cuda", False) for t in tables.values()):
+            return super().embed(tokens, tables)
+        feeds = {"tokens": tokens.to(self.device), **self._operands(tables)}
+        return self._results(EMBED, self._run_plan(plan, feeds, {}))
 
     def run(
         self,

@@ -121,7 +121,7 @@ class TorchBackend(Backend):
     def load(self, task: Task, files: Programs, cuda_graph: bool = True) -> Any:
         device = find_device(task.device)
         recorded = task.program.graphs.keys() - files.keys() if device.records else ()
-        steps = phase_steps(task.program, task.limits, recorded)
+        steps = phase_steps(task.program, task.limits, recorded, device.embeds)
         _check_programs(task, steps, files)
         return device.runtime(task, steps, files, cuda_graph)
 
@@ -136,7 +136,7 @@ def _steps(
     """Return the steps of the graphs that do not run as step programs."""
     compiles = _compiles(device, settings)
     recorded = () if compiles else find_device(device).recorded_phases(program, limits)
-    return phase_steps(program, limits, recorded)
+    return phase_steps(program, limits, recorded, find_device(device).embeds)
 
 
 def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:

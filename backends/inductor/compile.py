@@ -220,15 +220,16 @@ def exported(text: str, target: Target) -> Any:
 
     from .lower import SegmentModule, example
 
-    g = parse_graph(text)
-    args, dynamic = [], []
+    g, device = parse_graph(text), find_device(target.device)
+    args, dynamic, byte_params = [], [], device.byte_params(g)
     for v in g.sources():
-        args.append(example(v.type, target.device, _TRACE))
+        t = example(v.type, target.device, _TRACE)
+        args.append(t.view(torch.uint8) if v.name in byte_params else t)
         named = [i for i, d in enumerate(v.type.shape) if isinstance(d, str)]
         dynamic.append({i: Dim.DYNAMIC(min=1) for i in named})
     with _any_size():
         return torch.export.export(
-            SegmentModule(find_device(target.device).lowered(g, target)),
+            SegmentModule(device.lowered(g, target)),
             tuple(args),
             dynamic_shapes=(tuple(dynamic),),
             strict=False,

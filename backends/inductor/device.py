@@ -28,6 +28,8 @@ class Device(ABC):
     packages: tuple[str, ...]
     #: whether it runs graphs without compiled programs, as step programs if possible
     records = False
+    #: whether gathers from quantised tables are compiled
+    embeds = False
     #: module that is slow to import; compile workers fork after its import
     preload: str
 
@@ -50,6 +52,10 @@ class Device(ABC):
     @abstractmethod
     def stored(self, program: Program) -> Program:
         """Return the program with weights in the layouts of its kernels."""
+
+    def byte_params(self, g: Graph) -> frozenset[str]:
+        """Return the params of a graph that its programs take as bytes [.., row bytes]."""
+        return frozenset()
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         """Return limits -> scratch bytes of a step beyond the workspace of its graphs."""

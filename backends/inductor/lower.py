@@ -9,7 +9,7 @@ import torch
 
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.base import as_tuple
-from g4ir.ops.codecs import dequantize_codes, fake_quantize_values, from_tiles
+from g4ir.ops.codecs import fake_quantize_values
 from g4ir.ops.types import Type, torch_dtype
 
 from .attention import attention, attention_latent, encoder_attention
@@ -71,12 +71,7 @@ def dense(value: Any) -> Any:
     """Return quantised weights and rounded rows as dense tensors; others unchanged."""
     if isinstance(value, Rounded):
         return fake_quantize_values(value.x, value.fmt)
-    if not isinstance(value, Coded):
-        return value
-    codes, scales = value.codes, value.scales
-    if value.tiles:
-        codes, scales = from_tiles(codes), from_tiles(scales)
-    return dequantize_codes(codes, scales, value.dtype)
+    return value.dense() if isinstance(value, Coded) else value
 
 
 def coded(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Coded:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from g4ir.ir.graph import Graph, Node
+from g4ir.ops.codecs import dequantize_codes, from_tiles
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,13 @@ class Coded:
     dtype: Any
     #: whether codes and scales are tiled
     tiles: bool = False
+
+    def dense(self) -> Any:
+        """Return the weight, dequantised."""
+        parts = self.codes, self.scales
+        if self.tiles:
+            parts = from_tiles(self.codes), from_tiles(self.scales)
+        return dequantize_codes(*parts, self.dtype)
 
 
 @dataclass(frozen=True)

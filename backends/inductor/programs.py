@@ -12,6 +12,7 @@ from .segment import Step, graph_steps
 
 #: the graphs that a step may run; only an engine that drafts has `verify`, only one of images
 #: `prefill_media`
+EMBED = "embed"
 PHASES = ("prefill", "decode", "verify", "prefill_media", "encode")
 
 
@@ -21,12 +22,14 @@ def phases(program: Program) -> list[str]:
 
 
 def phase_steps(
-    program: Program, limits: Limits, recorded: Iterable[str] = ()
+    program: Program, limits: Limits, recorded: Iterable[str] = (), embeds: bool = False
 ) -> dict[str, list[Step]]:
-    """Return the steps of each phase and tower, but for those `recorded`; an engine for one row has
-    its batch dim fixed."""
+    """Return the steps of each phase and tower, but for those `recorded`; if a device `embeds`, of
+    gathers from quantised tables too. An engine for one row has its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
-    skipped = ("embed", *recorded)
+    skipped = {*recorded, EMBED}
+    if embeds and any(program.graphs[EMBED].find("embedding_quantized")):
+        skipped.remove(EMBED)
     return {
         name: graph_steps(bind(g, **fixed))
         for name, g in program.graphs.items()

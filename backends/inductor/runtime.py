@@ -18,6 +18,7 @@ from g4ir.ir.interpret import run_node
 from g4ir.ui.paths import unpacking
 from g4ir.weights.pack import ParamSource
 
+from .programs import EMBED
 from .segment import Segment, Step, state_steps
 
 Tensor = torch.Tensor
@@ -70,11 +71,12 @@ class ProgramRuntime:
             }
         self.weights = self._load_params(self._param_names(steps), task)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
+        operands = self._operands(self.weights)
         for phase, many in steps.items():
             graph = self.program.graphs[phase]
             alias = {v.name: n for n, v in graph.next.items()}
             bound = {
-                id(s): _bind(s, self._call(s, f), self.weights, alias)
+                id(s): _bind(s, self._call(s, f), operands, alias)
                 for s, f in zip(many, files[phase], strict=True)
             }
             keep = {v.name for v in (*graph.outputs, *graph.inputs)}
@@ -97,9 +99,14 @@ class ProgramRuntime:
         return -1
 
     def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
-        """Return the params that steps read, each once."""
-        segments = (s for many in steps.values() for s in many if isinstance(s, Segment))
+        """Return the params that steps read, each once, without those of embedding tables alone."""
+        many = (s for phase, steps in steps.items() if phase != EMBED for s in steps)
+        segments = (s for s in many if isinstance(s, Segment))
         return dict.fromkeys(name for s in segments for name in s.params)
+
+    def _operands(self, params: Mapping[str, Any]) -> Tensors:
+        """Return params as programs take them."""
+        return dict(params)
 
     def _load_params(self, names: Iterable[str], task: Task) -> dict[str, Tensor]:
         """Load each param once, tensor by tensor."""

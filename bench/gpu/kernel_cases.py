@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from g4ir.backends.cuda.kernels.base import Choice, Schedule
+from g4ir.backends.cuda.kernels.base import Choice, Schedule, byte_params
 from g4ir.backends.cuda.kernels.launch import Launch, recorded
 from g4ir.backends.cuda.lowerings import GpuLowered
 from g4ir.backends.cuda.schedule import schedule
@@ -23,7 +23,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import print_graph
 from g4ir.ops import OPS
-from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED
+from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.ops.kv_quant import dequantized_width
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
@@ -118,7 +118,7 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor
             (*shape[:-1], dequantized_width(v.type)), device=device, generator=random
         )
         return OPS["narrow_row"].reference(rows, to=v.type.dtype)  # type: ignore[misc]
-    if v.type.dtype in PACKED:
+    if v.name in byte_params(case.graph):
         return _codes(shape, dtype, device, random)
     if v.type.dtype not in FLOATS:
         return _whole_numbers(case, v, shape, device)
@@ -135,6 +135,7 @@ def _codes(shape: list[int], dtype: torch.dtype, device: str, random: torch.Gene
     """Return any codes that are numbers."""
     if dtype == torch.float8_e4m3fn:
         return torch.randn(shape, device=device, generator=random).mul_(99).to(dtype)
+    shape[-1] *= dtype.itemsize
     draw = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=random)
     return draw.view(dtype)
 

@@ -27,7 +27,6 @@ from bench.gpu.kernel_cases import (
     run_case,
 )
 from g4ir.backends.cuda.graph import recorded
-from g4ir.backends.cuda.kernels.interpreter import interpreted
 from g4ir.backends.cuda.kernels.launch import directly
 from g4ir.backends.inductor.device import find_device
 from g4ir.backends.inductor.segment import canonical
@@ -59,6 +58,8 @@ def test_kernels(measure: Any, scale: Scale, variant: str, rows: int) -> None:
     target = Target(scale.device, scale.gpu or find_device(scale.device).target(1).gpu, rows)
     every = all_cases(programs([variant]), [target], scale.tokens, scale.new)
     cases = {case_name(c): c for c in every}
+    from tests.interpreted.language import interpreted
+
     interpreting = scale.device == "cpu"
     if not interpreting:
         compile_ahead([c for name, c in cases.items() if name not in measure.found])

@@ -7,7 +7,7 @@ is already quantised, codes and scales are params.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -95,12 +95,13 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
     return b.emit_all("quantize", v, name=names, **scheme.attrs(dtype))
 
 
-def simplify_formats(g: Graph) -> Graph:
-    """Return a graph for targets that have int8, int4 and fp8 alone: at build, formats with minima
-    are dequantised, the others converted to int8."""
+def simplify_formats(g: Graph, reads: Callable[[Node], bool] = lambda n: False) -> Graph:
+    """Return a graph for targets that have int8, int4 and fp8 alone, and the weights of nodes that
+    `reads` accepts: at build, others with minima are dequantised, the rest converted to int8."""
     b = Builder(g.name)
     for n in g.nodes:
-        fmt = FORMAT_OF[n["codes"].type.dtype] if n.op in QUANTISED_OPS else ""
+        quantised = n.op in QUANTISED_OPS and not reads(n)
+        fmt = FORMAT_OF[n["codes"].type.dtype] if quantised else ""
         if fmt in AS_BYTES:
             _to_int8(b, n)
         elif fmt and FORMATS[fmt].scales > 1:

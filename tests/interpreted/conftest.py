@@ -25,8 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels_are_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    from g4ir.backends.cuda.kernels.interpreter import interpreted
-
+    from .language import interpreted
     from .orders import interleaved, poisoned
     from .quick import quick
 

@@ -15,10 +15,10 @@ from zlib import crc32
 import torch
 
 from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.cuda.kernels.base import Choice, Kernel, Sample, Schedule, codes_and_scales
+from g4ir.backends.cuda.kernels.base import Choice, Kernel, PackedWeight, Sample, Schedule
 from g4ir.backends.cuda.lowerings import GpuLowered
 from g4ir.backends.inductor.lower import dense
-from g4ir.backends.inductor.lowered import Coded, Run
+from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import interpret
@@ -86,7 +86,7 @@ def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
 SCALE_BITS = {"int8": 0, "int4": 3, "fp8": 3}
 
 
-def in_codes(w: Tensor, form: str, group: int) -> Coded:
+def in_codes(w: Tensor, form: str, group: int) -> PackedWeight:
     """Codes of about these numbers. In bf16 they mean what bf16 holds, so that the op, which rounds
     a weight once, and a kernel that does not compute the same."""
     scale = "f32" if w.dtype == torch.float32 else "bf16"
@@ -95,7 +95,7 @@ def in_codes(w: Tensor, form: str, group: int) -> Coded:
         kept, exponent = torch.frexp(scales.float())
         steps = 2.0 ** (1 + SCALE_BITS[form])
         scales = torch.ldexp((kept * steps).trunc() / steps, exponent).bfloat16()
-    return Coded(codes, before_nan(scales)[0], w.dtype)
+    return PackedWeight(codes.view(torch.uint8), before_nan(scales)[0], w.dtype, form=form)
 
 
 def seen(n: Node, given: list[Tensor]) -> Tensor:
@@ -145,11 +145,11 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def parts(x: Any) -> list[Tensor]:
     """A tensor, or the codes and scales of a weight."""
-    return [t.float() for t in codes_and_scales(x) if t is not None]
+    return [t.float() for t in ((x.codes, x.scales) if isinstance(x, PackedWeight) else (x,))]
 
 
 def copied(x: Any) -> Any:
-    if isinstance(x, Coded):
+    if isinstance(x, PackedWeight):
         return replace(x, codes=x.codes.clone(), scales=x.scales.clone())
     return x.clone()
 

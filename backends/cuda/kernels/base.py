@@ -17,12 +17,15 @@ from typing import Any
 from g4ir.backends.inductor.lowered import Coded
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Value
-from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED
+from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.ops.kv_quant import quantized_width
 from g4ir.ops.types import Type
+from g4ir.quant.rewrite import QUANTISED_OPS
 
 #: maximum rows of the small-batch matmul kernels; larger ones use the BLAS library
 SKINNY = 64
+#: values of a weight that 128 threads decode at once
+DECODED = 8192
 
 Shape = Mapping[str, int]
 Use = Mapping[str, int]
@@ -48,9 +51,21 @@ class Sample:
     coded: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
 
-def codes_and_scales(w: Any) -> tuple[Any, Any]:
-    """Return (weight, None), or (codes, scales) of a quantised weight."""
-    return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
+@dataclass(frozen=True)
+class PackedWeight(Coded):
+    """A quantised weight as the bytes of its codes, in a format."""
+
+    form: str = ""
+
+    def dense(self) -> Any:
+        from .rows_triton import dense
+
+        return dense(self.codes, self.scales, self.form, self.dtype)
+
+
+def codes_and_scales(w: Any) -> tuple[Any, Any, str]:
+    """Return (weight, None, ""), or bytes of codes, scales and format of a quantised weight."""
+    return (w.codes, w.scales, w.form) if isinstance(w, PackedWeight) else (w, None, "")
 
 
 @dataclass(frozen=True)
@@ -137,22 +152,41 @@ def size(t: Type, axis: int) -> int:
     return dim
 
 
-def codes_of(g: Graph, v: Value) -> dict[str, int]:
-    """Return {format: codes per scale} of a quantised weight that kernels dequantise themselves; {}
-    for any other. Codes per scale: a full row, or a power of two from 16 on."""
-    n = g.producers.get(v.name)
-    if n is None or n.op != "dequantize":
+def codes_of(n: Node | None) -> dict[str, int]:
+    """Return {format: codes per scale} of the quantised weight that a node dequantises or gathers
+    from; {} if kernels do not read it, and for any other node. Codes per scale: a full row, or a
+    power of two from 16 on."""
+    if n is None or n.op not in QUANTISED_OPS:
         return {}
-    codes, k = n["codes"].type, size(v.type, -1)
-    group = k // size(n["scales"].type, -1)
+    form, k = FORMAT_OF[n["codes"].type.dtype], size(n.out.type, -1)
+    group = k // (size(n["scales"].type, -1) // FORMATS[form].scales)
     supported = group == k or (group >= 16 and group & (group - 1) == 0)
-    supported &= k % 8 == 0 and codes.dtype in PACKED
-    return {FORMAT_OF[codes.dtype]: group} if supported else {}
+    return {form: group} if supported and k % 8 == 0 else {}
+
+
+def weight_codes(g: Graph, *weights: Value) -> dict[str, int]:
+    """Return `codes_of` the nodes that define weights."""
+    return {k: v for w in weights for k, v in codes_of(g.producers.get(w.name)).items()}
 
 
 def is_quantised(shape: Shape) -> bool:
     """Whether the shape is of a quantised weight (`codes_of`)."""
     return any(fmt in shape for fmt in FORMATS)
+
+
+def fit_blocks(shape: Shape, block_n: int, block_k: int, pairs: int = 1) -> dict[str, int]:
+    """Return the tile of a weight, of `pairs` * block_n rows: whole blocks of its formats, and so
+    few rows that the registers hold what is decoded."""
+    formats = [FORMATS[name] for name in FORMATS.keys() & shape.keys()]
+    block_k = max([block_k, *(fmt.block_values for fmt in formats)])
+    if any(fmt.block_values > 2 for fmt in formats):
+        block_n = min(block_n, DECODED // (block_k * pairs))
+    return {"block_n": block_n, "block_k": block_k}
+
+
+def byte_params(g: Graph) -> frozenset[str]:
+    """Return the params of a graph that programs take as bytes: codes of quantised weights."""
+    return frozenset(n["codes"].name for n in g.nodes if n.op in QUANTISED_OPS)
 
 
 def row_tile(shape: Shape) -> int:

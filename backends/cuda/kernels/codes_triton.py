@@ -1,136 +1,243 @@
 """Loading and dequantising weights in Triton: a float dtype, or codes with scales
 (g4ir/ops/codecs.py).
 
-FORM is empty for a float dtype, else the form of the codes. GROUP is how many codes share a scale;
-0: those of a row, whose scale is applied to the row's sum. Products with one row of x keep code *
-scale exact; where tensor cores multiply, a weight in groups is rounded to x's dtype, which is the
-definition.
+One decoder reads every quantised format from its bytes. What it needs to know of a format is a
+record, FORMAT, a tuple of integers computed from the table of layouts (`record`). GROUP is how many
+codes share a scale; 0: those of a row, whose scale is applied to the row's sum.
 
-int4 is read in words of eight codes. Four bits become a float without a conversion: put below the
-exponent of 16.0 they are 16 + (code + 8), exact in fp32; 24 is taken off by one multiplication with
-the sum of eight x, or in the multiply-add with the scale.
+The bits of a value are in one or two fields of a block, read as 32-bit words. A word has some
+values at shifts: with each `join` of a word and its shifted copy the values of a tile double, until
+all are there, and a reshape puts them in order. Bits become a float without a conversion: at the
+top of the mantissa, below the exponent of 2^width, they are 2^width + value, exact in fp32; 2^width
+is taken off with the format's zero point, in the multiply-add with the scale.
+
+Products with one row of x keep code * scale exact; where tensor cores multiply, a weight is
+rounded to x's dtype, which is the definition, unless its scale is the row's.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED, dequantize_codes
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.codecs import FORMATS, PAIRS_OF_INTEGERS, QuantFormat
+from g4ir.ops.layouts import Bits, six_bits
 
 Tensor = torch.Tensor
-#: dtype of codes -> format
-CODED = {torch_dtype(codes): FORMAT_OF[codes] for codes in PACKED}
+
+#: kinds of codes: floats, 8-bit integers, e4m3, bits of values in words
+DENSE, INT8, E4M3, BITS = (tl.constexpr(i) for i in range(4))
+#: kinds of shared integers: signed bytes, 7 bits above the choice of a shift, e4m3, pairs of 4 and
+#: of 6 bits
+SIGNED, SHIFTED, FLOATS, NIBBLES, SIX_BITS = (tl.constexpr(i) for i in range(5))
+#: positions in a record: kind; values and words of a block; of both fields: bits of a value, first
+#: word and words in a block, shifts by bit of a value's index, five bits each (0: it selects the
+#: word); zero point; values that share an integer, the kind and the first word of integers; whether
+#: there are minima; length of a table and its values, a byte each; shift of a group's values
+KIND, VALUES, WORDS = (tl.constexpr(i) for i in range(3))
+LOW, HIGH = tl.constexpr(3), tl.constexpr(7)
+ZERO, SHARED, INTEGERS, INTEGERS_AT, MINIMA = (tl.constexpr(i) for i in range(11, 16))
+TABLE, TABLE_LOW, TABLE_HIGH, LEVEL_SHIFT = (tl.constexpr(i) for i in range(16, 20))
 
 
 @triton.jit
 def rows_of(w, row, K, FORMAT):
-    """Pointers to rows of a weight of K columns; int4: to words of eight codes."""
-    if FORMAT == "int4":
+    """Pointers to rows of a weight of K columns; bits: to their words."""
+    if FORMAT[KIND] == BITS:
         w = w.to(tl.pointer_type(tl.int32), bitcast=True)
-    return w + row.to(tl.int64) * (K // 8 if FORMAT == "int4" else K)
+        w += row.to(tl.int64) * (K // FORMAT[VALUES] * FORMAT[WORDS])
+    else:
+        w += row.to(tl.int64) * K
+    return w
 
 
 @triton.jit
-def scales_of(scales, row, K, GROUP):
+def scales_of(scales, row, K, FORMAT, GROUP):
     """Pointers to the scales of rows."""
-    return scales + row.to(tl.int64) * (K // GROUP if GROUP else 1)
+    return scales + row.to(tl.int64) * ((K // GROUP if GROUP else 1) * (1 + FORMAT[MINIMA]))
 
 
 @triton.jit
 def row_scaled(sums, scales, live, FORMAT, GROUP):
     """Multiply sums [R, M] by the rows' scale, if there is one per row."""
-    if FORMAT != "" and GROUP == 0:
+    if FORMAT[KIND] != DENSE and GROUP == 0 and not FORMAT[MINIMA]:
         sums = sums * tl.load(scales, mask=live, other=0.0).to(tl.float32)[:, None]
     return sums
 
 
 @triton.jit
-def _scaled(t, scales, live, at, K, C, BLOCK_K, R, GROUP, OFFSET):
-    """(t - OFFSET) * group scales; t [R, C] covers BLOCK_K columns from `at`, a multiple of
-    BLOCK_K."""
-    EACH: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
-    G: tl.constexpr = BLOCK_K // EACH
-    g = at // GROUP + tl.arange(0, G)
-    inside = live[:, None] & (g < K // GROUP)[None, :]
-    s = tl.load(scales[:, None] + g[None, :], mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    t = tl.reshape(t, (R, G, C // G)) * s
-    if OFFSET:
-        t -= s * OFFSET
-    return tl.reshape(t, (R, C))
-
-
-@triton.jit
-def bits_of_16(w):
-    """The bits of 16.0, hidden from constant folding, so that mask and OR become one LOP3
+def exponent_of(w, FORMAT):
+    """The bits of 2^width, hidden from constant folding, so that mask and OR become one LOP3
     instruction."""
-    return tl.where(w.to(tl.int64) != 0, 0x41800000, 0)
+    return tl.where(w.to(tl.int64) != 0, (127 + FORMAT[LOW] + FORMAT[HIGH]) << 23, 0)
 
 
 @triton.jit
-def _nibble(word, NTH: tl.constexpr, exponent):
-    """16 + the NTH 4 bits of a word, fp32."""
-    if NTH < 5:
-        bits = word << (19 - 4 * NTH)
+def _field(w, live, blocks, R, BLOCK_K, FORMAT, FIELD):
+    """Words of a field, shifted so that each value's bits are lowest: int32 [R, BLOCK_K]."""
+    EACH: tl.constexpr = FORMAT[FIELD + 2]
+    j = tl.arange(0, BLOCK_K // FORMAT[VALUES] * EACH)
+    t = tl.load(
+        w[:, None] + (j // EACH * FORMAT[WORDS] + FORMAT[FIELD + 1] + j % EACH)[None, :],
+        mask=live[:, None] & (j // EACH < blocks)[None, :],
+        other=0,
+        eviction_policy="evict_first",
+    )
+    for bit in tl.static_range(8):
+        t = _with_bit(t, bit, (FORMAT[FIELD + 3] >> 5 * bit) & 31, R)
+    return t
+
+
+@triton.jit
+def _with_bit(t, BIT, SHIFT, R):
+    """Words [R, W] by the other bits of a value's index -> [R, 2W]: shifted where this one is set;
+    if it has no shift, unchanged."""
+    if SHIFT:
+        N: tl.constexpr = t.shape[1] >> BIT
+        t = tl.reshape(tl.join(t, t >> SHIFT), (R, N, 1 << BIT, 2))
+        t = tl.reshape(tl.permute(t, (0, 1, 3, 2)), (R, N << (BIT + 1)))
+    return t
+
+
+@triton.jit
+def _table_values(i, FORMAT):
+    """The values of a table at indices, fp32."""
+    word = tl.full(i.shape, FORMAT[TABLE_LOW], tl.int64)
+    if FORMAT[TABLE] > 8:
+        word = tl.where((i & 8) != 0, FORMAT[TABLE_HIGH], word)
+    return (word >> ((i & 7) * 8)).to(tl.int8).to(tl.float32)
+
+
+@triton.jit
+def _values(w, live, at, K, exponent, R, BLOCK_K, FORMAT):
+    """Values fp32 [R, BLOCK_K] of a format of bits from column `at`, 2^width too large unless they
+    come from a table. w: row pointers."""
+    w += at // FORMAT[VALUES] * FORMAT[WORDS]
+    blocks = (K - at) // FORMAT[VALUES]
+    WIDTH: tl.constexpr = FORMAT[LOW] + FORMAT[HIGH]
+    UP: tl.constexpr = 0 if FORMAT[TABLE] else 23 - WIDTH
+    MASK: tl.constexpr = ((1 << FORMAT[LOW]) - 1) << UP
+    t = (_field(w, live, blocks, R, BLOCK_K, FORMAT, LOW) << UP) & MASK
+    if FORMAT[HIGH]:
+        high = _field(w, live, blocks, R, BLOCK_K, FORMAT, HIGH)
+        t |= (high & ((1 << FORMAT[HIGH]) - 1)) << (UP + FORMAT[LOW])
+    if FORMAT[TABLE]:
+        t = _table_values(t, FORMAT)
     else:
-        bits = word >> (4 * NTH - 19)
-    return ((bits & 0x00780000) | exponent).to(tl.float32, bitcast=True)
+        t = (t | exponent).to(tl.float32, bitcast=True)
+    return t
 
 
 @triton.jit
-def _eighths(x, W):
-    """[1, 8 W] -> eight [1, W]: columns 0, 8, ..; 1, 9, ..; and so on."""
-    even, odd = tl.split(tl.reshape(x, (1, W, 4, 2)))
-    a, c = tl.split(tl.reshape(even, (1, W, 2, 2)))
-    b, d = tl.split(tl.reshape(odd, (1, W, 2, 2)))
-    x0, x4 = tl.split(a)
-    x1, x5 = tl.split(b)
-    x2, x6 = tl.split(c)
-    x3, x7 = tl.split(d)
-    return x0, x1, x2, x3, x4, x5, x6, x7
+def _integers(w, live, at, K, N, FORMAT):
+    """Shared integers [R, N] from column `at`, and the second ones (of minima, or shifts of
+    values), 0 if there are none. w: row pointers."""
+    PER_BLOCK: tl.constexpr = FORMAT[VALUES] // FORMAT[SHARED]
+    SIX: tl.constexpr = FORMAT[INTEGERS] == SIX_BITS
+    i = tl.arange(0, N)
+    block, nth = i // PER_BLOCK, i % PER_BLOCK
+    mask = live[:, None] & (block < (K - at) // FORMAT[VALUES])[None, :]
+    at_word = (at // FORMAT[VALUES] + block) * FORMAT[WORDS] + FORMAT[INTEGERS_AT]
+    words = w[:, None] + (at_word + (0 if SIX else nth // 4))[None, :]
+    shift = (nth % 4 * 8)[None, :]
+    first = tl.load(words, mask=mask, other=0) >> shift
+    second = tl.zeros_like(first)
+    if FORMAT[INTEGERS] == NIBBLES:
+        second = (first >> 4) & 15
+        first = first & 15
+    elif SIX:
+        second = tl.load(words + 1, mask=mask, other=0) >> shift
+        last = tl.load(words + 2, mask=mask, other=0) >> shift
+        lower = (nth < 4)[None, :]
+        first = tl.where(lower, first & 63, (last & 15) | ((first >> 2) & 48))
+        second = tl.where(lower, second & 63, ((last >> 4) & 15) | ((second >> 2) & 48))
+    elif FORMAT[INTEGERS] == FLOATS:  # e4m3: its bits below those of a float, 2^-120 of its value
+        bits = ((first & 128) << 24) | ((first & 127) << 20)
+        first = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        if FORMAT[INTEGERS] == SHIFTED:
+            second = -(first & 1) * FORMAT[LEVEL_SHIFT]
+        first = (first << 24) >> (24 + FORMAT[INTEGERS])
+    return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
-def _word_products(word, x, exponent, W):
-    """Dot product of each word's eight codes with eight columns of x [1, 8 W], fp32."""
-    x0, x1, x2, x3, x4, x5, x6, x7 = _eighths(x, W)
-    sums = _nibble(word, 0, exponent) * x0
-    sums += _nibble(word, 1, exponent) * x1
-    sums += _nibble(word, 2, exponent) * x2
-    sums += _nibble(word, 3, exponent) * x3
-    sums += _nibble(word, 4, exponent) * x4
-    sums += _nibble(word, 5, exponent) * x5
-    sums += _nibble(word, 6, exponent) * x6
-    sums += _nibble(word, 7, exponent) * x7
-    return sums - 24.0 * ((x0 + x1) + (x2 + x3) + (x4 + x5) + (x6 + x7))
+def _scales(scales, live, at, K, N, R, FORMAT, GROUP, EACH):
+    """Scales and minima fp32 [R, N], one for EACH columns from column `at`; 0 without minima."""
+    SPAN: tl.constexpr = GROUP // EACH if GROUP and GROUP // EACH < N else N
+    g = at // GROUP + tl.arange(0, N // SPAN) if GROUP else tl.arange(0, 1)
+    inside = live[:, None] & (g < (K // GROUP if GROUP else 1))[None, :]
+    if not FORMAT[MINIMA]:
+        s = tl.load(scales[:, None] + g[None, :], mask=inside, other=0.0).to(tl.float32)
+        m = tl.zeros_like(s)
+    elif scales.dtype.element_ty.primitive_bitwidth == 16:  # as one word, which is copied early
+        pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        pair = tl.load(pairs[:, None] + g[None, :], mask=inside, other=0)
+        s = pair.to(tl.int16).to(scales.dtype.element_ty, bitcast=True).to(tl.float32)
+        m = (pair >> 16).to(tl.int16).to(scales.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        s = tl.load(scales[:, None] + 2 * g[None, :], mask=inside, other=0.0)
+        m = tl.load(scales[:, None] + (2 * g + 1)[None, :], mask=inside, other=0.0)
+    return _spread(s, R, N, SPAN), _spread(m, R, N, SPAN)
 
 
 @triton.jit
-def _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORMAT, GROUP):
-    """GEMV of `sums_of` for one row of x, fp32 [R, 1], without per-row scales."""
-    EACH: tl.constexpr = 8 if FORMAT == "int4" else 1
-    W: tl.constexpr = BLOCK_K // EACH
-    j, k = tl.arange(0, W), tl.arange(0, BLOCK_K)
-    sums = tl.zeros([R, W], tl.float32)
-    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        columns = at + k
-        a = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-        here = at // EACH + j
+def _spread(t, R, N, SPAN):
+    """[R, N / SPAN] -> [R, N]: each value SPAN times."""
+    return tl.reshape(tl.broadcast_to(t[:, :, None], (R, N // SPAN, SPAN)), (R, N))
+
+
+@triton.jit
+def _scaled(t, w, scales, live, at, K, R, BLOCK_K, FORMAT, GROUP):
+    """Values t [R, BLOCK_K] of columns from `at`, a multiple of BLOCK_K, times their integers and
+    scales, less their minima. w, scales: row pointers; a per-row scale is not applied."""
+    COMMON: tl.constexpr = FORMAT[SHARED] if FORMAT[SHARED] else GROUP
+    EACH: tl.constexpr = COMMON if COMMON and COMMON < BLOCK_K else BLOCK_K
+    N: tl.constexpr = BLOCK_K // EACH
+    step, minus = tl.full((R, N), 1.0, tl.float32), tl.zeros((R, N), tl.float32)
+    if FORMAT[SHARED]:
+        step, minus = _integers(w, live, at, K, N, FORMAT)
+    if FORMAT[LEVEL_SHIFT]:
+        minus *= step
+    if GROUP or FORMAT[MINIMA]:
+        s, m = _scales(scales, live, at, K, N, R, FORMAT, GROUP, EACH)
+        step *= s
+        if FORMAT[MINIMA]:
+            minus = m * minus if FORMAT[SHARED] else m
+        else:
+            minus *= s
+    if FORMAT[KIND] == BITS and not FORMAT[TABLE]:
+        minus += step * ((1 << (FORMAT[LOW] + FORMAT[HIGH])) + FORMAT[ZERO])
+    t = tl.reshape(t, (R, N, EACH)) * step[:, :, None] - minus[:, :, None]
+    return tl.reshape(t, (R, BLOCK_K))
+
+
+@triton.jit
+def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP):
+    """Tile [R, BLOCK_K] of a weight from column `at`: as stored, or dequantised to fp32. What is
+    beyond the last column may be anything finite: x must be zero there. w, scales: row pointers
+    (`rows_of`, `scales_of`); a per-row scale is not applied. exponent: `exponent_of`."""
+    if FORMAT[KIND] == BITS:
+        t = _values(w, live, at, K, exponent, R, BLOCK_K, FORMAT)
+    else:
+        k = at + tl.arange(0, BLOCK_K)
         t = tl.load(
-            w[:, None] + here[None, :],
-            mask=live[:, None] & (here < K // EACH)[None, :],
-            other=0.0,
+            w[:, None] + k[None, :],
+            mask=live[:, None] & (k < K)[None, :],
+            other=0,
             eviction_policy="evict_first",
         )
-        t = _word_products(t, a, exponent, W) if FORMAT == "int4" else t.to(tl.float32) * a
-        if GROUP:
-            t = _scaled(t, scales, live, at, K, W, BLOCK_K, R, GROUP, 0)
-        sums += t
-    return tl.sum(sums, 1)[:, None]
+        if FORMAT[KIND] == INT8:
+            t = t.to(tl.int8, bitcast=True).to(tl.float32)
+        elif FORMAT[KIND] == E4M3:
+            t = t.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if FORMAT[KIND] != DENSE:
+        t = _scaled(t, w, scales, live, at, K, R, BLOCK_K, FORMAT, GROUP)
+    return t
 
 
 @triton.jit
@@ -140,77 +247,80 @@ def sums_of(x, real, w, scales, row, live, K, BLOCK_M, BLOCK_K, R, STAGES, FORMA
     x: pointers to rows [BLOCK_M], those that are `real`; row [R]: rows of w [.., K], those that are
     `live`. One row multiplies and adds in fp32; more, from 16 on, go to tensor cores.
     """
-    exponent = bits_of_16(w)
-    w, scales = rows_of(w, row, K, FORMAT), scales_of(scales, row, K, GROUP)
-    if BLOCK_M == 1:
-        sums = _one_row(x, w, scales, live, exponent, K, BLOCK_K, R, STAGES, FORMAT, GROUP)
-    else:
-        sums = tl.zeros([R, BLOCK_M], tl.float32)
-        for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            t = weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP)
-            k = at + tl.arange(0, BLOCK_K)
+    exponent = exponent_of(w, FORMAT)
+    w, scales = rows_of(w, row, K, FORMAT), scales_of(scales, row, K, FORMAT, GROUP)
+    WIDTH: tl.constexpr = BLOCK_K if BLOCK_M == 1 else BLOCK_M
+    sums = tl.zeros([R, WIDTH], tl.float32)
+    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        t = weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP)
+        k = at + tl.arange(0, BLOCK_K)
+        if BLOCK_M == 1:
+            a = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+            sums += t.to(tl.float32) * a[None, :]
+        else:
             inside = real[None, :] & (k < K)[:, None]
             a = tl.load(x[None, :] + k[:, None], mask=inside, other=0.0)
             sums = tl.dot(t.to(a.dtype), a, sums, input_precision="ieee")
+    if BLOCK_M == 1:
+        sums = tl.sum(sums, 1)[:, None]
     return row_scaled(sums, scales, live, FORMAT, GROUP)
 
 
-@triton.jit
-def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP):
-    """Tile [R, BLOCK_K] of a weight from column `at`: as stored, or dequantised to fp32. Zero
-    beyond the last column, except int4 with one scale per row, where x must be zero. w, scales: row
-    pointers (`rows_of`, `scales_of`); a per-row scale is not applied. exponent: `bits_of_16`."""
-    EACH: tl.constexpr = 8 if FORMAT == "int4" else 1
-    W: tl.constexpr = BLOCK_K // EACH
-    here = at // EACH + tl.arange(0, W)
-    t = tl.load(
-        w[:, None] + here[None, :],
-        mask=live[:, None] & (here < K // EACH)[None, :],
-        other=0.0,
-        eviction_policy="evict_first",
+def _bit_shifts(bits: Bits, values: int) -> int:
+    """Return the shift within a word by bit of a value's index, in five bits each; a bit that
+    selects the word has none."""
+    shifts, byte = [], 3
+    for size, step in zip(reversed((values, *bits.axes)), reversed((0, *bits.steps)), strict=True):
+        for i in range(size.bit_length() - 1):
+            shifts.append(step << i if step else (1 << byte) & 31)
+            byte += not step
+    return sum(s << 5 * i for i, s in enumerate(shifts[: values.bit_length() - 1]))
+
+
+def _integers_kind(fmt: QuantFormat) -> int:
+    if fmt.scales > 1:
+        unpack, _ = PAIRS_OF_INTEGERS.get(fmt.shared, (None, None))
+        return (SIX_BITS if unpack is six_bits else NIBBLES).value
+    if fmt.max_integer > 127:  # e4m3
+        return FLOATS.value
+    return SHIFTED.value if fmt.shift else SIGNED.value
+
+
+@cache
+def record(form: str) -> tuple[int, ...]:
+    """Return the record of a format; of floats for an empty name."""
+    fmt = FORMATS.get(form, FORMATS["int8"])
+    kinds = {"": DENSE.value, "int8": INT8.value, "fp8": E4M3.value}
+    repeat = -(-4 // fmt.layout.nbytes)
+    values, at = fmt.block_values * repeat, 0
+    fields: dict[str, tuple[int, ...]] = {"high": (0, 0, 0, 0), "integers": (0, 0, 0, 0)}
+    for name, (nbytes, bits) in fmt.layout.fields.items():
+        words = nbytes * repeat // 4
+        fields[name] = (bits.width, at, words, _bit_shifts(bits, values))
+        at += words
+    table = bytes(v & 255 for v in fmt.table).ljust(16, b"\0")
+    halves = (int.from_bytes(table[i : i + 8], "little", signed=True) for i in (0, 8))
+    return (
+        *(kinds.get(form, BITS.value), values, at, *fields["low"], *fields["high"]),
+        *(fmt.layout.zero, fmt.shared, _integers_kind(fmt), fields["integers"][1]),
+        *(int(fmt.scales > 1), len(fmt.table), *halves, fmt.shift),
     )
-    if FORMAT == "int4":
-        t = _dequantize_words(t, exponent, R, BLOCK_K)
-        if not GROUP:
-            t -= 24.0
-    elif FORMAT != "":
-        t = t.to(tl.float32)
-    if GROUP:
-        OFFSET: tl.constexpr = 24 if FORMAT == "int4" else 0
-        t = _scaled(t, scales, live, at, K, BLOCK_K, BLOCK_K, R, GROUP, OFFSET)
-    return t
 
 
-@triton.jit
-def _dequantize_words(word, exponent, R, BLOCK_K):
-    """24 + each code, fp32 [R, BLOCK_K], of words [R, BLOCK_K / 8]."""
-    a = tl.join(_nibble(word, 0, exponent), _nibble(word, 4, exponent))
-    b = tl.join(_nibble(word, 1, exponent), _nibble(word, 5, exponent))
-    c = tl.join(_nibble(word, 2, exponent), _nibble(word, 6, exponent))
-    d = tl.join(_nibble(word, 3, exponent), _nibble(word, 7, exponent))
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (R, BLOCK_K))
-
-
-def format_constants(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict[str, Any]:
+def format_constants(
+    w: Tensor, scales: Tensor | None, form: str, prefix: str = ""
+) -> dict[str, Any]:
     """Return the constexprs FORMAT and GROUP of a weight; ValueError if it is not contiguous."""
     for t in (w, scales):
         if t is not None and not t.is_contiguous():
             raise ValueError(f"weight of strides {t.stride()}: it must be contiguous")
-    if scales is None:
-        return {f"{prefix}FORMAT": "", f"{prefix}GROUP": 0}
-    groups = scales.shape[-1]
-    return {
-        f"{prefix}FORMAT": CODED[w.dtype],
-        f"{prefix}GROUP": columns(w) // groups if groups > 1 else 0,
-    }
+    groups = 1 if scales is None else scales.shape[-1] // FORMATS[form].scales
+    group = columns(w, form) // groups if groups > 1 else 0
+    return {f"{prefix}FORMAT": record(form), f"{prefix}GROUP": group}
 
 
-def columns(w: Tensor) -> int:
-    """Return the number of columns of a weight, packed codes unpacked."""
-    return w.shape[-1] * FORMATS[CODED[w.dtype]].block_values if w.dtype in CODED else w.shape[-1]
-
-
-def dense(w: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a weight in `dtype`, dequantised if needed."""
-    weight: Tensor = w if scales is None else dequantize_codes(w, scales, dtype)
-    return weight
+def columns(w: Tensor, form: str) -> int:
+    """Return the number of columns of a weight, of bytes if it is quantised."""
+    if not form:
+        return w.shape[-1]
+    return w.shape[-1] // FORMATS[form].layout.nbytes * FORMATS[form].block_values

@@ -16,29 +16,30 @@ from .base import (
     Shape,
     Use,
     codes_and_scales,
-    codes_of,
+    fit_blocks,
     is_quantised,
     is_skinny,
     row_tile,
     size,
+    weight_codes,
 )
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     w = n["w"].type
     shape = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
-    return shape | codes_of(g, n["w"]) if is_skinny(n, target) else None
+    return shape | weight_codes(g, n["w"]) if is_skinny(n, target) else None
 
 
 def _one_row(shape: Shape, block_n: int) -> Use:
-    """Return the launch settings of a GEMV: `block_n` weight rows per program (int4: twice as
-    many), with 2 to 4 KB of each in flight."""
+    """Return the launch settings of a GEMV: `block_n` weight rows per program, with 0.5 to 4 KB of
+    each in flight."""
     if shape["k"] <= 256:
         block_k, stages = 256, 1
     else:
         block_k, stages = 1024 if is_quantised(shape) else 512, 4
-    n = block_n * (1 + ("int4" in shape))
-    return {"block_m": 1, "block_n": n, "block_k": block_k, "warps": 4, "stages": stages}
+    tile = fit_blocks(shape, block_n, block_k)
+    return {"block_m": 1, **tile, "warps": 4, "stages": stages}
 
 
 def _estimate(shape: Shape) -> Use:
@@ -47,8 +48,8 @@ def _estimate(shape: Shape) -> Use:
     if shape["rows"] == 1:
         return _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)
     block_n = 16 if n <= 2048 else 32 if n <= 4096 else 64 if n <= 10240 else 128
-    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": 128}
-    return {**tile, "warps": 4, "stages": 4}
+    tile = fit_blocks(shape, block_n, 128)
+    return {"block_m": row_tile(shape), **tile, "warps": 4, "stages": 4}
 
 
 def _glu(shape: Shape) -> Use:
@@ -57,16 +58,16 @@ def _glu(shape: Shape) -> Use:
     if shape["rows"] == 1:
         return _one_row(shape, 2 if n <= 512 else 4)
     block_n = 16 if n <= 512 else 32 if n <= 12288 else 64
-    tile = {"block_m": row_tile(shape), "block_n": block_n, "block_k": 256 if n <= 512 else 128}
-    return {**tile, "warps": 4, "stages": 3}
+    tile = fit_blocks(shape, block_n, 256 if n <= 512 else 128, pairs=2)
+    return {"block_m": row_tile(shape), **tile, "warps": 4, "stages": 3}
 
 
 def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
     from .linear_triton import skinny_linear
 
-    w, scales = codes_and_scales(w)
+    w, scales, form = codes_and_scales(w)
     act = "" if n.op == "linear" else n.word("act")
-    return skinny_linear(x, w, up, act, **choice.use, scales=scales)
+    return skinny_linear(x, w, up, act, **choice.use, scales=scales, form=form)
 
 
 def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
@@ -101,21 +102,17 @@ CODED = [
     (1, 17, 104, M1, INT8),
     (3, 5, 96, M1, INT4),
     (1, 9, 160, _use(1, 4, 128), INT4),
-    (1, 17, 40, M1, FP8),
     (4, 17, 96, M16, ("int8", 32)),
     (16, 5, 96, _use(16, 16, 64), INT4),
-    (19, 17, 40, M16, FP8),
     (64, 5, 96, M64, INT4),
     (2, 5, 256, M16, ("fp8", 128)),
     (4, 5, 40, M16, ("int4", 0)),
-    (1, 5, 40, M1, ("int4", 0)),
     (1, 6, 128, _use(1, 4, 64), ("int8", 16)),
 ]
 CODED_GLU = [
     (1, 5, 96, M1, INT4),
     (16, 5, 96, M16, INT4),
     (1, 5, 40, M1, FP8),
-    (4, 5, 40, M16, INT8),
     (33, 5, 96, M64, INT8),
 ]
 

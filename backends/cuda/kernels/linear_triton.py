@@ -23,8 +23,9 @@ from torch.library import triton_op
 from g4ir.ops.linear import linear
 from g4ir.ops.mlp import glu
 
-from .codes_triton import dense, format_constants, sums_of
+from .codes_triton import format_constants, sums_of
 from .launch import activate, blocks, rounded, start, takes
+from .rows_triton import dense
 
 Tensor = torch.Tensor
 
@@ -62,9 +63,9 @@ def _skinny(
 ):
     """Columns of y for BLOCK_M rows.
 
-    x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORM with scales in
-    each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [rows,
-    N]. Grid: columns, rows.
+    x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORMAT with
+    scales in each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y
+    [rows, N]. Grid: columns, rows.
     """
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
@@ -108,14 +109,16 @@ def skinny_linear(
     warps: int,
     stages: int,
     scales: Tensor | None = None,
+    form: str = "",
 ) -> Tensor:
-    """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; w may be codes, with scales.
+    """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; w may be the bytes of codes of a
+    format, with scales.
 
     With act then `glu` with up [..., n], or, without up, `glu_packed`, w [2n, k].
     """
     packed, k = bool(act) and up is None, x.shape[-1]
     if not takes(x):
-        product: Tensor = linear.reference(x, dense(w, scales, x.dtype))
+        product: Tensor = linear.reference(x, dense(w, scales, form, x.dtype))
         return activated(product, up, act)
     n, rows = w.shape[0] // (1 + packed), x.numel() // k
     y = x.new_empty((*x.shape[:-1], n))
@@ -132,7 +135,7 @@ def skinny_linear(
         STAGES=stages,
         PACKED=packed,
         ACT=act,
-        **format_constants(w, scales),
+        **format_constants(w, scales, form),
         num_warps=warps,
     )
     return y

@@ -19,14 +19,17 @@ from .base import (
     Shape,
     Use,
     codes_and_scales,
-    codes_of,
+    fit_blocks,
     is_quantised,
     is_skinny,
     row_tile,
     size,
+    weight_codes,
     zeros_of,
 )
 
+#: weights; the format of the last one is shown
+WEIGHTS = ("w_dense", "w_dense_down", "down", "gate_up")
 #: inputs of an unsharded MoE block
 ALL_EXPERTS = 10
 
@@ -41,26 +44,26 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
         "experts": size(gate_up, 0),
         "inner": size(gate_up, 1) // 2,
         "dense": size(dense, 0) // 2,
-        **codes_of(g, n["gate_up"]),
+        **weight_codes(g, *(n[w] for w in WEIGHTS)),
     }
 
 
-def _tile(shape: Shape, one: tuple[int, int, int], many: tuple[int, int, int]) -> Use:
+def _tile(shape: Shape, pairs: int, one: tuple[int, ...], many: tuple[int, ...]) -> Use:
     """Return launch settings from (block_n, block_k, stages) for one row, or for more."""
     rows = 1 if shape["rows"] == 1 else row_tile(shape)
     block_n, block_k, stages = one if rows == 1 else many
-    tile = {"block_m": rows, "block_n": block_n, "block_k": block_k}
-    return {**tile, "warps": 4, "stages": stages}
+    tile = fit_blocks(shape, block_n, block_k, pairs)
+    return {"block_m": rows, **tile, "warps": 4, "stages": stages}
 
 
 def _gate_up(shape: Shape) -> Use:
-    one = (8, 1024, 3) if "int4" in shape else (4, 512 if is_quantised(shape) else 256, 4)
-    return _tile(shape, one, (32, 128, 4))
+    one = (4, 1024, 3) if "int4" in shape else (4, 512 if is_quantised(shape) else 256, 4)
+    return _tile(shape, 2, one, (32, 128, 4))
 
 
 def _down(shape: Shape) -> Use:
     one = (16, 256, 3) if is_quantised(shape) else (32, 128, 4)
-    return _tile(shape, one, (64, 64, 4))
+    return _tile(shape, 1, one, (64, 64, 4))
 
 
 def _experts(run: Run, n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
@@ -123,8 +126,6 @@ CODED: list[tuple[Any, ...]] = [
     (1, 64, 32, 32, 6, 2, INT8, INT4),
     (2, 40, 16, 24, 5, 3, FP8, INT8),
     (1, 40, 24, 32, 4, 2, None, FP8),
-    (4, 64, 32, 32, 6, 2, INT8, INT4),
-    (17, 40, 24, 32, 4, 2, None, FP8),
     (64, 40, 24, 32, 4, 2, FP8, INT8),
 ]
 

@@ -29,11 +29,14 @@ from torch.library import triton_op
 from g4ir.ops.base import upcast
 from g4ir.ops.mlp import activate as activation
 
-from .codes_triton import columns, dense, format_constants, sums_of
+from .codes_triton import columns, format_constants, sums_of
 from .launch import activate, blocks, is_last, power_of_2, rounded, start, takes, tile
+from .rows_triton import dense
 
 Tensor = torch.Tensor
 
+#: (weight, scales, format) of the dense MLP and of the experts
+Weights = tuple[tuple[Tensor, Tensor | None, str], tuple[Tensor, Tensor | None, str]]
 #: rows of scores per iteration of the program that selects experts
 ROWS = 16
 
@@ -416,19 +419,18 @@ def moe_route(
     return weights, index, listed
 
 
-def _constants(
-    hidden: int, inner: int, width: int, top_k: int, weights: tuple[Tensor, Tensor | None, Any, Any]
-) -> dict[str, Any]:
-    """Return the constexprs of a matmul of dense MLP and experts; weights: dense, its scales,
-    experts, their scales."""
+def _constants(hidden: int, inner: int, width: int, top_k: int, weights: Weights) -> dict[str, Any]:
+    """Return the constexprs of a matmul of dense MLP and experts; weights: (weight, scales, format)
+    of each."""
     sizes = {"HIDDEN": hidden, "INNER": inner, "DENSE": width}
     sizes |= {"TOP_K": top_k, "S": power_of_2(top_k)}
-    return sizes | format_constants(*weights[:2], "DENSE_") | format_constants(*weights[2:])
+    return sizes | format_constants(*weights[0], "DENSE_") | format_constants(*weights[1])
 
 
-def _with_scales(w: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (weight, scales); without scales the weight itself is the unused pointer."""
-    return w, w if scales is None else scales
+def _pointers(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return weights and scales; without scales the weight itself is the unused pointer."""
+    first, second = ((w, w if scales is None else scales) for w, scales, _ in weights)
+    return (*first, *second)
 
 
 def _max_experts(listed: Tensor, index: Tensor) -> Any:
@@ -451,8 +453,10 @@ def moe_gate_up(
     listed: Tensor,
     w_dense: Tensor,
     dense_scales: Tensor | None,
+    dense_form: str,
     w: Tensor,
     scales: Tensor | None,
+    form: str,
     act: str,
     block_m: int,
     block_n: int,
@@ -465,8 +469,9 @@ def moe_gate_up(
     x_* [..., D], w_dense [2Id, D] and w [E, 2I, D]: gate rows first; index and listed of
     `moe_route`; block_m rows at a time: 1, or 16 or more.
     """
+    weights = (w_dense, dense_scales, dense_form), (w, scales, form)
     if not takes(x_moe):
-        d, e = dense(w_dense, dense_scales, x_moe.dtype), dense(w, scales, x_moe.dtype)
+        d, e = (dense(*weight, x_moe.dtype) for weight in weights)
         slots = _per_slot(x_moe.flatten(0, -2)[:, None], e, index)
         pairs = slots, torch.nn.functional.linear(x_dense.flatten(0, -2), d)
         outputs = [activation(gate, act) * up for gate, up in (x.chunk(2, -1) for x in pairs)]
@@ -475,13 +480,12 @@ def moe_gate_up(
     rows = _rows(x_moe)
     out = x_moe.new_empty((rows, top_k * inner + width))
     programs = blocks(width, block_n) + _max_experts(listed, index) * blocks(inner, block_n)
-    weights = (*_with_scales(w_dense, dense_scales), *_with_scales(w, scales))
     start(
         _gate_up,
         (programs, blocks(rows, block_m)),
-        GateUpOperands(x_dense, x_moe, index, listed, *weights, out, rows),
+        GateUpOperands(x_dense, x_moe, index, listed, *_pointers(weights), out, rows),
         ACT=act,
-        **_constants(x_moe.shape[-1], inner, width, top_k, (w_dense, dense_scales, w, scales)),
+        **_constants(x_moe.shape[-1], inner, width, top_k, weights),
         **tile(block_n, block_k, warps, stages, block_m),
     )
     return out
@@ -494,8 +498,10 @@ def moe_down(
     listed: Tensor,
     w_dense: Tensor,
     dense_scales: Tensor | None,
+    dense_form: str,
     w: Tensor,
     scales: Tensor | None,
+    form: str,
     block_m: int,
     block_n: int,
     block_k: int,
@@ -507,21 +513,21 @@ def moe_down(
     act of `moe_gate_up`, w_dense [D, Id], w [E, D, I]; the rest as there.
     """
     lead, top_k, hidden = index.shape[:-1], index.shape[-1], w.shape[1]
-    inner, width = columns(w), columns(w_dense)
+    inner, width = columns(w, form), columns(w_dense, dense_form)
+    weights = (w_dense, dense_scales, dense_form), (w, scales, form)
     if not takes(act):
-        d, e = dense(w_dense, dense_scales, act.dtype), dense(w, scales, act.dtype)
+        d, e = (dense(*weight, act.dtype) for weight in weights)
         slots = act[:, : top_k * inner].unflatten(1, (top_k, inner))
         out = torch.nn.functional.linear(act[:, top_k * inner :], d)
         parts = _per_slot(slots, e, index)
         return out.reshape(*lead, hidden), parts.reshape(*lead, top_k, hidden)
     rows = _rows(index)
     out, parts = act.new_empty((*lead, hidden)), act.new_empty((*lead, top_k, hidden))
-    weights = (*_with_scales(w_dense, dense_scales), *_with_scales(w, scales))
     start(
         _down,
         ((1 + _max_experts(listed, index)) * blocks(hidden, block_n), blocks(rows, block_m)),
-        DownOperands(act, index, listed, *weights, out, parts, rows),
-        **_constants(hidden, inner, width, top_k, (w_dense, dense_scales, w, scales)),
+        DownOperands(act, index, listed, *_pointers(weights), out, parts, rows),
+        **_constants(hidden, inner, width, top_k, weights),
         **tile(block_n, block_k, warps, stages, block_m),
     )
     return out, parts

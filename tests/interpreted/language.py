@@ -19,9 +19,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
 
+from g4ir.backends.cuda.kernels.launch import directly
 from g4ir.errors import MissingError
-
-from .launch import directly
 
 _convert = interpreter._convert_float
 _patch = interpreter._patch_lang
