@@ -36,6 +36,7 @@ LONG = tuple(TABLES["docs"]["long"])
 #: what needs a checkpoint, somebody else's engine or an hour, or changes whom the user trusts
 PARSED = tuple(TABLES["docs"]["parsed"])
 WITH_WEIGHTS = "# with weights"
+COMMAND = r"^\$ (?:\.venv/bin/)?g4ir "
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def blocks(file: str, language: str) -> list[str]:
 
 def examples(file: str) -> list[Example]:
     """The commands of a file, in their order."""
-    parts = [p for b in blocks(file, "") for p in re.split(r"^\$ g4ir ", b, flags=re.M)[1:]]
+    parts = [p for b in blocks(file, "") for p in re.split(COMMAND, b, flags=re.M)[1:]]
     return [Example(file, line, shown) for line, _, shown in (p.partition("\n") for p in parts)]
 
 

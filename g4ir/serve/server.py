@@ -240,7 +240,7 @@ class ServerProcess(uvicorn.Server):
                 return
             for line in self.server.start(engine):
                 self.log(line)
-            self.log("ready")
+            self.log("ready", url=self.url)
         except BaseException as e:
             self.error = None if isinstance(e, console.Ended) else e
             self.should_exit = True
