@@ -260,7 +260,8 @@ def faults(name: str) -> Iterator[Any]:
             named = words.pop() if words and isinstance(words[-1], dict) else {}
             breaker = nodes(CHANGES[f["change"]](*words, **named), *f.get("at", []))
         fault = Fault(f["pass"], breaker, f["moves"], f["by"], f.get("whole", False))
-        yield pytest.param(name, fault, id=what)
+        marks = pytest.mark.full if "full" in f else ()
+        yield pytest.param(name, fault, id=what, marks=marks)
 
 
 @pytest.mark.parametrize("model, fault", [*faults("ple"), *faults("moe")])
