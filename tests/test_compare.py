@@ -80,7 +80,7 @@ def test_a_quantised_file_and_llama_cpp(tmp_path: Path, monkeypatch: pytest.Monk
     engine = g4ir.load(file, backend="reference", max_seq=24, all_logits=True)
     monkeypatch.setitem(sys.modules, "llama_cpp", LlamaDouble(engine, 0.5))
     llama.binding.cache_clear()
-    rows = rows_of(file, other, "--quant", "int4", "--peer", "llama.cpp", "--tokens", "40")
+    rows = rows_of(file, "--quant", "int4", other, "--peer", "llama.cpp", "--tokens", "40")
     llama.binding.cache_clear()
     stored = GgufFile(file).open(engine.spec, (), "f32").headers[0].entries.values()
     assert [*rows] == ["a", "int4", "b", "llama.cpp, a", "llama.cpp, b"]

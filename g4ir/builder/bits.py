@@ -22,13 +22,14 @@ from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import Type
+from g4ir.quant.compensation import Inputs
 from g4ir.quant.recipe import ENGINE, MEASURED, SCHEMES, QuantConfig, Rule, Scheme
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import Checkpoint
 
-from .calibration import CalibrationText, Stages
+from .calibration import CalibrationText, InputProducts, Stages, quantised
 
 #: range of --bits
 MIN_BITS, MAX_BITS = 2.5, 8.0
@@ -37,9 +38,9 @@ CANDIDATES = (
     *(SCHEMES[name] for name in ("nl2", "nl3", "nl4", "int5", "int8")),
     Scheme("int6", 128, "f16"),
 )
-#: windows of the text; of each the tokens whose errors are measured, and positions with a token
-#: drawn; experts of a layer that are quantised
-WINDOWS, TOKENS, DRAWN, SOME_EXPERTS = 4, 128, 128, 4
+#: windows of the text, and how many of them errors are measured on; of each of these the tokens
+#: whose errors are measured, and positions with a token drawn; experts of a layer quantised
+WINDOWS, MEASURED_WINDOWS, TOKENS, DRAWN, SOME_EXPERTS = 16, 4, 128, 128, 4
 
 Tensor = torch.Tensor
 
@@ -93,26 +94,31 @@ def measured_costs(
     """Return weight -> the candidates that fit it. CheckError if a gradient is no number."""
     windows = text.windows(spec.tokens.bos)
     windows = windows[:: max(1, len(windows) // WINDOWS)][:WINDOWS]
+    every = max(1, len(windows) // MEASURED_WINDOWS)
+    windows = [w for i in range(every) for w in windows[i::every]]  # first those that are measured
     squares: list[dict[str, Tensor]] = []
-    for i, window in enumerate(windows):
-        progress(f"bits: gradients, window {i + 1} of {len(windows)}")
+    for i, window in enumerate(windows[:MEASURED_WINDOWS]):
+        progress(f"bits: gradients, window {i + 1} of {len(windows[:MEASURED_WINDOWS])}")
         stages = Stages(spec, dtype, source, [window])
         squares.append(_squared_gradients(stages, matrices, seed=i))
     stages = Stages(spec, dtype, source, windows)
     costs: dict[str, list[Measured]] = {}
     for layer in range(len(stages.layers)):
         progress(f"bits: errors of layer {layer + 1} of {len(stages.layers)}")
-        watched = _Watched(matrices)
-        stages.run(layer, watched.use, watched.accumulate)
-        for name, of_windows in watched.seen.items():
-            information = [window[name] for window in squares]
+        watched, products = _Watched(matrices, len(squares)), InputProducts(matrices)
+
+        def use(*node: Any, each: Any = (watched, products)) -> None:
+            for f in each:
+                f(*node)
+
+        stages.run(layer, use)
+        for name, seen in watched.seen.items():
+            w, information = stages.params.tensor(name), [window[name] for window in squares]
+            args, t = (w, products.of(name), seen, information), matrices[name]
             costs[name] = [
-                Measured(
-                    *(scheme, scheme.nbytes(matrices[name], dtype)),
-                    _divergence(stages.params.tensor(name), of_windows, information, scheme, dtype),
-                )
+                Measured(scheme, scheme.nbytes(t, dtype), _divergence(*args, scheme, dtype))
                 for scheme in CANDIDATES
-                if scheme.fits(matrices[name])
+                if scheme.fits(t)
             ]
     return costs
 
@@ -124,24 +130,20 @@ class Seen:
 
     x: Tensor
     y: Tensor
-    experts: bool
 
 
 class _Watched:
-    """Collects inputs and outputs of the products with some matrices, by weight."""
+    """Collects inputs and outputs of the products with some matrices in the first windows, by
+    weight."""
 
-    def __init__(self, matrices: Container[str]) -> None:
-        self.matrices = matrices
+    def __init__(self, matrices: Container[str], windows: int) -> None:
+        self.matrices, self.windows = matrices, windows
         self.seen: dict[str, list[Seen]] = {}
-        self._x: Any = None
 
-    def use(self, n: Node, tensors: list[Any]) -> None:
-        self._x = tensors[0]
-
-    def accumulate(self, n: Node, results: tuple[Any, ...]) -> None:
+    def __call__(self, n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
         for name in _weights(n, self.matrices):
-            seen = Seen(_some(self._x), _some(results[0]), n.op == "experts")
-            self.seen.setdefault(name, []).append(seen)
+            if len(seen := self.seen.setdefault(name, [])) < self.windows:
+                seen.append(Seen(_some(tensors[0]), _some(results[0])))
 
 
 def _weights(n: Node, matrices: Container[str]) -> list[str]:
@@ -162,7 +164,7 @@ def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> d
     def keep(name: str, g: Tensor) -> None:
         squares[name] = _some(g).square()
 
-    def watch(n: Node, results: tuple[Any, ...]) -> None:
+    def watch(n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
         for name in _weights(n, matrices):
             if results[0].requires_grad:
                 results[0].register_hook(partial(keep, name))
@@ -174,7 +176,7 @@ def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> d
             if t.is_floating_point():
                 env[name] = t.clone().requires_grad_()
         for layer in range(len(stages.layers)):
-            stages.run(layer, lambda n, tensors: None, watch)
+            stages.run(layer, watch)
         rows = torch.arange(0, size, max(1, size // DRAWN))
         log_p = stages.logits(env, rows).float().log_softmax(-1)
         random = torch.Generator().manual_seed(seed)
@@ -188,29 +190,31 @@ def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> d
 
 
 def _divergence(
-    w: Tensor, seen: Sequence[Seen], information: Sequence[Tensor], scheme: Scheme, dtype: str
+    w: Tensor,
+    inputs: Sequence[Inputs],
+    seen: Sequence[Seen],
+    information: Sequence[Tensor],
+    scheme: Scheme,
+    dtype: str,
 ) -> float:
-    """Return the divergence in nats per token of a weight in a scheme, on average over windows. Of
-    stacked experts the relative error of some is taken for that of their op's output."""
-    matrices = [w] if w.ndim == 2 else list(w[:: max(1, len(w) // SOME_EXPERTS)])
-    x = torch.cat([s.x for s in seen])
-    fits = w.ndim == 2 or x.shape[-1] == w.shape[-1]
-    moments = x.square().mean(0, keepdim=True) if fits else torch.ones(1, w.shape[-1])
-    attrs, off = dict[str, Any](scheme.attrs(dtype)), []
-    for matrix in matrices:
-        codes, scales = quantize.reference(matrix, **attrs, moments=moments.clamp(min=1e-9))
-        off.append(dequantize_codes(codes, scales, torch.float32) - matrix.float())
-    if seen[0].experts:
-        errors = [(o.square() * moments).sum() for o in off]
-        sizes = [(m.float().square() * moments).sum() for m in matrices]
-        relative = torch.stack(errors).sum() / torch.stack(sizes).sum()
-        parts = [
-            (g * s.y.square()).sum() * relative for g, s in zip(information, seen, strict=True)
-        ]
+    """Return the divergence in nats per token of a weight in a scheme, calibrated by the inputs, on
+    average over windows. Of stacked experts the relative error of some is taken for that of their
+    op's output."""
+    if w.ndim > 2:
+        some = range(0, len(w), max(1, len(w) // SOME_EXPERTS))
+        w, inputs = w[some], [inputs[min(e, len(inputs) - 1)] for e in some]
+    codes, scales = quantised(w, inputs, scheme, dtype, quantize.reference)
+    off = dequantize_codes(codes, scales, torch.float32) - w.float()
+    if w.ndim > 2:
+        error, size = (
+            sum(float(i.errors(e).sum()) for i, e in zip(inputs, each, strict=True))
+            for each in (off, w.float())
+        )
+        outputs = [s.y.square() * (error / size) for s in seen]
     else:
-        outputs = [(s.x @ off[0].T).square() for s in seen]
-        parts = [(g * e).sum() for g, e in zip(information, outputs, strict=True)]
-    return 0.5 * float(torch.stack(parts).mean())
+        outputs = [(s.x @ off.T).square() for s in seen]
+    parts = [float((g * e).sum()) for g, e in zip(information, outputs, strict=True)]
+    return 0.5 * sum(parts) / len(parts)
 
 
 # --- choice -----------------------------------------------------------------------------------

@@ -158,21 +158,14 @@ class Stages:
             layers[-1].append(i)
         return layers
 
-    def run(
-        self,
-        layer: int,
-        use: Callable[[Node, list[Any]], None],
-        made: Callable[[Node, tuple[Any, ...]], None] = lambda n, results: None,
-    ) -> None:
-        """Run all windows through a layer; `use` gets each node and its operands, `made` its
-        results."""
+    def run(self, layer: int, use: Callable[[Node, list[Any], tuple[Any, ...]], None]) -> None:
+        """Run all windows through a layer; `use` gets each node, its operands and its results."""
         params: dict[str, Any] = {}
         for env in self.windows:
             for i in self.layers[layer]:
                 n = self.graph.nodes[i]
                 tensors = [self._operand(v, env, params) for v in n.inputs]
-                use(n, tensors)
-                made(n, results := run_node(n, tensors))
+                use(n, tensors, results := run_node(n, tensors))
                 env |= zip((v.name for v in n.outputs), results, strict=True)
                 for v in (*n.inputs, *n.outputs):
                     if self.last_use.get(v.name, 0) <= i:
@@ -211,7 +204,7 @@ class InputProducts:
         self.keys: dict[str, list[str]] = {}
         self._owner: dict[str, str] = {}
 
-    def __call__(self, n: Node, tensors: list[Any]) -> None:
+    def __call__(self, n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
         if n.op == "linear" and n["w"].name in self.weights:
             self._add(n["w"].name, [n["x"].name], lambda: [tensors[0].flatten(0, -2)])
         elif n.op == "experts" and {n["gate_up"].name, n["down"].name} & self.weights:
@@ -333,7 +326,7 @@ def quantised(
 
 def _key(p: Prepared, schemes: Mapping[str, Scheme]) -> str:
     """Return a digest of all that codes depend on: weights, text, formats, and this method."""
-    source, method = p.source, Path(compensation.__file__).read_bytes()
+    source, method = p.source, [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(str(h.path), h.identity) for h in source.headers]
     if not files:
         files = [(str(f), tensorfile.identity(f.stat())) for f in weight_files(source.directory)]

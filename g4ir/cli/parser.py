@@ -80,15 +80,15 @@ class Parser(argparse.ArgumentParser):
         return values, extra
 
     def _take_late(self, values: argparse.Namespace, words: list[str]) -> list[str]:
-        """Return the words that are no optional positional arguments: argparse knows those only
-        before the first flag after a required one."""
+        """Return the words that are no positional arguments: argparse reads those of a list, and
+        optional ones after a required one, only up to the next flag."""
         for action in self._actions:
             if action.option_strings or any(word.startswith("-") for word in words):
                 continue
             if action.nargs == "?" and words and getattr(values, action.dest) == action.default:
                 setattr(values, action.dest, self._get_value(action, words[0]))
                 words = words[1:]
-            elif action.nargs == "*" and words:
+            elif action.nargs in ("*", "+") and words:
                 setattr(values, action.dest, [*getattr(values, action.dest), *words])
                 words = []
         return words

@@ -1,6 +1,7 @@
 """Error compensation: columns of a weight are quantised one after another, and the error of each
 is made up for by the columns that follow, as far as the inputs of a calibration text correlate
 (GPTQ, Frantar et al., arXiv:2210.17323, with columns in descending order of their second moment).
+Then each column once more gets the values of least error given all others (coordinate descent).
 
 Scales are chosen first, by squared errors weighted with the columns' second moments, and stay.
 """
@@ -20,7 +21,7 @@ from g4ir.ops.quant import quantize
 from .recipe import Scheme
 
 #: added to the diagonal, relative to its mean: less would follow the calibration text too closely
-DAMPING = 0.3
+DAMPING = 0.1
 #: minimum second moment of a column, relative to the mean: other texts may use columns that this
 #: one does not
 FLOOR = 1e-3
@@ -70,9 +71,14 @@ class Inputs:
         return self.damped.diagonal().argsort(descending=True, stable=True)
 
     @cached_property
+    def ordered(self) -> Tensor:
+        """`damped` in that order."""
+        return self.damped[self.order][:, self.order]
+
+    @cached_property
     def factor(self) -> Tensor:
-        """Upper Cholesky factor of the inverse of `damped`, in that order, f32."""
-        lower = torch.linalg.cholesky(self.damped[self.order][:, self.order])
+        """Upper Cholesky factor of the inverse of `ordered`, f32."""
+        lower = torch.linalg.cholesky(self.ordered)
         return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
 
     def errors(self, off: Tensor) -> Tensor:
@@ -106,19 +112,44 @@ def _calibrated(w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, nearest: 
     return chosen.view(codes.dtype), scales
 
 
-def _compensate(x: Tensor, inputs: Inputs, step: Tensor, shift: Tensor, form: str) -> Tensor:
-    """Return values [N, K] of a format for x, steps and shifts [N, G] of its groups."""
-    order, factor = inputs.order, inputs.factor
-    group = order // (x.shape[1] // step.shape[1])
+def _compensate(w: Tensor, inputs: Inputs, step: Tensor, shift: Tensor, form: str) -> Tensor:
+    """Return values [N, K] of a format for w, steps and shifts [N, G] of its groups."""
+    order, h = inputs.order, inputs.ordered.float()
+    group = order // (w.shape[1] // step.shape[1])
     # Column by column: rows of the transposed weight are contiguous.
-    x, step, shift = (t.T.contiguous() for t in (x[:, order], step[:, group], shift[:, group]))
-    values = torch.empty_like(x)
+    w, step, shift = (t.T.contiguous() for t in (w[:, order], step[:, group], shift[:, group]))
+    values, meant = _pass_on(w.clone(), inputs.factor, step, shift, form)
+    _descend(values, meant, h @ (meant - w), h, step, shift, form)
+    return values[order.argsort()].T.contiguous()
+
+
+def _pass_on(
+    x: Tensor, factor: Tensor, step: Tensor, shift: Tensor, form: str
+) -> tuple[Tensor, Tensor]:
+    """Return values [K, N] for x, whose columns that follow make up for each error, and what they
+    mean. x is overwritten."""
+    values, meant = torch.empty_like(x), torch.empty_like(x)
     for first in range(0, len(x), COLUMNS):
         last = min(first + COLUMNS, len(x))
         errors = torch.empty_like(x[first:last])
         for j in range(first, last):
-            values[j], y = nearest_values(x[j], step[j], shift[j], form)
-            errors[j - first] = error = (x[j] - y) / factor[j, j]
+            values[j], meant[j] = nearest_values(x[j], step[j], shift[j], form)
+            errors[j - first] = error = (x[j] - meant[j]) / factor[j, j]
             x[j + 1 : last].addr_(factor[j, j + 1 : last], error, alpha=-1)
         x[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
-    return values[order.argsort()].T.contiguous()
+    return values, meant
+
+
+def _descend(
+    values: Tensor, meant: Tensor, slope: Tensor, h: Tensor, step: Tensor, shift: Tensor, form: str
+) -> None:
+    """Replace values [K, N] by those of least error given all others, a column after another.
+    `slope` is half the derivative of the error by what they mean; all three are overwritten."""
+    for first in range(0, len(values), COLUMNS):
+        last = min(first + COLUMNS, len(values))
+        before = meant[first:last].clone()
+        for j in range(first, last):
+            best = meant[j] - slope[j] / h[j, j]
+            values[j], meant[j] = nearest_values(best, step[j], shift[j], form)
+            slope[j + 1 : last].addr_(h[j, j + 1 : last], meant[j] - before[j - first])
+        slope[last:].addmm_(h[last:, first:last], meant[first:last] - before)
