@@ -23,6 +23,8 @@ from g4ir.backends.cuda.kernels.launch import Launch
 CAPABILITY = 90
 #: bytes of shared memory that a block of sm_90 may use
 SHARED_BYTES = 227 * 1024
+#: of others
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: SHARED_BYTES, 120: 99 * 1024}
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -49,7 +51,7 @@ class Resources:
     wide_loads: bool  # 16 bytes at a time, or copied to shared memory by the hardware
 
 
-def resources(launch: Launch) -> Resources:
+def resources(launch: Launch, capability: int = CAPABILITY) -> Resources:
     """Compile a recorded launch. Its tensors may be fake; sizes must be numbers."""
     kernel, _, operands, meta = launch
     kinds = {name: kind(value) for name, value in operands.items()}
@@ -63,12 +65,12 @@ def resources(launch: Launch) -> Resources:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {k: meta[k] for k in OPTIONS if k in meta}
-    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
     return Resources(
         kernel.__name__,
         made.metadata.num_warps,
-        *assembled(ptx),
+        *assembled(ptx, capability),
         made.metadata.shared,
         any(op in ptx for op in ("wgmma.mma_async", "mma.sync")),
         any(op in ptx for op in ("cp.async", ".v4.b32", ".v2.b64")),
@@ -91,13 +93,14 @@ def kind(value: Any) -> str:
     return "fp32"
 
 
-def assembled(ptx: str) -> tuple[int, int]:
+def assembled(ptx: str, capability: int) -> tuple[int, int]:
     """Return (registers of a thread, spilled bytes)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        assembler = get_ptxas(CAPABILITY).path
-        command = [assembler, "-v", f"-arch=sm_{CAPABILITY}a", str(path), "-o", f"{path}.o"]
+        assembler = get_ptxas(capability).path
+        arch = f"-arch=sm_{capability}{'a' * (capability >= 90)}"
+        command = [assembler, "-v", arch, str(path), "-o", f"{path}.o"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = (re.search(rf"(\d+) {what}", said) for what in ("registers", "bytes spill stores"))
     used, spilled = (int(m[1]) for m in found if m)

@@ -22,17 +22,21 @@ from bench.gpu.kernel_cases import Case, all_cases, find_cases, launches_of_case
 from g4ir.backends.cuda.kernels import KERNELS
 from g4ir.backends.cuda.kernels.base import Kernel
 from g4ir.backends.cuda.kernels.launch import Launch, recorded
+from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.compile import _TRACE as TRACE
 from g4ir.backends.inductor.compile import INDUCTOR, exported
 from g4ir.backends.inductor.programs import phase_steps
 from g4ir.backends.inductor.segment import Segment
 from g4ir.backends.inductor.target import Target
-from g4ir.ir.graph import Program
+from g4ir.ir.graph import Builder, Program
+from g4ir.ops import OPS
+from g4ir.ops.codecs import FORMATS
+from g4ir.ops.types import Type
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
 from tests.configs import VARIANTS, short, spec_called
-from tests.hopper import SHARED_BYTES, Resources, resources
+from tests.hopper import SHARED, SHARED_BYTES, Resources, resources
 from tests.interpreted.samples import Try
 from tests.runner import built_program
 
@@ -312,6 +316,37 @@ def test_each_kernel_compiles_for_hopper() -> None:
     for started, _, given, _ in launches.values():
         assert [p.name for p in started.params if not p.is_constexpr] == [*given]
         assert len(given) <= 16
+
+
+FORMS = [f for f in FORMATS if FORMATS[f].block_values > 1]
+
+
+@pytest.mark.parametrize(
+    ("form", "capability"),
+    [
+        *(("uint4", capability) for capability in (80, 89, 120)),
+        *(pytest.param(f, c, marks=pytest.mark.full) for f in FORMS for c in SHARED),
+    ],
+)
+def test_every_format_on_every_gpu(form: str, capability: int) -> None:
+    """Products of one and many rows, in the settings of such a GPU."""
+    gpu = {90: "h100"}.get(capability, f"sm_{capability}")
+    types = OPS["quantize"].infer(Type("f32", (4096, 4096)), form=form, group=256, scale="bf16")
+    for rows in (1, 64):
+        b = Builder()
+        parts = [b.param(f"w.{i}", t) for i, t in enumerate(types)]
+        w = b.emit("dequantize", *parts, to="bf16", name="w")
+        y = b.emit("linear", b.input("x", Type("bf16", (rows, 1, 4096))), w, name="y")
+        g = b.graph(y)
+        s = schedule(g, Target("cpu", gpu, rows))
+        choice = s.find(g.nodes[-1])
+        assert choice and choice.name == "skinny_linear"
+        with recorded() as launches:
+            case = Case(choice, s, rows)
+            run_case(case, operands(case, "meta"))
+        for launch in launches:
+            used = resources(launch, capability)
+            assert used.spill_bytes == 0 and used.shared_bytes <= SHARED[capability], used
 
 
 @pytest.mark.full

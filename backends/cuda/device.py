@@ -18,7 +18,7 @@ from g4ir.quant.rewrite import simplify_formats
 from .kernels.base import byte_params, codes_of
 from .schedule import schedule
 from .scratch import scratch_bytes
-from .target import find_target
+from .target import find_target, has_large_blocks
 from .toolkit import toolchain
 
 #: files of this folder that compiled programs depend on
@@ -61,7 +61,9 @@ class Cuda(Device):
 
     def notes(self, program: Program, target: Target) -> Iterator[str]:
         if not target.gpu:
-            yield "this GPU is older than Hopper: the library's kernels only"
+            yield "this GPU is older than Ampere: the library's kernels only"
+        elif not has_large_blocks(target.gpu):
+            yield "attention on this GPU is the library's: our kernels need Hopper's shared memory"
 
     def lowered(self, g: Graph, target: Target) -> Any:
         from .lowerings import GpuLowered

@@ -18,6 +18,7 @@ from g4ir.ops.collective import COLLECTIVES
 
 from .kernels import KERNELS
 from .kernels.base import SKINNY, Choice, Schedule
+from .target import has_large_blocks
 
 #: a node for the compiler or a library
 OTHER = "compiler"
@@ -73,9 +74,12 @@ def _choose_all(
 def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
     if not n.inputs or "bf16" not in (v.type.dtype for v in (n.inputs[0], n.outputs[0])):
         return None
-    for kernel in KERNELS:
-        if kernel.op == n.op and (shape := kernel.rule(g, n, target)) is not None:
-            return Choice(kernel, shape, kernel.settings(shape))
+    large = has_large_blocks(target.gpu)
+    for kernel in (k for k in KERNELS if k.op == n.op and (large or not k.large)):
+        if (shape := kernel.rule(g, n, target)) is not None:
+            uses = kernel.settings(shape)
+            few = {name: {**use, "stages": 2} for name, use in uses.items() if "stages" in use}
+            return Choice(kernel, shape, uses if large else uses | few)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from g4ir.backends.inductor.target import Target
 
 #: min compute capability of the kernels
-MIN_CAPABILITY = (9, 0)
+MIN_CAPABILITY = (8, 0)
 #: default target without a GPU
 HOPPER = "h100"
 
@@ -19,6 +19,12 @@ def gpu_name(product: str, capability: tuple[int, int]) -> str:
         if name in product.lower():
             return name
     return HOPPER if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+
+
+def has_large_blocks(gpu: str) -> bool:
+    """Whether a thread block may use 227 KiB of shared memory, as on Hopper and data center
+    Blackwell; on other GPUs it has 99 KiB or more."""
+    return gpu.startswith(("h", "sm_10"))
 
 
 def find_target(rows: int) -> Target:

@@ -82,6 +82,7 @@ class Kernel:
     uses     launch settings by kernel name, or a function of the shape: estimates from the size of
              a Hopper GPU, none measured; kernels without an entry have none
     coded    whether weights may be quantised
+    large    whether thread blocks need more than 99 KiB of shared memory
     """
 
     op: str
@@ -93,6 +94,7 @@ class Kernel:
     differ: float | None = 0.01
     uses: Mapping[str, Use | Callable[[Shape], Use]] = field(default_factory=dict)
     coded: bool = False
+    large: bool = False
 
     def settings(self, shape: Shape) -> dict[str, Use]:
         """Return the launch settings of each kernel for a shape."""

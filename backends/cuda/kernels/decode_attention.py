@@ -118,6 +118,7 @@ NARROW_LATENT = [
 KERNELS = (
     Kernel(
         op="attention",
+        large=True,
         starts={"decode_attention": 1},
         rule=_shape,
         call=_attention,
@@ -128,6 +129,7 @@ KERNELS = (
     ),
     Kernel(
         op="attention_latent",
+        large=True,
         starts={"decode_attention_latent": 1},
         rule=_shape,
         call=_attention,

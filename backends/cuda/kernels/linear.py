@@ -77,18 +77,16 @@ def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str
 
 
 #: both inner loops, with few rows and with more rows than `block_m`
-M1, M16, M32, M64 = _use(1, 4), _use(16, 16), _use(32, 16), _use(64, 16)
+M1, M16, M64 = _use(1, 4), _use(16, 16), _use(64, 16)
 #: rows, n, k, settings: tiny, odd, partial blocks, full blocks
 PRODUCTS = [
     (1, 1, 1, M1),
     (1, 17, 100, M1),
     (3, 5, 33, M1),
     (1, 32, 96, M16),
-    (2, 3, 7, M16),
     (3, 17, 100, M16),
     (16, 5, 33, M16),
     (19, 32, 96, M16),
-    (27, 17, 100, M32),
     (33, 17, 100, M64),
     (64, 32, 96, M64),
     (1, 40, 1536, _use(1, 8, 512, stages=4)),
@@ -102,18 +100,14 @@ CODED = [
     (1, 17, 104, M1, INT8),
     (3, 5, 96, M1, INT4),
     (1, 9, 160, _use(1, 4, 128), INT4),
-    (4, 17, 96, M16, ("int8", 32)),
-    (16, 5, 96, _use(16, 16, 64), INT4),
     (64, 5, 96, M64, INT4),
     (2, 5, 256, M16, ("fp8", 128)),
     (4, 5, 40, M16, ("int4", 0)),
-    (1, 6, 128, _use(1, 4, 64), ("int8", 16)),
 ]
 CODED_GLU = [
     (1, 5, 96, M1, INT4),
     (16, 5, 96, M16, INT4),
     (1, 5, 40, M1, FP8),
-    (33, 5, 96, M64, INT8),
 ]
 
 

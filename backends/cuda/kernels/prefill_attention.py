@@ -90,6 +90,7 @@ LATENT = [
 KERNELS = (
     Kernel(
         op="attention",
+        large=True,
         starts={"prefill_attention": 1},
         rule=_shape,
         call=_attention,
@@ -100,6 +101,7 @@ KERNELS = (
     ),
     Kernel(
         op="attention_latent",
+        large=True,
         starts={"prefill_attention_latent": 1},
         rule=_shape,
         call=_attention,
