@@ -201,9 +201,9 @@ def test_verify(name: str, tmp_path: Path) -> None:
 # --- folders of sentence-transformers, GGUF files -------------------------------------------------
 
 
-def folder_of(folder: Path, name: str = NAMES[0], **files: str) -> Path:
+def folder_of(folder: Path, spec: Spec | None = None, **files: str) -> Path:
     """A folder of sentence-transformers with a tokenizer that adds <bos> and <eos>."""
-    spec, made = load_spec(name), tokenizer()
+    spec, made = spec or load_spec(NAMES[0]), tokenizer()
     special = [(t, made.token_to_id(t)) for t in ("<bos>", "<eos>")]
     made.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
     prompts = {"prompts": {"query": "q: ", "ours": "w3 "}, "default_prompt_name": "ours"}
@@ -297,7 +297,7 @@ def test_a_folder_without_its_dense_layers(tmp_path: Path) -> None:
     (folder / "modules.json").unlink()
     with pytest.raises(G4Error, match=r"dense\.0\.linear\.weight.*missing(.|\n)*modules\.json"):
         g4ir.build(None, out=tmp_path / "e", checkpoint=folder)
-    with pytest.raises(SpecError, match="not written as GGUF"):
+    with pytest.raises(SpecError, match="query_pre_attn_scalar: a GGUF file would say 32, not 24"):
         g4ir.export(exported, tmp_path / "x.gguf", format="gguf")
 
 
@@ -368,6 +368,16 @@ def test_gguf_files(model: Any, tmp_path: Path) -> None:
         oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
         ids = engine.tokenizer().encode("title: none | text: ab").ids
         assert (engine.embed("ab", task="document")[0] - oracle(ids)).abs().max() < AGREES
+    folder = folder_of(tmp_path / "c", spec)
+    again = g4ir.export(folder, tmp_path / "again.gguf", format="gguf", dtype="F32")
+    ours, theirs = (read_container(f) for f in (again, file))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    said = {k: v for k, v in theirs.values.items() if k.startswith("gemma-embedding.")}
+    assert said.keys() <= ours.values.keys()
+    assert all(ours.values[k] == v for k, v in said.items() if not k.endswith("_pattern"))
+    with g4ir.build(None, out=tmp_path / "a", checkpoint=again, dtype="float32") as engine:
+        assert engine.tokenizer().encode("ab w7").ids == model.tokenizer().encode("ab w7").ids
+        assert (engine.embed([ids])[0] - oracle(ids)).abs().max() < AGREES
     with pytest.raises(SpecError, match=r"pooling_type: '?2'? is not supported"):
         read_spec(read_container(gguf_file(tmp_path / "cls.gguf", spec, pooling_type=2)))
     with pytest.raises(G4Error, match=r"dense_2\.weight.*missing"):

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+import g4ir
 from tests.cli_tools import text_checkpoint
 from tests.serve.running import chat_engine, ready
+from tests.test_embeddings import folder_of
 
 EXAMPLES = {p.stem: p for p in (Path(__file__).parents[1] / "examples").glob("*.py")}
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_home")]
@@ -31,7 +33,7 @@ def example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 def test_all_are_run() -> None:
     source = Path(__file__).read_text()
-    assert len(EXAMPLES) <= 8 and all(f'"{name}"' in source for name in EXAMPLES)
+    assert len(EXAMPLES) <= 9 and all(f'"{name}"' in source for name in EXAMPLES)
 
 
 def test_generate(tmp_path: Path, example: Any) -> None:
@@ -78,6 +80,21 @@ def test_values(name: str, tmp_path: Path, example: Any) -> None:
         f"L{i}" for i in range(8)
     ]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_search(tmp_path: Path, example: Any) -> None:
+    """Sections of both files are ranked, and the chat model answers."""
+    (tmp_path / "notes").mkdir()
+    for name, text in (("a", "ab w3\n\n## w7\nw3 w7"), ("b", "w9 w11")):
+        (tmp_path / "notes" / f"{name}.md").write_text(f"# {text}\n")
+    options = {"checkpoint": folder_of(tmp_path / "c"), "backend": "reference"}
+    g4ir.build(None, out=tmp_path / "e", **options).close()
+    models = "--encoder", tmp_path / "e", "--chat", chat_engine(tmp_path / "engine")
+    lines = example("search", tmp_path / "notes", "w3 w7", *models).splitlines()
+    best, reply = lines[:3], "".join(lines[3:])
+    assert {line.split(": ")[1] for line in best} == {"ab w3", "w7", "w9 w11"} and reply
+    scores = [float(line.split()[0]) for line in best]
+    assert scores == sorted(scores, reverse=True) and scores[0] > scores[-1]
 
 
 def test_torch_tensorrt(example: Any) -> None:

@@ -27,7 +27,7 @@ from g4ir.ops.codecs import SAME_CODES, quantize_values, unpack_codes
 from g4ir.ops.finite import cast
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import dtype_name, torch
-from g4ir.spec.parts import SLIDING
+from g4ir.spec.parts import FAMILIES, SLIDING
 from g4ir.spec.record import Spec, diff_specs
 from g4ir.ui.files import check_disk_space, check_folder, write_file
 from g4ir.ui.progress import Progress, no_progress
@@ -56,6 +56,7 @@ from .metadata import (
     DRAWN,
     JOINED,
     NO_TOP_K,
+    POOLED_BY_MEAN,
     PREFIX,
     SAMPLING,
     SCORED,
@@ -131,12 +132,10 @@ class _Tensor:
 
 def architecture_of(spec: Spec) -> str:
     """Return general.architecture of a spec; SpecError for one that has none."""
-    name = spec.model_type.partition("_")[0]
-    if spec.embedding:
-        raise SpecError(
-            f"spec {spec.name}: encoders are not written as GGUF files; take --format hf"
-        )
-    if name not in TABLES["architectures"] or spec.drafter:
+    rules = TABLES["architectures"]
+    of = [name for name, rule in rules.items() if rule.get("of") == spec.model_type]
+    name: str = of[0] if of else spec.model_type.partition("_")[0]
+    if name not in rules or spec.drafter:
         raise SpecError(f"spec {spec.name}: model_type {spec.model_type} has no GGUF architecture")
     return name
 
@@ -239,8 +238,10 @@ def _metadata(spec: Spec, kind: str, side_files: Mapping[str, bytes]) -> dict[st
 
 
 def _of_text(spec: Spec) -> dict[str, Any]:
-    text, layers = spec.text, spec.layers()
-    rules = _rules(spec)
+    text, layers, head = spec.text, spec.layers(), spec.embedding
+    rules, window = _rules(spec), text.sliding.window
+    if window and head:
+        window = (window - 1) * FAMILIES[spec.model_type]["embedding"]["reach"]
     sliding = [x.kind == SLIDING for x in layers]
     out: dict[str, Any] = {
         "block_count": text.num_hidden_layers,
@@ -250,7 +251,7 @@ def _of_text(spec: Spec) -> dict[str, Any]:
         "attention.head_count": text.num_attention_heads,
         "attention.head_count_kv": _alike([x.attention.num_key_value_heads for x in layers]),
         "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
-        "attention.sliding_window": text.sliding.window,
+        "attention.sliding_window": window,
         "attention.shared_kv_layers": text.num_kv_shared_layers,
         "embedding_length_per_layer_input": text.ple.dim if text.ple else 0,
         "rope.freq_base": text.full.rope.theta,
@@ -267,6 +268,10 @@ def _of_text(spec: Spec) -> dict[str, Any]:
         sizes = (text.moe.num_experts, text.moe.top_k_experts, text.moe.intermediate_size)
         out |= dict(zip((key for key, _ in TABLES["experts"].values()), sizes, strict=True))
     out = {k: v for k, v in out.items() if not k.endswith(tuple(rules.get("unsaid", ())))}
+    if head:
+        out["pooling_type"] = POOLED_BY_MEAN
+        for i, (n, width) in enumerate(pairwise((text.hidden_size, *head.dense)), 2):
+            out |= {f"dense_{i}_feat_in": n, f"dense_{i}_feat_out": width}
     if text.full.rope.factor:
         out |= {"rope.scaling.type": "linear", "rope.scaling.factor": text.full.rope.factor}
     return out
@@ -347,10 +352,17 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
         "unknown_token_id": ids.get(model.get("unk_token")),
         "padding_token_id": spec.tokens.pad,
         "add_bos_token": config.get("add_bos_token") is not False,
+        "add_eos_token": _ends_texts(tokenizer) or None,
         "add_space_prefix": False,
     }
     out = {f"{PREFIX}{key}": value for key, value in fields.items() if value is not None}
     return out | _templates(side_files.get("chat_template.jinja", b"").decode(), config)
+
+
+def _ends_texts(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer appends a token to every text, as those of encoders do."""
+    parts = (tokenizer.get("post_processor") or {}).get("single") or [{}]
+    return len(parts) > 1 and "SpecialToken" in parts[-1]
 
 
 def _templates(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
