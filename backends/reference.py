@@ -16,7 +16,6 @@ from g4ir.ir.interpret import Run, interpret, run_node
 from g4ir.ir.wide import Float64Matmuls, in_float64
 from g4ir.model.towers import is_tower
 from g4ir.ops.types import is_float
-from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
 from g4ir.weights.pack import ParamSource
@@ -171,11 +170,11 @@ def interpreter(
     program: Program,
     limits: Limits,
     device: str,
-    group: Group | None = None,
+    run: Run | None = None,
 ) -> ReferenceRuntime:
-    """Return an interpreter of a runtime's text graphs; `kind`: a key of INTERPRETERS."""
+    """Return an interpreter of a runtime's text graphs; `kind`: a key of INTERPRETERS; `run` runs a
+    node."""
     runtime_class, source = INTERPRETERS[kind]
-    run = group.run_node if group else None
     return runtime_class(text_graphs(program), limits, device, source(runtime), run)
 
 

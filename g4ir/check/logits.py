@@ -35,6 +35,7 @@ from .media import check_media
 from .peers import EnginePeer, HfPeer, Peer, find_anchor, find_peer, rounding_error
 from .reference import coarse, reference_engine
 from .report import Greedy, VerifyReport, positions_of
+from .routing import equal_experts
 from .stage_report import engine_name
 from .tokens import Turns, chosen_tokens, default_count, plan_turns
 
@@ -74,7 +75,7 @@ def verify_engine(
     if not report.ok:
         progress("looking for the first difference")
         report = replace(report, first_difference=_first(engine, peer, turns, report))
-    elif report.float64:
+    elif report.float64 or report.routing:
         progress("values inside beside the interpreter's")
         report = replace(report, first_difference=_inside(engine, peer, turns))
     if not engine.media.kinds:
@@ -118,7 +119,7 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
     )
     progress("greedy tokens")
     limit, readable = engine.limits.max_seq, engine.spec.text.readable_ids
-    return VerifyReport(
+    report = VerifyReport(
         engine_name(engine),
         peer.name,
         plain.tolerance,
@@ -128,6 +129,16 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
         rounds=positions_of(where, again)[len(where) - steps :],
         float64=graphs,
     )
+    if report.rows_ok or not plain.tolerance.rounding:
+        return report
+    progress("the same with equal experts")
+    routed = equal_experts(engine, turns, got, rounds, plain.tolerance.rounding)
+    if not routed:
+        return report
+    plain, again, routing = routed
+    rows = positions_of(where, plain), positions_of(where, again)[len(where) - steps :]
+    report = replace(report, budget=plain.tolerance, routing=routing)
+    return replace(report, positions=rows[0], rounds=rows[1])
 
 
 def _graph_error(engine: Engine, turns: Turns, want: Tensor) -> tuple[float, float]:

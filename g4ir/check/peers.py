@@ -28,6 +28,8 @@ from .reference import coarse, float64_engine, float64_refusal, reference_engine
 from .tokens import Turns
 
 Tensor = torch.Tensor
+#: tokens of a chunk in the interpreter's other mode. It converts all weights once a chunk
+OTHER = 8
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,11 @@ class EnginePeer:
         return EnginePeer(float64_engine(self.engine)).logits(turns)
 
     def other(self, turns: Turns) -> Tensor:
-        """Return `logits` in another mode, the same sums in another order: token by token."""
-        return self.logits(Turns(turns.ids, [1] * len(turns.ids)))[turns.where]
+        """Return `logits` in another mode, the same sums in another order: in chunks of OTHER
+        tokens where these give every row, else token by token."""
+        size = OTHER if turns.every else 1
+        sizes = [len(t) for t in turns.ids.split(size)]
+        return self.logits(Turns(turns.ids, sizes, turns.every))[turns.where]
 
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
         """Return (tokens, logits f32[count, readable]) of greedy decoding over ids below
@@ -167,7 +172,7 @@ def find_anchor(
     other = torch.cat([peer.other(turns).cpu() for turns in requests])
     if refusal:
         return Anchor("its other mode", want, [other], refusal)
-    exact = torch.cat([peer.in_float64(turns).cpu() for turns in requests])
+    exact = torch.cat([peer.in_float64(turns.joined).cpu() for turns in requests])
     return Anchor("float64", exact, [other])
 
 
@@ -177,6 +182,6 @@ def rounding_error(engine: Engine, turns: Turns) -> float:
     it grows from layer to layer. An engine that rounds to a coarse grid is also run token by token:
     each mode rounds other values to the other side."""
     reference = EnginePeer(reference_engine(engine))
-    exact = reference.in_float64(turns)
+    exact = reference.in_float64(turns.joined)
     modes = [reference.logits, *([reference.other] if coarse(engine) else [])]
     return max(float(row_errors(mode(turns), exact).relative.max()) for mode in modes)

@@ -22,7 +22,6 @@ import torch
 
 from g4ir.artefact.digests import sources_digest
 from g4ir.engine.engine import Engine
-from g4ir.engine.prefill import CHUNK_LOGITS
 from g4ir.engine.session import Session
 from g4ir.errors import InputError, TrustError
 from g4ir.ui.files import write_file
@@ -31,12 +30,13 @@ from g4ir.ui.processor import instruction_set
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.ui.units import count_text
 
+from .documents import Window
 from .haystack import Haystack, Needle, haystack, text_of
 from .logits import verify_engine
 from .modes import compare_modes
 from .reference import is_quantised, param_bytes, reference_engine, unquantised
 from .report import VerifyReport
-from .score import require_all_logits, score_rows
+from .score import Sums, require_all_logits, score_chunks, score_rows, window_chunk
 from .tokens import STEPS, window_of
 
 Tensor = torch.Tensor
@@ -194,18 +194,16 @@ def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
     with unquantised(engine, checkpoint, param_bytes(engine)) as other:
         if isinstance(other, str):
             return None, f"not compared: {other}", {}
-        rows = torch.cat([*_scored([engine.session(), other.session()], ids, engine)], 1)
-    nll, base, kl, same = rows.mean(1).tolist()
-    summary = f"NLL {-nll:.4f} against {-base:.4f}, KL {kl:.5f}, same best token {same:.1%}"
-    return None, summary, {"nll": -nll, "baseline_nll": -base, "kl": kl, "same_top": same}
+        rows = torch.cat([*_scored(engine, [engine.session(), other.session()], ids)], 1)
+    data = Sums.of(rows).means()
+    summary = "NLL {nll:.4f} against {baseline_nll:.4f}, KL {kl:.5f}, same token {same_top:.1%}"
+    return None, summary.format(**data), data
 
 
-def _scored(sessions: Sequence[Session], ids: Tensor, engine: Engine) -> Iterator[Tensor]:
+def _scored(engine: Engine, sessions: Sequence[Session], ids: Tensor) -> Iterator[Tensor]:
     """Yield `score_rows` of each chunk of a text, for the tokens after its first."""
-    size = min(engine.limits.prefill_chunk, max(1, CHUNK_LOGITS // engine.spec.text.vocab_size))
-    for tokens, labels in zip(ids[:-1].split(size), ids[1:].split(size)):
-        logits = [s.prefill(tokens[None], all_logits=True)[0] for s in sessions]
-        yield score_rows(logits[0], labels, *logits[1:])
+    text = Window("", 0, ids.tolist(), ids.tolist())
+    return score_chunks(sessions, text, window_chunk([engine]))
 
 
 def read_context(
@@ -220,7 +218,7 @@ def read_context(
     nothing is judged. OutOfTimeError if the engine alone would take longer."""
     sessions = [engine.session(), reference_engine(engine).session()]
     rows, done, start = list[Tensor](), 0, time.monotonic()
-    for chunk in _scored(sessions, text.ids, engine):
+    for chunk in _scored(engine, sessions, text.ids):
         rows.append(chunk)
         done += chunk.shape[1]
         progress(f"{done} of {len(text.ids)} tokens")

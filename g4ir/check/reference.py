@@ -16,6 +16,7 @@ from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.builder.load import open_weights
 from g4ir.engine.engine import Engine
 from g4ir.engine.ranks import interpreted
+from g4ir.ir.interpret import Run
 from g4ir.ir.wide import BLOCK
 from g4ir.ops.types import FLOATS, ITEMSIZE, torch_dtype
 from g4ir.passes import OPTIONS, PassOptions
@@ -32,10 +33,11 @@ from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, open_table
 from g4ir.weights.random import random_weights
 
 
-def reference_engine(engine: Engine, resident: bool = False) -> Engine:
+def reference_engine(engine: Engine, resident: bool = False, run: Run | None = None) -> Engine:
     """Return an engine that interprets the same text graphs, without towers. Its params are
-    computed from the engine's source; with `resident` they are those of the engine's runtime."""
-    return replace(engine, runtime=interpreted(engine, "resident" if resident else "stored"))
+    computed from the engine's source; with `resident` they are those of the engine's runtime.
+    `run` runs a node."""
+    return replace(engine, runtime=interpreted(engine, "resident" if resident else "stored", run))
 
 
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
@@ -45,9 +47,9 @@ def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
     return replace(engine, runtime=runtime)
 
 
-def float64_engine(engine: Engine) -> Engine:
+def float64_engine(engine: Engine, run: Run | None = None) -> Engine:
     """Return an engine that interprets the text graphs in float64, on params of the engine."""
-    return replace(engine, runtime=interpreted(engine, "float64"))
+    return replace(engine, runtime=interpreted(engine, "float64", run))
 
 
 def plain_packing(engine: Engine) -> Packing:

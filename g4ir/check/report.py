@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from g4ir.ir.distance import GROUP, Agreement, Rounding, Tolerance, largest, lower_median
 
 from .media import MediaReport
+from .routing import Routing
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class VerifyReport:
     #: in 16 bits against transformers: the largest relative error of the engine's graphs in float64
     #: to transformers in float64, and what is allowed
     float64: tuple[float, float] | None = None
+    #: near ties of routers, if the rows were compared on equal experts
+    routing: Routing | None = None
     first_difference: str | None = None
     #: None for an engine that takes text alone
     media: MediaReport | None = None
@@ -66,7 +69,14 @@ class VerifyReport:
         """Whether every position is within the tolerance, their median too, no value inside is out
         of it, and the greedy tokens are the same."""
         inside = self.graphs_ok and self.first_difference is None
-        return self.typical and inside and self.plain_ok and all(p.ok for p in self.rounds)
+        return self.rows_ok and inside and self.plain_ok
+
+    @property
+    def rows_ok(self) -> bool:
+        """Whether every position, and their median, is within the tolerance, and the routers'
+        choices are, if they were compared."""
+        rows = all(p.ok for p in (*self.positions, *self.rounds))
+        return rows and self.typical and (self.routing is None or self.routing.ok)
 
     @property
     def graphs_ok(self) -> bool:
@@ -142,6 +152,8 @@ class VerifyReport:
         engine = f"{self.median_distance:>12.2e} in the median, worst {worst:.2e}"
         reference = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
         yield "distance", f"{engine}; {reference}"
+        if self.routing:
+            yield "experts", self.routing.text()
         if not self.typical:
             yield "", "the positions as a whole are out of tolerance"
         if rounding.reason:

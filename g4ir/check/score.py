@@ -25,8 +25,9 @@ from g4ir.ui.progress import Progress, no_progress
 from .documents import IGNORED, Reader, Window
 
 Tensor = torch.Tensor
-#: rows of logits whose probabilities are computed together
-ROWS = 16
+#: logits whose probabilities are computed together, in float64: more of them leave the cache, and
+#: their memory is mapped anew each time (twice as slow for 262144 tokens)
+BLOCK = 1 << 19
 
 
 def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tensor:
@@ -34,9 +35,10 @@ def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tenso
     [N, vocab]. With the logits `want` of a baseline f64[4, N]: also its log-probability,
     KL(baseline || engine), and 1.0 where both have the same best token."""
     parts = [torch.zeros(1 if want is None else 4, 0).double()]
-    for start in range(0, len(labels), ROWS):
-        label = labels[start : start + ROWS, None]
-        logits = [t[start : start + ROWS].cpu() for t in (got, want) if t is not None]
+    size = max(1, BLOCK // got.shape[-1])
+    for start in range(0, len(labels), size):
+        label = labels[start : start + size, None]
+        logits = [t[start : start + size].cpu() for t in (got, want) if t is not None]
         log = [t.double().log_softmax(-1) for t in logits]
         rows = [x.gather(1, label)[:, 0] for x in log]
         if want is not None:
@@ -186,7 +188,7 @@ def score_sessions(
     """Yield the score of each window, computed in chunks of `size` tokens; see score_windows."""
     total = 0
     for w in windows:
-        rows = torch.cat([*_chunks(sessions, w, size)], 1)
+        rows = torch.cat([*score_chunks(sessions, w, size)], 1)
         values = iter(rows[0].tolist())
         scored = [i > 0 and label != IGNORED for i, label in enumerate(w.labels)]
         logprobs = tuple(next(values) if is_scored else None for is_scored in scored)
@@ -195,7 +197,7 @@ def score_sessions(
         progress(f"{total} tokens scored")
 
 
-def _chunks(sessions: Sequence[Scored], w: Window, size: int) -> Iterator[Tensor]:
+def score_chunks(sessions: Sequence[Scored], w: Window, size: int) -> Iterator[Tensor]:
     """Yield `score_rows` of each chunk, without ignored labels."""
     for s in sessions:
         s.reset()

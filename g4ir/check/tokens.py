@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -86,6 +86,12 @@ class Turns:
     def steps(self) -> int:
         """Number of single steps at the end."""
         return len(self.sizes) - max((i for i, n in enumerate(self.sizes, 1) if n > 1), default=0)
+
+    @property
+    def joined(self) -> Turns:
+        """The same rows, if that gives them from one turn: for float64, in which how a text is cut
+        makes no difference."""
+        return replace(self, sizes=[len(self.ids)]) if self.every else self
 
     def chunks(self, size: int) -> list[torch.Tensor]:
         """Return the prefill chunks of all turns."""

@@ -17,6 +17,7 @@ import torch
 from g4ir.backends.base import Runtime, Watch
 from g4ir.backends.reference import interpreter
 from g4ir.errors import EngineError, RankError
+from g4ir.ir.interpret import Run
 from g4ir.parallel.group import Group
 
 from .parts import EngineParts
@@ -94,7 +95,7 @@ def perform(
     `watch` gets this rank's."""
     if name == "interpreter":
         (kind,) = args
-        return interpreter(kind, local, local.program, local.limits, local.device, group)
+        return interpreter(kind, local, local.program, local.limits, local.device, group.run_node)
     if name == "watch_cache":
         cache, start, stop = args
         return watch_slots(local, cache, range(start, stop), watch_for(group, see))
@@ -126,14 +127,14 @@ def slots_of(positions: range, cache: torch.Tensor) -> list[int]:
     return [p % len(cache) for p in positions]
 
 
-def interpreted(engine: EngineParts, kind: str) -> Runtime:
+def interpreted(engine: EngineParts, kind: str, run: Run | None = None) -> Runtime:
     """Return a runtime that interprets an engine's text graphs, on all its ranks; `kind` is one of
-    backends/reference.py's."""
+    backends/reference.py's. `run` runs a node, of an engine without ranks."""
     runtime: Any = engine.runtime
     if isinstance(runtime, Led):
         interpreted_runtime: Runtime = runtime.interpreter(kind)
         return interpreted_runtime
-    return interpreter(kind, runtime, engine.program, engine.limits, engine.device)
+    return interpreter(kind, runtime, engine.program, engine.limits, engine.device, run)
 
 
 def run_watched(

@@ -55,15 +55,15 @@ def interpret(
     )
 
 
-def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-    """Run an op's reference, or else its expansion."""
+def run_node(n: Node, tensors: list[Any], run: Run | None = None) -> tuple[Any, ...]:
+    """Run an op's reference, or else its expansion, whose nodes `run` runs if given."""
     definition = n.definition
     if definition.reference:
         return as_tuple(definition.reference(*tensors, **n.attrs))
     nodes, results = n.expanded
     env = {v.name: t for v, t in zip(n.inputs, tensors, strict=True)}
     for inner in nodes:
-        outputs = run_node(inner, [env[v.name] for v in inner.inputs])
+        outputs = (run or run_node)(inner, [env[v.name] for v in inner.inputs])
         env.update({v.name: t for v, t in zip(inner.outputs, outputs, strict=True)})
     return tuple(env[v.name] for v in results)
 
