@@ -11,9 +11,13 @@
 #define FP8_TILES
 #endif
 /* Whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2 accumulates
- * without saturation. Codes of 2 and 3 bits need no int16: a block's sums of byte products fit 16 bits. */
-#define IN_16_BITS(form) (WIDE == 32 && !FOURTHS(form) || (form) == FP8)
-#define SUMS_IN_16_BITS(form) (WIDE == 32 && FOURTHS(form))
+ * without saturation. Codes of up to 4 bits need no int16: a block's sums of byte products fit 16 bits (in half
+ * blocks up to 31, FP4's are 24). Those of 5 and 6 bits would be summed in more parts, which is slower from four
+ * rows on. */
+#define SUMS_IN_16_BITS(form)                                                                   \
+    (WIDE == 32 && ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || FOURTHS(form) ||     \
+                    HALVES(form) && (form) != INT6))
+#define IN_16_BITS(form) (WIDE == 32 && !SUMS_IN_16_BITS(form) || (form) == FP8)
 
 /* A block of a row of x, permuted to the order of the weight's words. Its values are (256 high + low) * unit,
  * or pairs * unit: the first pair for bytes 0 and 2 of a word, the second for bytes 1 and 3. `unit` is NaN if a
