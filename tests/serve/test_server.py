@@ -246,7 +246,7 @@ def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
     words = (*words, "--root-path", "/llm/", "--allow-origin", "*")
     process = launched("-m", "g4ir.cli", "serve", str(engine_folder), "--port", "0", *words)
     url = process.stderr.readline().partition("listening at ")[2].strip()
-    next(line for line in process.stderr if line == "g4ir: ready\n")
+    next(line for line in process.stderr if line.startswith("g4ir: ready"))
     key = {"Authorization": "Bearer k2"}
     body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.Client(base_url=url, timeout=WAIT, headers=key) as client:
