@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._triton import has_triton
 from triton.backends.compiler import GPUTarget
 
 from g4ir.backends.inductor.compile import exported, options_of
@@ -42,8 +44,9 @@ class Lowered(BaseException):
 
 
 @pytest.fixture
-def device_of_properties(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch's compiler asks of a device."""
+def device_of_properties(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torch's compiler asks of a device; not what it was told without one."""
+    has_triton.cache_clear()
     answers: dict[str, Any] = {
         "_exchange_device": 0,
         "_maybe_exchange_device": 0,
@@ -63,6 +66,8 @@ def device_of_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
     monkeypatch.setattr(joint_graph, "lazy_init", lambda *_: None)  # patterns that it traces there
+    yield
+    has_triton.cache_clear()
 
 
 def wrapper_of(program: Any, options: dict[str, Any]) -> str:
