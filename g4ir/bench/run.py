@@ -49,7 +49,7 @@ def run_bench(
     load_s: Sequence[float] = (),
     draft: str = NONE,
     compare_all: bool = False,
-    known: dict[Workload, list[Values]] | None = None,
+    agreement_cache: dict[Workload, list[Values]] | None = None,
     progress: Progress = no_progress,
 ) -> Values:
     """Measure one engine, or two of the same variant, and baselines (keys of BASELINES); return the
@@ -60,8 +60,8 @@ def run_bench(
     checkpoint: what baselines load if the engine does not refer to one. load_s: seconds that
     loading each engine took. draft: source of drafts that are measured after the rounds, on one
     sequence of the first engine. compare_all: compare outputs at every position of the request, not
-    at the first ones of a shortened prompt. known: agreements of earlier calls with the same
-    engines and baselines, by compared request; those of this one are added.
+    at the first ones of a shortened prompt. agreement_cache: agreements of earlier calls with the
+    same engines and baselines, by compared request; those of this one are added.
 
     Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
     report marks their speeds void.
@@ -80,11 +80,12 @@ def run_bench(
     for role, load_time, make in _runners(engines, w, peers, checkpoint, load_s, progress):
         progress(f"first request of {role}")
         runners.append(_start(make, load_time, w, tokens, engine.device))
-    compared, known = w if compare_all else shortened(w), {} if known is None else known
-    if compared not in known:
+    cache = {} if agreement_cache is None else agreement_cache
+    compared = w if compare_all else shortened(w)
+    if compared not in cache:
         progress("comparing outputs")
-        known[compared] = compare_outputs(engine, compared, tokens, runners)
-    agreements = known[compared]
+        cache[compared] = compare_outputs(engine, compared, tokens, runners)
+    agreements = cache[compared]
     meter = Meter(engine.device, torch_dtype(engine.dtype))
     progress("warming up")
     for runner in runners:

@@ -136,7 +136,7 @@ class Bench(Verb):
                 load_s=seconds,
                 draft=self.draft,
                 compare_all=self.compare_all,
-                known={},
+                agreement_cache={},
             )
             several = len(workloads) > 1
 

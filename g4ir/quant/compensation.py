@@ -118,8 +118,8 @@ def _compensate(w: Tensor, inputs: Inputs, step: Tensor, shift: Tensor, form: st
     group = order // (w.shape[1] // step.shape[1])
     # Column by column: rows of the transposed weight are contiguous.
     w, step, shift = (t.T.contiguous() for t in (w[:, order], step[:, group], shift[:, group]))
-    values, meant = _pass_on(w.clone(), inputs.factor, step, shift, form)
-    _descend(values, meant, h @ (meant - w), h, step, shift, form)
+    values, dequantized = _pass_on(w.clone(), inputs.factor, step, shift, form)
+    _descend(values, dequantized, h @ (dequantized - w), h, step, shift, form)
     return values[order.argsort()].T.contiguous()
 
 
@@ -128,28 +128,34 @@ def _pass_on(
 ) -> tuple[Tensor, Tensor]:
     """Return values [K, N] for x, whose columns that follow make up for each error, and what they
     mean. x is overwritten."""
-    values, meant = torch.empty_like(x), torch.empty_like(x)
+    values, dequantized = torch.empty_like(x), torch.empty_like(x)
     for first in range(0, len(x), COLUMNS):
         last = min(first + COLUMNS, len(x))
         errors = torch.empty_like(x[first:last])
         for j in range(first, last):
-            values[j], meant[j] = nearest_values(x[j], step[j], shift[j], form)
-            errors[j - first] = error = (x[j] - meant[j]) / factor[j, j]
+            values[j], dequantized[j] = nearest_values(x[j], step[j], shift[j], form)
+            errors[j - first] = error = (x[j] - dequantized[j]) / factor[j, j]
             x[j + 1 : last].addr_(factor[j, j + 1 : last], error, alpha=-1)
         x[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
-    return values, meant
+    return values, dequantized
 
 
 def _descend(
-    values: Tensor, meant: Tensor, slope: Tensor, h: Tensor, step: Tensor, shift: Tensor, form: str
+    values: Tensor,
+    dequantized: Tensor,
+    slope: Tensor,
+    h: Tensor,
+    step: Tensor,
+    shift: Tensor,
+    form: str,
 ) -> None:
     """Replace values [K, N] by those of least error given all others, a column after another.
     `slope` is half the derivative of the error by what they mean; all three are overwritten."""
     for first in range(0, len(values), COLUMNS):
         last = min(first + COLUMNS, len(values))
-        before = meant[first:last].clone()
+        before = dequantized[first:last].clone()
         for j in range(first, last):
-            best = meant[j] - slope[j] / h[j, j]
-            values[j], meant[j] = nearest_values(best, step[j], shift[j], form)
-            slope[j + 1 : last].addr_(h[j, j + 1 : last], meant[j] - before[j - first])
-        slope[last:].addmm_(h[last:, first:last], meant[first:last] - before)
+            best = dequantized[j] - slope[j] / h[j, j]
+            values[j], dequantized[j] = nearest_values(best, step[j], shift[j], form)
+            slope[j + 1 : last].addr_(h[j, j + 1 : last], dequantized[j] - before[j - first])
+        slope[last:].addmm_(h[last:, first:last], dequantized[first:last] - before)
