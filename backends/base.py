@@ -241,7 +241,7 @@ class Backend(PlannedBackend, ABC):
         """Return the instruction set that an engine with this record needs."""
         return self.machine(device)
 
-    def takes_adapters(self, compiled: Mapping[str, Any]) -> bool:
+    def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
         """Whether its engines run graphs with adapters, which are added at load."""
         return False
 

@@ -194,7 +194,7 @@ class ReferenceBackend(Backend):
         how = task.device, task.params, run, task.added
         return ReferenceRuntime(task.program, task.limits, *how)
 
-    def takes_adapters(self, compiled: Mapping[str, Any]) -> bool:
+    def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
         return True
 
 

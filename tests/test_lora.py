@@ -22,6 +22,7 @@ from g4ir.model.tensors import text_tensors
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
+from tests.cli_tools import refused
 from tests.configs import short
 from tests.test_adapter import STEM, of_text, write_adapter
 from tests.test_scheduler import FREE, finished, prompt, texts
@@ -254,6 +255,17 @@ def test_what_is_refused(lora: Lora, tmp_path: Path) -> None:
 
 
 def test_other_backends_say_so(tmp_path: Path) -> None:
+    """Before a build and at load, with a way out."""
     engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, backend="onnx", **LIMITS)
-    with pytest.raises(MissingError, match="compiled programs take no adapters at load"):
+    with pytest.raises(MissingError, match="programs that onnx compiles for cpu take no adapters"):
         g4ir.load_engine(engine.path, adapter_slots=1)
+    for words in (
+        ("onnx",),
+        ("trt",),
+        ("torch", "--device", "cuda"),
+        ("torch", "--set", "programs=inductor"),
+    ):
+        serve = ("serve", "tiny-dense", "--random-weights", "0", "--set", "adapter_slots=1")
+        message = refused(*serve, "--backend", *words, code=3)
+        assert f"programs that {words[0]} compiles for" in message
+        assert "use --backend torch --device cpu, or merge one adapter" in message

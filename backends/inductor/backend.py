@@ -59,9 +59,9 @@ class TorchBackend(Backend):
         """An engine without programs is weights and graphs, the same for every CPU."""
         return self.machine(device) if self.has_native_code(compiled) else "any"
 
-    def takes_adapters(self, compiled: Mapping[str, Any]) -> bool:
+    def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
         """Engines of step programs do; programs are compiled for the graphs of the build."""
-        return not self.has_native_code(compiled)
+        return not _compiles(device, settings)
 
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
         return any(map(any, compiled.values()))

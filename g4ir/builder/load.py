@@ -176,9 +176,8 @@ def open_runtime(
         raise MissingError(f"{artefact.path} was built for cuda, and {why}; {fix}")
     backend = check_runnable(artefact, trust)
     params, load_progress = _open_params(artefact, c.device), prefixed(progress, "load")
-    if slots and not backend.takes_adapters(m.to_dict()["compiled"]):
-        fix = "build it for the CPU, or with --adapter"
-        raise MissingError(f"{artefact.path}: compiled programs take no adapters at load; {fix}")
+    if slots:
+        check_takes_adapters(str(artefact.path), backend, c.device, c.settings)
     task = Task(
         program=slots.program if slots else artefact.packing.program,
         limits=c.limits,
@@ -192,6 +191,16 @@ def open_runtime(
         added=slots.tensors if slots else {},
     )
     return backend.load(task, m.to_dict()["compiled"], cuda_graph)
+
+
+def check_takes_adapters(
+    model: str, backend: Backend, device: str, settings: Mapping[str, str]
+) -> None:
+    """Raise MissingError unless the engines of a backend run adapters that requests choose."""
+    if not backend.takes_adapters(device, settings):
+        why = f"programs that {backend.name} compiles for {device} take no adapters at load"
+        fix = "use --backend torch --device cpu, or merge one adapter: g4ir build --adapter DIR"
+        raise MissingError(f"{model}: {why}; {fix}")
 
 
 def check_runnable(artefact: Artefact, trust: bool = False) -> Backend:

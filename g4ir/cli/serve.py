@@ -104,6 +104,8 @@ class Serve(Verb):
         app = router or app
         for model in (*named.values(), *named_embedder(self.embed).values()):
             self._check_model(model)
+        if any(self.slots().values()):
+            self._check_backend(self.models[0])
         if not (app.gate.keys or is_loopback(self.host)):
             console.say(f"{self.host} is open to others, and no --api-key-file is given", "warning")
 
@@ -149,6 +151,18 @@ class Serve(Verb):
             slots = max(len(adapters), 4)
         return {"adapters": adapters, "adapter_slots": slots, "adapter_rank": rank}
 
+    def _check_backend(self, model: str) -> None:
+        """Raise for a backend that takes no adapters, before a build of minutes."""
+        from g4ir.backends import find_backend
+        from g4ir.builder.load import check_takes_adapters
+        from g4ir.plan.backend import checked_settings
+        from g4ir.plan.resolve import device_of
+
+        o = self.first_use.options
+        backend = find_backend(o.backend)
+        settings = checked_settings(backend, o.settings or {})
+        check_takes_adapters(model, backend, device_of(backend, o.device), settings)
+
     def _adapters(self) -> dict[str, str]:
         """Return the name and the directory (`DIR` or `DIR=SCALE`) of each adapter."""
         return parse_pairs(self.adapter, "--adapter", "NAME=DIR")
@@ -156,7 +170,7 @@ class Serve(Verb):
     def _adapter_folders(self) -> tuple[Path, ...]:
         """Return the folders below which clients may load adapters."""
         folders = [Adapter.of(path).path.parent for path in self._adapters().values()]
-        if len(self.models) > 1 and (folders or self.adapter_dir or self.adapter_slots):
+        if len(self.models) > 1 and any(self.slots().values()):
             raise InputError("--adapter is for one model; start a server for each")
         return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
 

@@ -49,6 +49,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 def adapters_of(engine: Engine) -> Adapters:
     """Return an engine's adapters; Refused if it was served without."""
     if engine.adapters is None:
-        message = "this server has no adapters: start it with --adapter, or --set adapter_slots=4"
+        message = "this server has no adapters: start one of this model alone with --adapter"
+        message += ", or --set adapter_slots=4"
         raise Refused(501, message, code="not_supported")
     return engine.adapters

@@ -347,7 +347,7 @@ class Server:
             data.append({"id": self.embedder, **plain, **facts})
         if (name := request.path_params.get("name")) is None:
             adapted = {**model, "parent": self.name}
-            data += [{"id": f"{self.name}:{n}", **adapted} for n in self._adapters]
+            data += [{"id": name, **adapted} for name in self._adapted]
             return json_response({"object": "list", "data": data})
         if (name := name.rstrip("/")) == self.embedder:
             return json_response(data[-1])
@@ -438,6 +438,11 @@ class Server:
         adapters = self.prompts and self.prompts.engine.adapters
         return sorted(adapters.loaded) if adapters else []
 
+    @property
+    def _adapted(self) -> list[str]:
+        """MODEL:ADAPTER of each name of the model."""
+        return [f"{name}:{adapter}" for name in self.names for adapter in self._adapters]
+
     def _check_model(self, name: str | None) -> str:
         """Return the adapter that a model name means, MODEL:ADAPTER or ADAPTER; empty: none.
         Refused for an unknown one."""
@@ -455,8 +460,7 @@ class Server:
         raise self._no_model(name)
 
     def _no_model(self, name: str) -> Refused:
-        adapted = (f"{self.name}:{n}" for n in self._adapters)
-        names = " and ".join(repr(n) for n in (self.name, *adapted, self.embedder) if n)
+        names = " and ".join(repr(n) for n in (self.name, *self._adapted, self.embedder) if n)
         message = f"model: there is no {name[:80]!r} here; this server has {names}"
         return Refused(404, message, param="model", code="model_not_found")
 

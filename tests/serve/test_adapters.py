@@ -38,7 +38,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapted(quick: Path, folder: Path) -> Iterator[Running]:
     loader = partial(load_engine, quick, adapters={"a0": folder / "a0"}, adapter_slots=2)
-    with running(loader, options={"adapter_folders": (folder,)}) as r:
+    with running(loader, options={"adapter_folders": (folder,), "aliases": ("other",)}) as r:
         with r.client() as client:
             r.process.loading.join(WAIT)
             assert client.get("/health").is_success
@@ -56,17 +56,17 @@ def test_adapters_are_models(adapted: Running, quick: Path) -> None:
         ids = client.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
         want = adapted.service.engine.generate(ids, 12, stop_ids=(), adapter="a0")
         ids = [m["id"] for m in client.get("/v1/models").json()["data"]]
-        assert ids == [NAME, f"{NAME}:a0"]
+        assert ids == [NAME, "other", f"{NAME}:a0", "other:a0"]
         assert client.get(f"/v1/models/{NAME}:a0").json()["id"] == f"{NAME}:a0"
         assert client.get("/server_info").json()["adapters"] == ["a0"]
         texts = [said(client, name) for name in (None, NAME, f"{NAME}:a0", "a0")]
         assert texts[0] == texts[1] == said(plain) != texts[2] == texts[3]
         vocabulary = adapted.server.prompts.vocabulary  # type: ignore[union-attr]
-        assert texts[2] == vocabulary.decode(want)
+        assert said(client, "other:a0") == texts[2] == vocabulary.decode(want)
         chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "model": "a0"}
         assert client.post("/v1/chat/completions", json=chat).json()["model"] == "a0"
         error = said(client, f"{NAME}:b").json()["error"]
-        assert error["code"] == "model_not_found" and "'tiny:a0'" in error["message"]
+        assert error["code"] == "model_not_found" and "'tiny:a0' and 'other:a0'" in error["message"]
 
 
 def test_loaded_and_removed_while_answers_stream(adapted: Running, folder: Path) -> None:
@@ -121,9 +121,8 @@ def test_a_server_without_adapters(served: Running, folder: Path) -> None:
     body = {"lora_name": "n", "lora_path": str(folder / "a0")}
     with served.client() as client:
         got = client.post("/v1/load_lora_adapter", json=body)
-        assert (
-            got.status_code == 501 and "start it with --adapter" in got.json()["error"]["message"]
-        )
+        message = got.json()["error"]["message"]
+        assert got.status_code == 501 and "start one of this model alone with --adapter" in message
     assert Server(NAME, aliases=(ANY_NAME,))._check_model("x:y") == ""
 
 
@@ -134,5 +133,6 @@ def test_flags(engine_folder: Path, folder: Path) -> None:
         ("--adapter", good, "--adapter", good): "each name once",
         ("--adapter", f"a={folder}"): "has no adapter_config.json",
         ("b=tiny-dense", "--adapter", good): "--adapter is for one model",
+        ("b=tiny-dense", "--set", "adapter_rank=8"): "--adapter is for one model",
     }.items():
         assert message in refused("serve", model, *words)
