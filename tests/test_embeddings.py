@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import g4ir
@@ -21,8 +22,11 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.embeddings import PACKED_TOKENS, pack
 from g4ir.errors import CheckError, G4Error, InputError, SpecError
+from g4ir.media.audio import read_audio
+from g4ir.media.prompt import marks
+from g4ir.model.media import KINDS, placeholders
 from g4ir.model.tensors import text_tensors
-from g4ir.spec.parts import FULL, SLIDING, Ple
+from g4ir.spec.parts import FULL, SLIDING, Ple, Tokens
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.rules import canonical
 from g4ir.weights.checkpoint import Checkpoint
@@ -33,6 +37,8 @@ from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import short
+from tests.media_tools import media_files, media_tokenizer
+from tests.test_media_models import inputs_of, medium
 from tests.test_rounding import changed
 
 NAMES = ("tiny-embedding", "tiny-embedding-2")
@@ -43,9 +49,9 @@ SEEDS = tuple(range(20))
 HAS_SECOND = hasattr(transformers, "EmbeddingGemma2TextModel")
 
 
-def random_encoder(name: str, seed: int) -> Spec:
-    """An encoder of the kind of `name` with every size drawn."""
-    rng, base = random.Random(seed), load_spec(name)
+def random_encoder(name: str, seed: int, media: bool = False) -> Spec:
+    """An encoder of the kind of `name` with every size drawn, without its towers unless `media`."""
+    rng, base = random.Random(seed), load_spec(name) if media else text_spec(name)
     layers, heads, dim = rng.randint(2, 5), rng.choice((2, 4)), rng.choice((16, 32))
     kv = [rng.choice([n for n in (1, 2, 4) if heads % n == 0]) for _ in range(2)]
     alike = base.embedding is not None and bool(base.embedding.dense)
@@ -80,6 +86,14 @@ def random_encoder(name: str, seed: int) -> Spec:
     return check_spec(canonical(replace(base, name=f"{name}-{seed}", text=text, embedding=head)))
 
 
+def text_spec(name: str) -> Spec:
+    """The encoder without towers."""
+    spec = load_spec(name)
+    special = ("image", "video", "audio", "boi", "eoi", "boa", "eoa")
+    tokens = replace(spec.tokens, **dict.fromkeys(special))
+    return replace(spec, vision=None, audio=None, tokens=tokens)
+
+
 class Oracle:
     """The model by transformers, and what sentence-transformers does after it."""
 
@@ -108,7 +122,7 @@ class Oracle:
 
 def drawn_ids(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(512) for _ in range(n)] for n in lengths]
+    return [[rng.randrange(500) for _ in range(n)] for n in lengths]
 
 
 def build(spec: Spec | str, out: Path, **options: Any) -> Any:
@@ -128,6 +142,59 @@ def test_embeddings_are_those_of_transformers(name: str, seed: int, tmp_path: Pa
             alone = torch.cat([engine.embed(x) for x in ids])
             assert (alone - want).abs().max() < AGREES
             assert backend != "torch" or torch.equal(alone, got)
+
+
+@pytest.mark.skipif(not HAS_SECOND, reason="transformers has no such model")
+@pytest.mark.parametrize("seed", short(0, of=SEEDS))
+def test_media_embeddings_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
+    spec = random_encoder(NAMES[1], seed, media=True)
+    folder = media_checkpoint(tmp_path / "c", spec)
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model, loading = transformers.AutoModel.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values())
+    rng = np.random.default_rng(seed)
+    sizes = (*(("image", (int(rng.integers(20, 90)), 60)) for _ in range(2)), ("video", 2))
+    media = [medium(spec, kind, size, seed) for kind, size in (*sizes, ("audio", 7_001))]
+    parts = [{"type": k, k: m} for (k, _), m in zip((*sizes, ("audio", 0)), media)]
+    inputs = [*parts, "ab w7", ["a", parts[0], parts[1], " w7", parts[3]], [*parts[1:], "ab"]]
+    want = torch.stack([media_oracle(model, words, spec.tokens, x) for x in inputs])
+    for backend in ("reference", "torch", "onnx"):
+        options: Any = {"backend": backend, "max_batch": 4, "audio_seconds": [2.0]}
+        with g4ir.build(None, out=tmp_path / backend, checkpoint=folder, **options) as engine:
+            got = engine.embed(inputs)
+            assert (got - want).abs().max() < AGREES
+            alone = torch.cat([engine.embed([x]) for x in inputs])
+            assert (alone - want).abs().max() < AGREES
+            assert backend != "torch" or torch.equal(alone, got)
+
+
+def media_checkpoint(folder: Path, spec: Spec) -> Path:
+    words, _ = media_tokenizer(spec.tokens, spec.text.vocab_size)
+    words.post_processor = processor_of(words)
+    weights, raw = random_weights(spec, SEED, torch.float32), words.to_str().encode()
+    side = {"tokenizer.json": raw}
+    return write_checkpoint(folder, spec, weights, media=KINDS, side_files=side)
+
+
+@torch.no_grad()
+def media_oracle(model: Any, words: Any, tokens: Tokens, content: Any) -> torch.Tensor:
+    """The embedding of an input, whose text has its placeholders, by transformers."""
+    lists: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    text, holders = "", placeholders(tokens)
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, str):
+            text += part
+            continue
+        kind, item = part["type"], part[part["type"]]
+        lists[kind].append(item)
+        begin, end = (words.id_to_token(t) for t in marks(kind, tokens))
+        soft = f"{begin}{words.id_to_token(holders[kind]) * item.soft_tokens}{end}"
+        text += soft * (len(item.patches) if kind == "video" else 1)
+    ids = torch.tensor([words.encode(text).ids])
+    x = model(input_ids=ids, **inputs_of(model, lists)).last_hidden_state.mean(1)
+    return torch.nn.functional.normalize(x, dim=-1)[0]
 
 
 @pytest.mark.parametrize(
@@ -204,8 +271,7 @@ def test_verify(name: str, tmp_path: Path) -> None:
 def folder_of(folder: Path, spec: Spec | None = None, **files: str) -> Path:
     """A folder of sentence-transformers with a tokenizer that adds <bos> and <eos>."""
     spec, made = spec or load_spec(NAMES[0]), tokenizer()
-    special = [(t, made.token_to_id(t)) for t in ("<bos>", "<eos>")]
-    made.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
+    made.post_processor = processor_of(made)
     prompts = {"prompts": {"query": "q: ", "ours": "w3 "}, "default_prompt_name": "ours"}
     side = {
         "tokenizer.json": made.to_str(),
@@ -213,6 +279,11 @@ def folder_of(folder: Path, spec: Spec | None = None, **files: str) -> Path:
     }
     raw = {n: text.encode() for n, text in (side | files).items()}
     return write_checkpoint(folder, spec, random_weights(spec, SEED, torch.float32), side_files=raw)
+
+
+def processor_of(words: Any) -> Any:
+    special = [(t, words.token_to_id(t)) for t in ("<bos>", "<eos>")]
+    return TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +327,8 @@ def test_long_texts(model: Any) -> None:
         (["a"], {"task": "quary"}, "did you mean query"),
         (["\ud800"], {}, "text 0: not UTF-8"),
         ([3.5], {}, "text 0: expected a text or a list"),
+        ([{"type": "image", "image": "a.png"}], {}, "text 0.*: this engine takes text, no image"),
+        ([["a", {"type": "text"}]], {}, r"text 0\[1\].text: must be text"),
     ],
 )
 def test_refused_texts(texts: Any, options: Any, message: str, model: Any) -> None:
@@ -421,6 +494,44 @@ def test_embed_command(model: Any, tmp_path: Path) -> None:
 
 
 QUERY = ("--task", "query", "--dims", "32")
+
+
+def test_embed_command_with_media(tmp_path: Path) -> None:
+    """Files are embeddings of their own; a line of --input may combine them with text."""
+    folder, files = media_checkpoint(tmp_path / "c", load_spec(NAMES[1])), media_files(tmp_path)
+    options: Any = {"backend": "reference", "image_budgets": [70, 280], "audio_seconds": [2.0]}
+    image, video, audio = (files / name for name in ("a.png", "c.mp4", "d.wav"))
+    part = {"type": "image", "image": str(image), "image_budget": 70}
+    with g4ir.build(None, out=tmp_path / "e", checkpoint=folder, **options) as engine:
+        frames = engine.encode("video", video)  # 2.5 s at 2 frames per second
+        assert len(frames.pieces) == 2 and not frames.times and engine.media.frame == 140
+        clip = {"type": "audio", "audio": read_audio(audio)}
+        want = engine.embed(["ab", part, {"type": "video", "video": video}, clip])
+        both = engine.embed([["w7 ", part, part], "ab"])
+    flags = ("--text", "ab", "--image", image, "--video", video, "--audio", audio)
+    out = ok("embed", tmp_path / "e", *flags, "--set", "image_budget=70", "--json")
+    assert json.loads(out)["embeddings"] == want.tolist()
+    lines = tmp_path / "in.jsonl"
+    content = ["w7 ", part, {"type": "image_url", "image_url": {"url": str(image)}} | SMALL]
+    lines.write_text("\n".join(map(json.dumps, ({"content": content}, {"text": "ab"}))))
+    out = ok("embed", tmp_path / "e", "--input", lines, "--json")
+    assert json.loads(out)["embeddings"] == both.tolist()
+    for content, message in REFUSED_PARTS:
+        lines.write_text(json.dumps({"content": content}))
+        assert message in refused("embed", tmp_path / "e", "--input", lines), message
+
+
+SMALL = {"image_budget": 70}
+#: content of a line -> part of the error
+REFUSED_PARTS: list[tuple[Any, str]] = [
+    ([], "line 1 is empty"),
+    ({"type": "text"}, 'an object with "text", or with "content"'),
+    ([{"type": "image", "image": "no.png"}], "text 0[0]: no.png: no such image file"),
+    ([{"type": "image"}], "text 0[0].image: must be an object"),
+    ([{"type": "picture"}], "text 0[0].type: must be one of"),
+    (["a <|image|>"], "text 0: image: the prompt has 1 placeholders (id 500) for 0 media"),
+    ([{"type": "video", "video": "a.mp4", "fps": "1"}], "text 0[0]: a.mp4: no such video file"),
+]
 
 
 def test_refused_commands(model: Any, tmp_path: Path) -> None:

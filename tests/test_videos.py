@@ -30,6 +30,7 @@ from g4ir.media.videos import (
     Video,
     frame_times,
     frames_at,
+    frames_by_time,
     prepare_video,
     read_footage,
     sample_frames,
@@ -509,3 +510,20 @@ def test_a_title_in_another_encoding(tmp_path: Path) -> None:
     path = film(tmp_path / "a.avi", TENTHS[:1], title="TITLE")
     path.write_bytes(path.read_bytes().replace(b"TITLE", "Größe".encode("latin-1")))
     assert len(read_video(path).frames) == 1
+
+
+@pytest.mark.parametrize(
+    ("rate", "total", "options", "expected"),
+    [
+        (30.0, 100, {}, (0, 30, 60)),
+        (29.97, 100, {}, (0, 29, 59)),
+        (24.0, 12, {}, (0,)),
+        (2.0, 5, {"fps": 3.0}, (0, 0, 1, 2, 2, 3, 4)),
+        (1.0, 100, {"frames": 4}, (0, 33, 66, 99)),
+        (25.0, 1_000, {"fps": 2.0, "frames": 3}, (0, 487, 987)),
+    ],
+)
+def test_frames_by_time(rate: float, total: int, options: Any, expected: tuple[int, ...]) -> None:
+    """Those of `EmbeddingGemma2VideoProcessor.sample_frames` of transformers 5.24."""
+    seconds = [3.5 + i / rate for i in range(total)]
+    assert frames_by_time(**{"fps": 1.0, "seconds": seconds, **options}) == expected

@@ -22,7 +22,7 @@ import torch
 from g4ir.artefact.directory import Calibration
 from g4ir.backends.base import Prepared
 from g4ir.chat.text_files import check_files, cut_blocks, read_text
-from g4ir.engine.engine import read_tokenizer
+from g4ir.chat.tokenizer_file import read_tokenizer
 from g4ir.engine.parts import embed_rows
 from g4ir.errors import CheckError, InputError
 from g4ir.ir.graph import Graph, Node, Program, Value

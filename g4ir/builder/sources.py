@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from g4ir.engine.engine import read_tokenizer
+from g4ir.chat.tokenizer_file import read_tokenizer
 from g4ir.engine.prompts import read_defaults
 from g4ir.engine.tokenizer_index import INDEX, index_file
 from g4ir.errors import InputError, SpecError

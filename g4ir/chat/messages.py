@@ -6,7 +6,9 @@ removed. Its content is None, a string, or a list of strings and media.
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -80,7 +82,7 @@ def _message(message: Any, where: str) -> Message:
     if content is not None and not isinstance(content, str):
         cure = "; write it as JSON text" if role == TOOL else ""
         expect(content, (list, tuple), at, "text or a list of parts", cure)
-        content = [_part(p, f"{at}[{i}]") for i, p in enumerate(content)]
+        content = [read_part(p, f"{at}[{i}]") for i, p in enumerate(content)]
     out = {"role": role, "content": content, **_languages(message.get("content"), at)}
     if role == TOOL:
         return out | _texts(message, where, "tool_call_id", "name")
@@ -107,7 +109,8 @@ def _of_assistant(message: Message, content: Any, where: str) -> Message:
     return out
 
 
-def _part(part: Any, where: str) -> str | Medium:
+def read_part(part: Any, where: str) -> str | Medium:
+    """Return a part of a content: its text, or a medium. InputError names the field."""
     if isinstance(part, str):
         return part
     if kind := _lookup(an_object(part, where), "type", PARTS, where):
@@ -308,3 +311,39 @@ def _called(answer: Message, waiting: list[Message], where: str) -> Message:
     ids = ", ".join(shown(c.get("id")) for c in waiting)
     problem = f"{shown(call_id)} is no call that waits for an answer ({ids})"
     raise InputError(f"{where}.tool_call_id: {problem}; give the id of the call")
+
+
+#: the media type is optional in RFC 2397; some clients write image/*
+_DATA = re.compile(
+    r"data:(?:[\w.+-]+/(?:[\w.+-]+|\*))?(?:;[\w.+-]+=(?:[\w.+-]+|\"[^\"]*\"))*;base64,",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data of a message part: `raw` bytes decoded from base64, else a URL or path `text`; `where`:
+    its location, for errors."""
+
+    text: str
+    where: str
+    raw: bytes | None
+
+
+def source_of(medium: Medium) -> Source:
+    """Return the source of a part's data; InputError if it has none, or invalid base64."""
+    outer = medium.part["type"]
+    inner = "data" if outer == "input_audio" else "url"
+    where, value = f"{medium.where}.{outer}", medium.part.get(outer)
+    text = value if isinstance(value, str) else an_object(value, where).get(inner)
+    where = f"{where}.{inner}"
+    if not isinstance(text, str):
+        raise InputError(f"{where}: is missing; give a data URL")
+    head = _DATA.match(text)
+    if head is None and inner == "url":
+        return Source(text, where, None)
+    try:
+        raw = base64.b64decode(text[head.end() if head else 0 :], validate=True)
+    except ValueError:
+        raise InputError(f"{where}: is no base64") from None
+    return Source(text, where, raw)

@@ -1,4 +1,4 @@
-"""`g4ir embed`: embeddings of texts."""
+"""`g4ir embed`: embeddings of texts, images, audio and video."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from g4ir.ui import console
 from g4ir.ui.files import write_file
 
 from .common import OnEngine, Programs, emit
+from .media import MediaFlags
 from .verb import Text, flag, json_flag
 
 #: ends of --out
 NPY, JSONL = ".npy", ".jsonl"
+#: a line of --input with media
+EXAMPLE = '{"content": ["a red car", {"type": "image", "image": "car.png"}]}'
 #: values of an embedding that are printed
 PREVIEW = 4
 #: characters of a text that are printed
@@ -28,15 +31,15 @@ WIDTH = 40
 
 
 class Embed(OnEngine):
-    """Print or write embeddings of texts."""
+    """Print or write embeddings of texts, images, audio and video."""
 
-    text: list[Text] = flag("a text", (), "TEXT", one_of=True)
+    text: list[Text] = flag("a text", (), "TEXT")
     input: str | None = flag(
-        'a text per line of FILE.txt, {"text": ...} of FILE.jsonl; - for stdin',
+        'a text per line of FILE.txt, {"text"} or {"content"} of FILE.jsonl; - for stdin',
         None,
         "FILE",
-        one_of=True,
     )
+    media: MediaFlags
     task: str | None = flag("prompt in front: query, document, ... or none", None, "NAME")
     dims: int | None = flag("size of the embeddings (Matryoshka)", None, "N")
     truncate: bool = flag("cut texts beyond the context (default: refuse)", False)
@@ -51,9 +54,14 @@ class Embed(OnEngine):
             raise InputError(f"--out {self.out}: expected a name that ends in {NPY} or {JSONL}")
         if self.out is not None and self.json:
             raise InputError("give --out or --json, not both")
+        if (self.input is None) == (not self.text and not self.media.files):
+            raise InputError("give either --input, or --text and files of media")
+        self.media.check(self.input and "--input", EXAMPLE)
 
     def __call__(self) -> int:
-        texts = [*self.text] if self.input is None else read_texts(self.input)
+        settings = {k: v for k, v in self.media.settings().items() if v is not None}
+        files = [{"type": kind, kind: path, **settings} for kind, path in self.media.files]
+        texts: list[Any] = [*self.text, *files] if self.input is None else read_texts(self.input)
         path = self.with_engine().engine
         with console.Progress() as progress, closing(self.load.engine(path, progress)) as engine:
             engine.embedder.check(self.task, self.dims)
@@ -93,8 +101,9 @@ def report(progress: console.Progress, start: int, total: int, done: int) -> Non
     progress(f"{start + done}/{total} texts")
 
 
-def read_texts(source: str) -> list[str]:
-    """Return the texts of a file, or of stdin for `-`. InputError names the line that has none."""
+def read_texts(source: str) -> list[Any]:
+    """Return the texts of a file, or of stdin for `-`; with media their parts. InputError names the
+    line that has none."""
     if source == "-":
         name, raw = "stdin", sys.stdin.buffer.read()
     else:
@@ -113,19 +122,22 @@ def read_texts(source: str) -> list[str]:
     return texts
 
 
-def _text(where: str, line: str, as_json: bool) -> str:
+def _text(where: str, line: str, as_json: bool) -> Any:
     text: Any = line
     if as_json:
         try:
             values = json.loads(line)
         except ValueError as e:
             raise InputError(f"{where}: no JSON: {str(e)[:100]}") from None
-        text = values.get("text") if isinstance(values, dict) else None
-        if not isinstance(text, str):
-            raise InputError(f'{where}: expected an object with "text", found {line[:60]!r}')
-    if not text.strip():
+        values = values if isinstance(values, dict) else {}
+        text, parts = values.get("text"), values.get("content")
+        if isinstance(text, str) == isinstance(parts, list):
+            expected = f'an object with "text", or with "content", such as {EXAMPLE}'
+            raise InputError(f"{where}: expected {expected}; found {line[:60]!r}")
+        text = parts if text is None else text
+    if not (text.strip() if isinstance(text, str) else text):
         raise InputError(f"{where} is empty; leave it out")
-    return str(text)
+    return text
 
 
 def _write(path: Path, parts: Iterator[Any], shape: tuple[int, int]) -> None:
@@ -143,10 +155,11 @@ def _write(path: Path, parts: Iterator[Any], shape: tuple[int, int]) -> None:
     write_file(path, (f"{line}\n".encode() for line in lines))
 
 
-def _lines(texts: list[str], rows: list[list[float]]) -> Iterator[str]:
+def _lines(texts: list[Any], rows: list[list[float]]) -> Iterator[str]:
     """Yield a line per text: the start of its embedding, and its similarity to the first text."""
     for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
         start = " ".join(f"{x:+.4f}" for x in row[:PREVIEW])
+        text = text[text["type"]] if isinstance(text, dict) else str(text)
         short = text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
         like = f"  similarity {sum(a * b for a, b in zip(row, rows[0])):+.4f}" if i else ""
         yield f"{short!r}: {len(row)} values, {start} ...{like}\n"

@@ -6,22 +6,20 @@ import json
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, encode_options
+from g4ir.model.media import encode_options
 from g4ir.ui import console
 
 from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts, output
+from .media import MediaFlags
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import Text, TokenIds, argument, flag, flag_of, json_flag, setting
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
     from g4ir.generate.offline import Failure, OfflineEngine, OfflineRequest, Result
-
-#: setting of media -> the kind that it is for
-SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
 
 
 class Run(OnEngine):
@@ -36,13 +34,7 @@ class Run(OnEngine):
     load: Load
     chat: bool = flag("apply the chat template to the prompt", False, title="conversation")
     talk: Talk
-    media: list[tuple[str, str]] = flag(
-        "KIND file, at <KIND> in the prompt", (), "FILE", each=KINDS, title="media"
-    )
-    image_budget: int | None = setting("maximum soft tokens per image")
-    frames: int | None = setting("number of video frames to sample")
-    fps: float | None = setting("video frames to sample per second")
-    audio_too_long: Literal["cut", "refuse"] | None = setting("what becomes of longer audio")
+    media: MediaFlags
     dump: str | None = flag("values of the prompt, no answer: L*.out,L3.attn.probs", None, "NAMES")
     dump_to: str | None = flag("where --dump writes them (safetensors)", None, "FILE")
     bos: bool | None = setting("off: no <bos> before a raw prompt")
@@ -69,33 +61,22 @@ class Run(OnEngine):
         talk = ("system", "tools", "think", "think_budget")
         if not self.chat and (talk_flags := [name for name in talk if name in self.explicit]):
             raise InputError(f"{flag_of(talk_flags[0])} is for --chat, which is not given")
-        self._check_media()
+        example = '{"prompt": "...", "images": ["a.png"]}'
+        self.media.check(self.input_jsonl and "--input-jsonl", example)
         self._check_dump()
 
     def _check_dump(self) -> None:
         if (self.dump is None) != (self.dump_to is None):
             raise InputError("--dump NAMES and --dump-to FILE go together")
-        excluded = {"--chat": self.chat, "--input-jsonl": self.input_jsonl, "media": self.media}
+        excluded = {
+            "--chat": self.chat,
+            "--input-jsonl": self.input_jsonl,
+            "media": self.media.files,
+        }
         if self.dump is not None and (first := next((k for k, v in excluded.items() if v), None)):
             raise InputError(f"--dump is for one prompt or --tokens: leave out {first}")
         if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
             raise InputError(f"--dump-to {self.dump_to}: no such directory")
-
-    def _check_media(self) -> None:
-        kinds = {kind for kind, _ in self.media}
-        if self.input_jsonl and kinds:
-            raise InputError(
-                f"--{min(kinds)}: with --input-jsonl each request names its own files, "
-                f'such as {{"prompt": "...", "images": ["a.png"]}}'
-            )
-        for name, kind in SETTING_KINDS.items():
-            if name in self.explicit and not self.input_jsonl and kind not in kinds:
-                raise InputError(f"{flag_of(name)} is for --{kind}, which is not given")
-        for kind, path in self.media:
-            try:
-                check_file(kind, path)
-            except InputError as e:
-                raise InputError(f"--{kind}: {e}") from None
 
     def __call__(self) -> int:
         from g4ir.engine.scheduler import SchedulerConfig
@@ -103,7 +84,7 @@ class Run(OnEngine):
 
         draft = folder_drafts(self.engine, self.draft)
         config = SchedulerConfig(prefix_disk=self.disk.prefix_disk, **draft.scheduler())
-        flags = {k: vars(self)[k] for k in ("bos", "stop", *SETTING_KINDS)}
+        flags = {"bos": self.bos, "stop": self.stop} | self.media.settings()
         flags |= self.sampling.settings()
         check_flags(flags)
         with ExitStack() as opened:
@@ -128,7 +109,7 @@ class Run(OnEngine):
 
     def _answer(self, offline: OfflineEngine, progress: console.Progress) -> int:
         name = "prompt" if self.tokens is None else "tokens"
-        request = offline.request({name: vars(self)[name]}, flag_of(name), self.media)
+        request = offline.request({name: vars(self)[name]}, flag_of(name), self.media.files)
         if self.json:
             progress.stop()
             _log_and_emit(offline.answer(request))
@@ -159,8 +140,8 @@ class Run(OnEngine):
         """Answer the prompt as a user message."""
         with open_chat(engine, draft, self.disk, self.talk, self.sampling) as talk:
             talk.stop_ids = frozenset(self.stop or ())
-            for kind, path in self.media:
-                talk.attach(kind, path, **encode_options(kind, vars(self)))
+            for kind, path in self.media.files:
+                talk.attach(kind, path, **encode_options(kind, self.media.settings()))
             if self.json:
                 emit(talk.say(self.prompt or "").output())
                 return 0

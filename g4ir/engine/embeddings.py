@@ -1,4 +1,4 @@
-"""Embeddings of texts by an encoder's engine.
+"""Embeddings of texts, and of texts with media, by an encoder's engine.
 
 Texts are sorted by length and packed into chunks without padding: an encoder attends within each
 text (ops/encoder.py), so that products run at the rate of a full chunk, and an embedding does not
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -16,26 +17,32 @@ from typing import Any
 
 import torch
 
+from g4ir.chat.messages import Medium, read_part
 from g4ir.chat.prompt import text_ids
 from g4ir.errors import CheckError, EngineError, InputError
+from g4ir.media.merge import merged
+from g4ir.media.prompt import expand_placeholders
+from g4ir.media.soft import Soft
 from g4ir.model.encoder import EMBEDDING, ENCODE
+from g4ir.model.media import check_supported, encode_options, placeholders
 from g4ir.spec.parts import FAMILIES, Variant
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.sentence_transformers import PROMPTS
 
+from .multimodal import read_local
 from .parts import EngineParts
 from .prompts import checked_ids
 
 Tensor = torch.Tensor
-#: a text, or its token ids
-TextOrIds = str | Sequence[int]
+#: a text, its token ids, or its parts in order: texts and media, as in the content of a message
+EncoderInput = str | Sequence[Any] | Mapping[str, Any]
 
 #: tokens of a chunk, unless one text has more; more were not faster (docs/embeddings.md)
 PACKED_TOKENS = 1024
 #: min tokens of a chunk: a chunk of one token would take the kernels of a decode step
 MIN_TOKENS = 2
-#: texts that are tokenised and sorted together, which bounds the memory
-WINDOW = 4096
+#: texts that are tokenised and sorted together, and inputs with media: both bound the memory
+WINDOW, MEDIA_WINDOW = 4096, 64
 #: characters of a text for each token that an engine can hold, at most: longer ones are cut or
 #: refused before they are tokenised
 MAX_CHARACTERS = 64
@@ -83,6 +90,17 @@ def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | 
     return {**FAMILIES[spec.model_type]["prompts"], **prompts}, default
 
 
+@dataclass(frozen=True)
+class EncoderTokens:
+    """Token ids of one input, with a placeholder for each soft token of its media."""
+
+    ids: list[int]
+    soft: tuple[Soft, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 class Embedder:
     """Embeds texts on an encoder's engine; several threads take turns, a chunk each."""
 
@@ -119,7 +137,7 @@ class Embedder:
 
     def embed(
         self,
-        texts: Sequence[TextOrIds],
+        texts: Sequence[EncoderInput],
         task: str | None = None,
         dims: int | None = None,
         truncate: bool = False,
@@ -130,8 +148,9 @@ class Embedder:
         `first`: the number of the first text in errors."""
         prompt, size = self.prompt(task), self.size(dims)
         out = torch.empty(len(texts), size)
-        for start in range(0, len(texts), WINDOW):
-            ids = self.tokenize(texts[start : start + WINDOW], prompt, truncate, first + start)
+        window = WINDOW if all(map(_is_text, texts)) else MEDIA_WINDOW
+        for start in range(0, len(texts), window):
+            ids = self.tokenize(texts[start : start + window], prompt, truncate, first + start)
             done = start
             for rows, vectors in self.encode(ids, first + start):
                 out[[start + row for row in rows]] = self.cut(vectors, size)
@@ -141,36 +160,49 @@ class Embedder:
         return out
 
     def tokenize(
-        self, texts: Sequence[TextOrIds], prompt: str = "", truncate: bool = False, first: int = 0
-    ) -> list[list[int]]:
+        self,
+        texts: Sequence[EncoderInput],
+        prompt: str = "",
+        truncate: bool = False,
+        first: int = 0,
+    ) -> list[EncoderTokens]:
         """Return the token ids of each text after the prompt, with the tokenizer's own start and
-        end tokens; ids are taken as they are. InputError for an empty or too long text (`truncate`:
-        cut before the end token), or an invalid one; `first`: the first text's number in it."""
-        spec, limit = self.engine.spec, self.engine.limits.max_seq
-        strings = [self._checked(t, first + i, truncate) for i, t in enumerate(texts)]
-        encoded = iter(self._encode([prompt + s for s in strings if s is not None], first))
+        end tokens, and its media's soft tokens; ids are taken as they are. InputError for an empty
+        or too long text (`truncate`: cut before the end token, unless it has media), or an invalid
+        one; `first`: the first text's number in it."""
+        spec, limit, kinds = self.engine.spec, self.engine.limits.max_seq, self.engine.media.kinds
+        inputs = [self._read(t, first + i, truncate) for i, t in enumerate(texts)]
+        encoded = iter(self._encode([prompt + s for s, _ in inputs if s is not None], first))
         out = []
-        for i, (text, string) in enumerate(zip(texts, strings, strict=True)):
+        for i, (text, (string, soft)) in enumerate(zip(texts, inputs, strict=True)):
             name = f"text {first + i}"
-            if isinstance(text, str):
-                ids = next(encoded)
-            else:
-                ids = checked_ids(text, spec.text.vocab_size, name)
+            vocab = spec.text.vocab_size
+            ids = checked_ids([*text], vocab, name) if string is None else next(encoded)
+            try:
+                (ids,) = expand_placeholders([ids], soft, spec.tokens, kinds=kinds)
+            except InputError as e:
+                raise InputError(f"{name}: {e}") from None
             if len(ids) > limit:
-                if not truncate:
+                if soft or not truncate:
                     raise _too_long(name, f"{len(ids)} tokens", limit)
                 ends = string is not None and ids[-1] in spec.tokens.eos
                 ids = [*ids[: limit - 1], ids[-1]] if ends else ids[:limit]
-            out.append(ids)
+            out.append(EncoderTokens(ids, soft))
         return out
 
-    def _checked(self, text: TextOrIds, number: int, truncate: bool) -> str | None:
-        """Return a text, cut to the characters of the longest possible one; None for token ids."""
-        name, limit = f"text {number}", self.engine.limits.max_seq
+    def _read(
+        self, text: EncoderInput, number: int, truncate: bool
+    ) -> tuple[str | None, tuple[Soft, ...]]:
+        """Return a text, cut to the characters of the longest possible one (None for token ids),
+        with a placeholder for each of its media, and those."""
+        name, limit, soft = f"text {number}", self.engine.limits.max_seq, tuple[Soft, ...]()
         if not isinstance(text, str):
-            if not isinstance(text, Sequence) or not text:
-                raise InputError(f"{name}: expected a text or a list of token ids, not empty")
-            return None
+            if not isinstance(text, Sequence | Mapping) or not text:
+                why = "expected a text or a list of token ids or parts, not empty"
+                raise InputError(f"{name}: {why}")
+            if not isinstance(text, Mapping) and not isinstance(text[0], str | Mapping):
+                return None, ()
+            text, soft = self._content([text] if isinstance(text, Mapping) else text, name)
         if not text.strip():
             raise InputError(f"{name} is empty; leave it out")
         if len(text) > MAX_CHARACTERS * limit:
@@ -181,7 +213,33 @@ class Embedder:
             text.encode()
         except UnicodeEncodeError as e:
             raise InputError(f"{name}: not UTF-8 at character {e.start}") from None
-        return text
+        return text, soft
+
+    def _content(self, parts: Sequence[Any], name: str) -> tuple[str, tuple[Soft, ...]]:
+        """Return the parts of an input as a text with a placeholder for each medium, and the media,
+        encoded; InputError names the part."""
+        holders, text = placeholders(self.engine.spec.tokens), ""
+        soft = list[Soft]()
+        for i, value in enumerate(parts):
+            where = f"{name}[{i}]"
+            part = read_part(value, where)
+            if isinstance(part, Medium):
+                try:
+                    soft.append(self._encode_medium(part))
+                except InputError as e:
+                    begins = str(e).startswith(where)
+                    raise InputError(str(e) if begins else f"{where}: {e}") from None
+                part = self.tokenizer.id_to_token(holders[part.kind]) or ""
+            text += part
+        return text, tuple(soft)
+
+    def _encode_medium(self, part: Medium) -> Soft:
+        check_supported(part.kind, self.engine.media, self.engine.spec)
+        item, settings = part.part.get(part.part["type"]), encode_options(part.kind, part.part)
+        if item is None or isinstance(item, str | dict):
+            return read_local(self.engine, part, **settings)
+        soft: Soft = self.engine.encode(part.kind, item, **settings)
+        return soft
 
     def _encode(self, texts: list[str], first: int) -> list[list[int]]:
         if not texts:
@@ -195,7 +253,7 @@ class Embedder:
             raise InputError(f"{why}: {e}") from e
 
     def encode(
-        self, ids: Sequence[Sequence[int]], first: int = 0
+        self, ids: Sequence[EncoderTokens], first: int = 0
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Yield the embeddings of texts chunk by chunk: their indices, float32 [n, size].
         CheckError for one that is not finite; `first`: the number of text 0 in it."""
@@ -220,14 +278,22 @@ class Embedder:
             return vectors
         return torch.nn.functional.normalize(vectors[:, :size], dim=-1)
 
-    def _run(self, texts: Sequence[Sequence[int]]) -> Tensor:
+    def _run(self, texts: Sequence[EncoderTokens]) -> Tensor:
         """Run one chunk of at most max_batch texts; embeddings float32 [n, size] on the host."""
-        engine, inputs = self.engine, packed_inputs(texts, self.engine.limits.max_batch)
-        tokens = inputs.pop("tokens")
+        engine, inputs = (
+            self.engine,
+            packed_inputs([t.ids for t in texts], self.engine.limits.max_batch),
+        )
+        tokens, soft = inputs.pop("tokens"), [s for t in texts for s in t.soft]
+        count = tokens.shape[1]
         with self._lock:
             feeds = engine.embed_tokens(tokens) | inputs
+            if soft:
+                ids = placeholders(engine.spec.tokens, engine.media.kinds)
+                prompt = merged(tokens, torch.tensor([count]), soft, ids, blocks=False)
+                prompt.put_soft(feeds["embeds"], prompt.piece(0, count))
             feeds = {name: t.to(engine.device) for name, t in feeds.items()}
-            outputs = engine.runtime.run(ENCODE, feeds, self._state, tokens.shape[1], True)
+            outputs = engine.runtime.run(ENCODE, feeds, self._state, count, True)
             vectors: Tensor = outputs[EMBEDDING][0, : len(texts)].to("cpu", torch.float32)
         return vectors
 
@@ -240,6 +306,11 @@ def packed_inputs(texts: Sequence[Sequence[int]], batch: int) -> dict[str, Tenso
     ends = torch.tensor([*lengths, *[0] * (batch - len(texts))]).cumsum(0)
     tokens = torch.tensor([[*(t for x in texts for t in x), *padding]])
     return {"tokens": tokens, "positions": torch.tensor([positions]), "ends": ends}
+
+
+def _is_text(text: EncoderInput) -> bool:
+    """Whether an input is a text or token ids, and has no media."""
+    return isinstance(text, str) or (isinstance(text, Sequence) and {*map(type, text)} <= {int})
 
 
 def _too_long(name: str, length: str, limit: int) -> InputError:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +15,15 @@ import numpy as np
 from g4ir.backends.sampling import SEEDS, SamplingParams, random_seed
 from g4ir.chat.prompt import text_ids
 from g4ir.chat.template import open_chat, prompt_ids
-from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.chat.tokenizer_file import read_tokenizer, within_vocabulary
+from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import NO_TIMES, check_placeholders, expand_placeholders, lacks_frame_times
 from g4ir.media.soft import Soft
 from g4ir.model.media import list_media, placeholders
 from g4ir.weights.checkpoint import TOKENIZER
 from g4ir.weights.pack import ParamSource
 
-from .embeddings import Embedder, TextOrIds, need_decoder
+from .embeddings import Embedder, EncoderInput, need_decoder
 from .multimodal import encode
 from .parts import EngineParts
 from .prompts import checked_ids, checked_prompt
@@ -68,7 +67,9 @@ class Engine(EngineParts):
         if not path.is_file():
             why = f"{self.path} has no {TOKENIZER} (the checkpoint had none)"
             raise EngineError(f"{why}: give token ids")
-        return _within(read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path)
+        return within_vocabulary(
+            read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path
+        )
 
     def text_tokenizer(self) -> Any:
         """Return a tokenizer for a few short texts, by its index if the engine has one."""
@@ -152,7 +153,7 @@ class Engine(EngineParts):
 
     def embed(
         self,
-        texts: TextOrIds | Sequence[TextOrIds],
+        texts: EncoderInput | Sequence[EncoderInput],
         task: str | None = None,
         dims: int | None = None,
         *,
@@ -160,14 +161,16 @@ class Engine(EngineParts):
         progress: Callable[[int], None] | None = None,
     ) -> Any:
         """Return the embeddings of a text or several, float32 [N, D] of length 1: the inner product
-        of two is their similarity. A text may be a list of token ids.
+        of two is their similarity. A text may be a list of token ids, and have media: an image is
+        {"type": "image", "image": PATH or pixels}, a text with it ["a red car", {...}], in a list
+        of such; `image_budget`, `frames`, `fps` and `audio_too_long` are keys of the object.
 
         `task`: whose prompt goes before each text (query, document, ...; default: the checkpoint's
         default, else none); `dims`: a smaller size that the model was trained for. `truncate` cuts
         texts beyond max_seq, which are an InputError otherwise. `progress` is called with the
         number of texts done.
         """
-        single = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], int))
+        single = isinstance(texts, str | Mapping) or (bool(texts) and isinstance(texts[0], int))
         several: Any = [texts] if single else list(texts)
         return self.embedder.embed(several, task, dims, truncate, progress)
 
@@ -214,47 +217,6 @@ class Refusing:
         """Close the params, if there are any."""
         if "source" in vars(self):
             self.source.close()
-
-
-def read_tokenizer(path: Path, raw: bytes) -> Any:
-    """Parse a tokenizer.json; EngineError if it is invalid."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as e:
-        raise MissingError("text prompts need `pip install tokenizers`") from e
-    try:
-        tokenizer = Tokenizer.from_buffer(raw)
-        # Truncation and padding are for training; prompts are never truncated.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-    except Exception as e:  # the library raises plain Exception
-        raise EngineError(f"{path} is no tokenizer file: {e}; download or save it again") from e
-
-
-def _within(tokenizer: Any, size: int, path: Path) -> Any:
-    """Return the tokenizer without tokens that have no embedding: some fine-tunes add tokens and do
-    not resize the table."""
-    added = tokenizer.get_added_tokens_decoder()
-    if tokenizer.get_vocab_size(with_added_tokens=False) <= size > max(added, default=-1):
-        return tokenizer  # `get_vocab` takes 0.2 s
-    beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= size)
-    if not beyond:  # more tokens than ids: some share one
-        return tokenizer
-    (first, text), names = beyond[0], {text for _, text in beyond}
-    message = "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)"
-    log.warning(message, path, len(beyond), size, text, first)
-    values = json.loads(tokenizer.to_str())
-    values["added_tokens"] = [t for t in values["added_tokens"] if t["id"] < size]
-    model = values["model"]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {t: i for t, i in model["vocab"].items() if i < size}
-        pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges", ()))
-        merges = [p for p in pairs if not names & {*p, "".join(p)}]
-        model |= {"merges": merges} if "merges" in model else {}
-    else:
-        model["vocab"] = model["vocab"][:size]
-    return read_tokenizer(path, json.dumps(values).encode())
 
 
 def _prompts(prompt: Any) -> tuple[list[list[int]], bool]:

@@ -10,11 +10,8 @@ has preprocessed. Nothing is downloaded here.
 
 from __future__ import annotations
 
-import base64
-import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -22,7 +19,7 @@ from urllib.parse import unquote
 import numpy as np
 import torch
 
-from g4ir.chat.messages import Medium, an_object
+from g4ir.chat.messages import Medium, source_of
 from g4ir.errors import InputError
 from g4ir.media.audio import Clip, Waveform, prepare_audio, read_audio
 from g4ir.media.images import PreparedImage, pixels_of, prepare_image, read_image
@@ -33,7 +30,7 @@ from g4ir.model.audio import CUT, AudioSettings, MelSettings, audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_file, check_supported
 from g4ir.model.towers import STRIDE, audio_name, vision_name
-from g4ir.spec.parts import UnifiedAudio
+from g4ir.spec.parts import FAMILIES, UnifiedAudio
 from g4ir.weights.checkpoint import read_extractor
 
 from .parts import EngineParts
@@ -52,7 +49,8 @@ def encode(
     """Return the soft tokens of one item.
 
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
-    video (default 32, or all of a shorter one), or `fps` of each second, at most `frames`;
+    video (default 32, or all of a shorter one), or `fps` of each second, at most `frames`
+    (encoders: 1 and 32, without the frames' times);
     `too_long`: whether audio beyond the limit is cut or refused. InputError for a kind that the
     engine does not take, what is no such file, and in a forked process; MissingError where a
     library for decoding is missing.
@@ -77,17 +75,19 @@ def _image(engine: EngineParts, item: Any, budget: int | None) -> Soft:
 
 def _video(engine: EngineParts, item: Any, frames: int | None, fps: float | None) -> Soft:
     settings = video_settings(engine.spec, engine.media.frame)
+    rate = FAMILIES[engine.spec.model_type].get("video", {}).get("fps")
+    fps, by_time = rate if fps is None else fps, rate is not None
     if isinstance(item, str | Path):
-        item = read_footage(item, settings, frames, engine.limits.max_seq, fps)
+        item = read_footage(item, settings, frames, engine.limits.max_seq, fps, by_time)
     if isinstance(item, np.ndarray):
         item = Video(item)
     if not isinstance(item, Footage):
-        item = prepare_video(_checked(item, Video, VIDEO), settings, frames, fps)
+        item = prepare_video(_checked(item, Video, VIDEO), settings, frames, fps, by_time)
     pieces = [
         _seen(engine, patches, positions, item.soft_tokens)
         for patches, positions in zip(item.patches, item.positions, strict=True)
     ]
-    return Soft(VIDEO, tuple(pieces), tuple(item.times))
+    return Soft(VIDEO, tuple(pieces), () if by_time else tuple(item.times))
 
 
 def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch.Tensor:
@@ -163,51 +163,17 @@ def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Ten
         return engine.runtime.encode(tower, inputs)[0]
 
 
-#: the media type is optional in RFC 2397; some clients write image/*
-_DATA = re.compile(
-    r"data:(?:[\w.+-]+/(?:[\w.+-]+|\*))?(?:;[\w.+-]+=(?:[\w.+-]+|\"[^\"]*\"))*;base64,",
-    re.ASCII | re.IGNORECASE,
-)
 _FILE = "file://"
 
 
-@dataclass(frozen=True)
-class Source:
-    """Data of a message part: `raw` bytes decoded from base64, else a URL or path `text`; `where`:
-    its location, for errors."""
-
-    text: str
-    where: str
-    raw: bytes | None
-
-
-def source_of(medium: Medium) -> Source:
-    """Return the source of a part's data; InputError if it has none, or invalid base64."""
-    outer = medium.part["type"]
-    inner = "data" if outer == "input_audio" else "url"
-    where, value = f"{medium.where}.{outer}", medium.part.get(outer)
-    text = value if isinstance(value, str) else an_object(value, where).get(inner)
-    where = f"{where}.{inner}"
-    if not isinstance(text, str):
-        raise InputError(f"{where}: is missing; give a data URL")
-    head = _DATA.match(text)
-    if head is None and inner == "url":
-        return Source(text, where, None)
-    try:
-        raw = base64.b64decode(text[head.end() if head else 0 :], validate=True)
-    except ValueError:
-        raise InputError(f"{where}: is no base64") from None
-    return Source(text, where, raw)
-
-
-def read_local(engine: EngineParts, medium: Medium) -> Soft:
+def read_local(engine: EngineParts, medium: Medium, **settings: Any) -> Soft:
     """Encode a medium of a trusted user, who may read local files: a data URL, a file URL or a
-    path. InputError for kinds that the engine does not support, and for files that cannot be
-    decoded."""
+    path; with the settings of `encode`. InputError for kinds that the engine does not support, and
+    for files that cannot be decoded."""
     check_supported(medium.kind, engine.media, engine.spec)
     source = source_of(medium)
     if source.raw is not None:
-        return soft_of(engine, medium, source.raw)
+        return soft_of(engine, medium, source.raw, **settings)
     if source.text.startswith("data:"):
         raise InputError(f"{source.where}: is no data URL in base64")
     path = source.text
@@ -216,7 +182,7 @@ def read_local(engine: EngineParts, medium: Medium) -> Soft:
     elif "://" in path:
         raise InputError(f"{source.where}: is neither a path nor a data URL; nothing is fetched")
     check_file(medium.kind, path)
-    return encode(engine, medium.kind, path)
+    return encode(engine, medium.kind, path, **settings)
 
 
 def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) -> Soft:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from g4ir.errors import G4Error, InputError
-from g4ir.model.images import CHANNELS, FRAME_BUDGET, Grid, ImageSettings, fit_image, image_settings
+from g4ir.model.images import CHANNELS, Grid, ImageSettings, fit_image, frame_budget, image_settings
 from g4ir.spec.record import Spec
 
 from .files import check_size, is_cut, library, opened
@@ -62,7 +62,7 @@ MAX_BYTES, MAX_PIXELS, MAX_FRAMES, MAX_DECODED = 1 << 32, 1 << 25, 1 << 20, 1 <<
 
 def video_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
     """Return how a variant cuts frames; `budget` is soft tokens of a frame. InputError as there."""
-    return image_settings(spec, FRAME_BUDGET if budget is None else budget)
+    return image_settings(spec, frame_budget(spec) if budget is None else budget)
 
 
 def sample_frames(total: int, frames: int | None = None, name: str = "video") -> tuple[int, ...]:
@@ -88,13 +88,30 @@ def frames_at(
     least one, at most all, and at most `frames` if that is given. Without `fps` it is `frames`."""
     if fps is None:
         return frames
-    if not (np.isfinite(fps) and fps > 0):
+    count = min(len(seconds), _frame_count(fps, seconds, name))
+    return count if frames is None else min(count, frames)
+
+
+def _frame_count(fps: float, seconds: Sequence[float], name: str) -> int:
+    if not (isinstance(fps, int | float) and np.isfinite(fps) and fps > 0):
         raise InputError(f"{name}: --fps {fps!r}: expected frames per second above 0")
     total = len(seconds)
     # The last frame is shown as long as the others on average; a rounded 7.9999999 is 8.
     span = (seconds[-1] - seconds[0]) * total / (total - 1) if total > 1 else 0.0
-    count = max(1, min(total, int(span * fps + 1e-6)))
-    return count if frames is None else min(count, frames)
+    return max(1, int(span * fps + 1e-6))
+
+
+def frames_by_time(
+    fps: float, seconds: Sequence[float], frames: int | None = None, name: str = "video"
+) -> tuple[int, ...]:
+    """Return the indices of the frames shown at 0, 1 / fps, ... seconds; of more than `frames`
+    (default FRAMES) as many, evenly spread (`EmbeddingGemma2VideoProcessor` of transformers)."""
+    limit, count = FRAMES if frames is None else frames, _frame_count(fps, seconds, name)
+    if type(limit) is not int or limit < 1:
+        raise InputError(f"{name}: {limit!r} frames asked for; expected at least 1")
+    targets = np.linspace(0, count - 1, min(count, limit), dtype=int) / fps
+    after = np.searchsorted(np.asarray(seconds) - seconds[0], targets + 1e-6, side="right")
+    return tuple((after - 1).tolist())
 
 
 def spread_frames(
@@ -125,17 +142,24 @@ def frame_times(
 
 
 def prepare_video(
-    video: Video, settings: ImageSettings, frames: int | None = None, fps: float | None = None
+    video: Video,
+    settings: ImageSettings,
+    frames: int | None = None,
+    fps: float | None = None,
+    by_time: bool = False,
 ) -> Footage:
-    """Return the patches of the sampled frames (`frames_at`). InputError, naming the video, for
-    another type or shape, a rate that is no positive number, and numbers of frames as in
-    `sample_frames`."""
+    """Return the patches of the sampled frames: `frames_at`, or `frames_by_time`. InputError,
+    naming the video, for another type or shape, a rate that is no positive number, and numbers of
+    frames as in `sample_frames`."""
     name, rate, total = video.name, video.rate, len(video.frames)
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
-    count = frames_at(fps, [i / (rate or ASSUMED_RATE) for i in range(total)], frames, name)
-    indices = sample_frames(total, count, name)
+    seconds = [i / (rate or ASSUMED_RATE) for i in range(total)]
+    if by_time and fps and seconds:  # all frames of a video without a rate
+        indices = frames_by_time(fps if rate else ASSUMED_RATE, seconds, frames, name)
+    else:
+        indices = sample_frames(total, frames_at(fps, seconds, frames, name), name)
     times = frame_times(indices, rate)
     return _footage((video.frames[i] for i in indices), times, settings, name)
 
@@ -184,16 +208,17 @@ def read_footage(
     frames: int | None = None,
     max_tokens: int | None = None,
     fps: float | None = None,
+    by_time: bool = False,
 ) -> Footage:
     """Return the patches of sampled frames of a video file, one at a time in full resolution, as
     players show them: turned and mirrored by the display matrix, without what edit lists hide,
-    spread by presentation time.
+    spread by presentation time, or `frames_by_time`.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
     corrupt, truncated or too large, and for more than `max_tokens` soft tokens; MissingError if av
     is not installed."""
     path = Path(path)
-    sample = _sample(path, frames, fps)
+    sample = _sample(path, frames, fps, by_time)
     times = frame_times(sample.indices, sample.rate, sample.seconds)
     return _footage(_decoded(path, sample), times, settings, str(path), max_tokens)
 
@@ -212,7 +237,7 @@ class _Sample:
 LOST = 16  # frames that a decoder may drop at cuts: H.264 refers back no further
 
 
-def _sample(path: Path, frames: int | None, fps: float | None) -> _Sample:
+def _sample(path: Path, frames: int | None, fps: float | None, by_time: bool = False) -> _Sample:
     """Choose frames by the timestamps of the packets; nothing is decoded."""
     with opened(path, "video", MAX_BYTES, "send a smaller video") as file:
         if is_cut(file, path.stat().st_size):
@@ -229,7 +254,10 @@ def _sample(path: Path, frames: int | None, fps: float | None) -> _Sample:
     ticks = sorted(stamps)
     # Exact, since one bit can make a second.
     seconds = [(t - ticks[0]) * unit.numerator / unit.denominator for t in ticks]
-    indices = spread_frames(seconds, frames_at(fps, seconds, frames, str(path)), str(path))
+    if by_time and fps:
+        indices = frames_by_time(fps, seconds, frames, str(path))
+    else:
+        indices = spread_frames(seconds, frames_at(fps, seconds, frames, str(path)), str(path))
     late = ticks[0] * unit.numerator / unit.denominator - start
     late = late if late >= 1 else 0.0  # the audio begins earlier
     keys = None if by_index else tuple(ticks[i] for i in indices)

@@ -13,12 +13,12 @@ import math
 from dataclasses import dataclass
 
 from g4ir.errors import InputError
-from g4ir.spec.parts import UnifiedVision, Vision
+from g4ir.spec.parts import FAMILIES, UnifiedVision, Vision
 from g4ir.spec.record import Spec
 
 #: soft tokens of an image or frame; the reference's processors refuse every other number
 BUDGETS = (70, 140, 280, 560, 1120)
-#: soft tokens of a video's frame: the reference's default
+#: soft tokens of a video's frame by default
 FRAME_BUDGET = 70
 CHANNELS = 3
 
@@ -88,6 +88,11 @@ def image_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
         )
     merged = isinstance(vision, UnifiedVision)
     return ImageSettings(vision.patch_size, vision.pooling_kernel_size, chosen, merged, positions)
+
+
+def frame_budget(spec: Spec) -> int:
+    """Return the maximum soft tokens of a video's frame: the reference's default."""
+    return int(FAMILIES[spec.model_type].get("video", {}).get("budget", FRAME_BUDGET))
 
 
 def fit_image(settings: ImageSettings, width: int, height: int, name: str = "image") -> Grid:

@@ -20,7 +20,7 @@ from g4ir.spec.parts import Tokens
 from g4ir.spec.record import Spec
 
 from .audio import AudioSettings, audio_settings
-from .images import BUDGETS, FRAME_BUDGET, image_settings
+from .images import BUDGETS, frame_budget, image_settings
 
 IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
 #: kinds of the vision tower, whose soft tokens form bidirectional blocks (rule 19)
@@ -69,8 +69,6 @@ def placeholders(tokens: Tokens, kinds: Collection[str] = KINDS) -> dict[str, in
 
 def supported_media(spec: Spec) -> tuple[str, ...]:
     """Return the kinds of media that a variant supports."""
-    if spec.embedding:  # only texts are embedded
-        return ()
     towers = {kind: spec.vision if kind in PICTURES else spec.audio for kind in KINDS}
     return tuple(kind for kind in placeholders(spec.tokens) if towers[kind] is not None)
 
@@ -85,7 +83,7 @@ def check_media(media: Media, spec: Spec, max_lengths: int) -> None:
         and allowed >= {*media.budgets}
         and bool(media.budgets) == images,
         "default": media.default in (media.budgets if images else (None,)),
-        "frame": media.frame == (FRAME_BUDGET if VIDEO in media.kinds else None),
+        "frame": media.frame == (frame_budget(spec) if VIDEO in media.kinds else None),
         "lengths": _rising(media.lengths)
         and len(media.lengths) <= max_lengths
         and bool(media.lengths) == (AUDIO in media.kinds),
@@ -187,7 +185,7 @@ def find_media(
         kinds=chosen,
         budgets=tuple(sorted(set(asked))),
         default=asked[0] if asked else None,
-        frame=FRAME_BUDGET if VIDEO in chosen else None,
+        frame=frame_budget(spec) if VIDEO in chosen else None,
         lengths=_lengths(audio_settings(spec, extractor), seconds) if AUDIO in chosen else (),
     )
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from starlette.requests import Request
 
+from g4ir.engine.embeddings import EncoderTokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 
@@ -60,7 +61,7 @@ class EmbeddingModel:
                 size = embedder.size(asked.dims)
             with named("task"):
                 prompts = [embedder.prompt(task) for task in asked.tasks]
-            ids = list[list[int]]()
+            ids = list[EncoderTokens]()
             with named(asked.field):
                 for start, end, prompt in _pieces(len(asked.texts), prompts):
                     piece = asked.texts[start:end]

@@ -11,9 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from g4ir.chat.messages import Medium
+from g4ir.chat.messages import Medium, source_of
 from g4ir.engine.engine import Engine
-from g4ir.engine.multimodal import source_of
 from g4ir.errors import InputError
 from g4ir.model.media import encode_options
 

@@ -86,7 +86,8 @@ def _names(
         (name if name == HEAD or name.startswith(DENSE) else prefix + name): (name, text[name])
         for name in text
     }
-    names |= {tower_names(spec, name)[0]: (name, towers[name]) for name in towers}
+    bare = 1 if spec.embedding else 0  # without `model.`
+    names |= {tower_names(spec, name)[bare]: (name, towers[name]) for name in towers}
     return {name: target for name, target in names.items() if target[0] not in source.defaults}
 
 

@@ -20,12 +20,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 import g4ir
 from g4ir.chat import Template, Vocabulary, make_prompt
 from g4ir.chat.prompt import text_ids
+from g4ir.chat.tokenizer_file import read_tokenizer
 from g4ir.check.documents import Reader
 from g4ir.check.hf import hf_model
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import HfPeer
 from g4ir.check.score import Score, Sums, score_windows
-from g4ir.engine.engine import Engine, read_tokenizer
+from g4ir.engine.engine import Engine
 from g4ir.weights.checkpoint import read_side_files
 from g4ir.weights.origin import find_origin
 from tests.real.corpus import texts

@@ -27,7 +27,8 @@ import pytest
 import g4ir
 from g4ir.backends.reference import ReferenceBackend
 from g4ir.builder.load import load_engine
-from g4ir.engine.engine import Engine, _within
+from g4ir.chat.tokenizer_file import within_vocabulary
+from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
 from g4ir.errors import CheckError, EngineError, MissingError, TrustError
 from g4ir.serve import server
@@ -223,7 +224,7 @@ def test_more_tokens_than_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     made = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 1}, []))
-    assert _within(made, 2, tmp_path) is made
+    assert within_vocabulary(made, 2, tmp_path) is made
 
 
 def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
