@@ -131,8 +131,12 @@ def one_compiler_a_worker() -> Iterator[None]:
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folders without anything in them."""
-    for name in ("CACHE", "STATE"):
+    """A user's folders with nothing in them but the kernels, which take a minute to compile."""
+    from g4ir.ui import paths
+
+    for name, root in (("CACHE", paths.cache_root()), ("STATE", paths.state_root())):
+        folder = paths.private(tmp_path / name / "g4ir") / "programs"
+        folder.symlink_to(paths.private(root / "programs"))
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     return tmp_path
 

@@ -83,6 +83,8 @@ SMALL = Library("small", (("team.c",),))
 @pytest.fixture
 def home(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user without libraries, and a package without ready ones."""
+    for programs in own_home.glob("*/g4ir/programs"):
+        programs.unlink()
     monkeypatch.setattr(cpu_library, "READY", own_home / "ready")
     return own_home
 

@@ -396,6 +396,7 @@ def test_removal_between_two_locks(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_compiler_cache(model: Path) -> None:
     """It has a line and a flag of its own; a build that uses it keeps it."""
+    (cache_root() / "programs").unlink()
     file = cache_root() / "inductor" / "b.cpp"
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.write_bytes(bytes(4096))
