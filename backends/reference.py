@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from g4ir.errors import MissingError
 from g4ir.ir.distance import ROUNDED
-from g4ir.ir.graph import Graph, Node, Program
+from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import Run, interpret, run_node
 from g4ir.ir.wide import Float64Matmuls, in_float64
 from g4ir.model.towers import is_tower
+from g4ir.ops.attention import probabilities
 from g4ir.ops.types import is_float
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
@@ -92,6 +94,57 @@ class ReferenceRuntime(Runtime):
 
     def close(self) -> None:
         self.source.close()
+
+
+class WatchedRuntime:
+    """Interprets graphs whose weights `read` returns, one at a time; up to MAX_CACHED_BYTES stay in
+    memory. `watch` is called with inputs and values, in order, and with functions that return the
+    probabilities of attention. Values in `folded` are params of `source`, computed at build."""
+
+    def __init__(
+        self,
+        device: str,
+        watch: Callable[[Value, Any], None],
+        read: Callable[[str], torch.Tensor],
+        folded: Container[str],
+        source: ParamSource,
+    ) -> None:
+        self.device, self.watch, self.read = device, watch, read
+        self.folded, self.source = folded, source
+        self._cached, self._budget = dict[str, torch.Tensor](), MAX_CACHED_BYTES
+
+    def embed(self, *_: Any) -> None:
+        """Return None: the host embeds tokens."""
+
+    def interpret(self, graph: Graph, feeds: Mapping[str, Any], state: dict[str, Any]) -> Tensors:
+        """Return the outputs of a graph, and update the state."""
+        for v in graph.inputs:
+            self.watch(v, feeds[v.name])
+        params = {v.name: partial(self._weight, v.name) for v in graph.params}
+        outputs, after = interpret(graph, feeds, params, state, self.watch, self._run_node)
+        state.update(after)
+        return outputs
+
+    def _weight(self, name: str) -> torch.Tensor:
+        if name in self._cached:
+            return self._cached[name]
+        weight = self.read(name).to(self.device)
+        if weight.nbytes <= self._budget:
+            self._cached[name], self._budget = weight, self._budget - weight.nbytes
+        return weight
+
+    def _run_node(self, n: Node, operands: list[Any]) -> tuple[Any, ...]:
+        if (name := n.outputs[0].name) in self.folded:
+            return (self.source.tensor(name).to(self.device),)
+        operands = [x if isinstance(x, torch.Tensor) else x() for x in operands]
+        if n.op == "attention":
+            self.watch(probs_of(n), partial(probabilities, *operands, **n.attrs))
+        return run_node(n, operands)
+
+
+def probs_of(n: Node) -> Value:
+    """Return the value of an attention node's probabilities: %L3.attn.out -> %L3.attn.probs."""
+    return Value(f"{n.out.name.removesuffix('.out')}.probs", n.out.type)
 
 
 class Float64Runtime(ReferenceRuntime):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.model.media import encode_options
+from g4ir.model.media import LISTS, encode_options
 from g4ir.ui import console
 
 from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts, output
@@ -68,11 +68,7 @@ class Run(OnEngine):
     def _check_dump(self) -> None:
         if (self.dump is None) != (self.dump_to is None):
             raise InputError("--dump NAMES and --dump-to FILE go together")
-        excluded = {
-            "--chat": self.chat,
-            "--input-jsonl": self.input_jsonl,
-            "media": self.media.files,
-        }
+        excluded = {"--chat": self.chat, "--input-jsonl": self.input_jsonl}
         if self.dump is not None and (first := next((k for k, v in excluded.items() if v), None)):
             raise InputError(f"--dump is for one prompt or --tokens: leave out {first}")
         if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
@@ -123,13 +119,14 @@ class Run(OnEngine):
 
     def _dump(self, offline: OfflineEngine, progress: console.Progress) -> int:
         """Write values inside the model, and print their names, dtypes and shapes."""
-        from g4ir.engine.values import inspect_values, write_values
+        from g4ir.generate.dump import write_values
 
         name = "prompt" if self.tokens is None else "tokens"
         fields = {name: vars(self)[name], "max_new_tokens": 1}
-        tokens = offline.request(fields, flag_of(name)).tokens
-        plan = inspect_values(offline.engine, tokens, (self.dump or "").split(","))
-        progress(f"{len(tokens)} tokens through the plain graph")
+        tokens = offline.request(fields, flag_of(name), self.media.files).tokens
+        media = {n: [p for k, p in self.media.files if k == kind] for n, kind in LISTS.items()}
+        plan = offline.engine.inspect(tokens, (self.dump or "").split(","), "prefill", **media)
+        progress(f"{len(plan.ids)} tokens through the plain graph")
         types = write_values(Path(self.dump_to or ""), plan)
         progress.stop()
         rows = {k: {"dtype": t.dtype, "shape": [*t.shape]} for k, t in types.items()}

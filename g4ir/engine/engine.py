@@ -32,7 +32,7 @@ from .scheduler import Scheduler, SchedulerConfig
 from .session import Session
 from .speculative import NONE, AcceptanceStats, SpeculativeConfig, resolve_draft
 from .tokenizer_index import INDEX, IndexedTokenizer
-from .values import compute_values, inspect_values
+from .values import Inspection, TowerValues, compute_values, inspect_values
 
 log = logging.getLogger(__name__)
 
@@ -132,19 +132,46 @@ class Engine(EngineParts):
         requests = _requests(self, prompts, soft, max_new_tokens, params)
         requests = [replace(r, adapter=adapter) for r in requests]
         callback = (lambda row, token: on_token(token)) if single and on_token else on_token
-        out = _drained(self, requests, drafts, callback, tally)
+        with self.lent_scheduler(min(len(requests), self.limits.max_batch), drafts) as scheduler:
+            handles = [scheduler.submit(request) for request in requests]
+            for event in scheduler.run(*handles):
+                if event.error:
+                    raise event.error
+                if event.token is not None and callback:
+                    callback(handles.index(event.handle), event.token)
+        for handle in handles:
+            if tally is not None:
+                tally.join(handle.tally)
+        out = [handle.answers[0].tokens for handle in handles]
         return out[0] if single else out
 
-    def values(self, tokens: Any, names: Sequence[str], phase: str = "prefill") -> dict[str, Any]:
-        """Return values of the plain graph for a text, name -> tensor [1, S, ...] in the engine's
+    def inspect(
+        self, tokens: Any, names: Sequence[str], phase: str = "prefill", **media: Sequence[Any]
+    ) -> Inspection:
+        """Return the plan of `values`; its towers have run."""
+        towers: Any = TowerValues(self, names)
+        prompts, _ = _prompts(tokens)
+        if len(prompts) != 1 or not prompts[0]:
+            raise InputError(f"values: {len(prompts)} prompts: expected one sequence of token ids")
+        items = list_media(self.media, self.spec, **media)
+        prompts, soft = _with_media(replace(self, runtime=towers), prompts, items)
+        return inspect_values(towers, prompts[0], phase, soft)
+
+    def values(
+        self, tokens: Any, names: Sequence[str], phase: str = "prefill", **media: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Return values of the plain graphs for a text, name -> tensor [1, S, ...] in the engine's
         dtype; quantised weights are taken as they are.
 
         tokens: ids [S] or [1, S]. names: such as `L*.out` (`*`: no dots) and `L3.attn.out`, which
         `g4ir show --after none` prints; also `L3.attn.probs`, the attention's probabilities
-        [1, S, heads, S]. phase: prefill, decode (token by token), or verify. Raises InputError for
-        a name that matches nothing, and for values that do not fit in memory.
+        [1, S, heads, S]. phase: prefill, decode (token by token), or verify. media: `images`,
+        `videos`, `audio`, as in `generate`; values of the towers begin with `vision.` and `audio.`,
+        of a second item they end with `[1]`. Those of the draft model begin with `draft.`,
+        [1, steps, ...] after the text. Raises InputError for a name that matches nothing, and for
+        values that do not fit in memory.
         """
-        return compute_values(inspect_values(self, tokens, names, phase))
+        return compute_values(self.inspect(tokens, names, phase, **media))
 
     @cached_property
     def embedder(self) -> Embedder:
@@ -284,24 +311,3 @@ def _requests(
         sampling = replace(params, seed=(seed + i) % SEEDS)
         out.append(Request(tuple(prompt), count, sampling, tuple(prompt_soft), reuse=False))
     return out
-
-
-def _drained(
-    engine: Engine,
-    requests: Sequence[Request],
-    draft: SpeculativeConfig,
-    on_token: Callable[[int, int], None] | None,
-    tally: AcceptanceStats | None,
-) -> list[list[int]]:
-    slots = min(len(requests), engine.limits.max_batch)
-    with engine.lent_scheduler(slots, draft) as scheduler:
-        handles = [scheduler.submit(request) for request in requests]
-        for event in scheduler.run(*handles):
-            if event.error:
-                raise event.error
-            if event.token is not None and on_token:
-                on_token(handles.index(event.handle), event.token)
-    for handle in handles:
-        if tally is not None:
-            tally.join(handle.tally)
-    return [handle.answers[0].tokens for handle in handles]

@@ -119,7 +119,7 @@ class EngineParts:
         the model does not have."""
         import torch
 
-        plain = plain_params(self.spec, self.dtype, self.media)
+        plain = plain_params(self.spec, self.dtype, self.media, self.drafter)
         if name not in plain:
             near = did_you_mean(name, plain)
             raise InputError(f"param {name!r}: {self.spec.name} has no such weight{near}")
@@ -206,8 +206,10 @@ class EngineParts:
 
 
 @lru_cache(maxsize=8)
-def plain_params(spec: Spec, dtype: str, media: Media) -> Mapping[str, Value]:
-    return build_program(spec, dtype=dtype, media=media).params()
+def plain_params(
+    spec: Spec, dtype: str, media: Media, drafter: Spec | None = None
+) -> Mapping[str, Value]:
+    return build_program(spec, dtype=dtype, media=media, drafter=drafter).params()
 
 
 def embed_rows(graph: Any, tables: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:

@@ -49,7 +49,8 @@ class Led:
         if name in MAKERS:
             return partial(self._make, name)
         # Rank 0's host samples tokens.
-        return _no_loop if name == "token_loop" else getattr(self.local, name)
+        # no device loop with several ranks
+        return (lambda *_: None) if name == "token_loop" else getattr(self.local, name)
 
     def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
         if name == "close" and self.group.broken:
@@ -68,10 +69,6 @@ class Led:
             number = next(self.group.numbers)
             self.group.send([self.number, name, [*args], number], {})
         return Led(self.group, local, number)
-
-
-def _no_loop(*_: Any) -> None:
-    """Return None: no device loop with several ranks."""
 
 
 def _sent(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Watch | None]:

@@ -1,155 +1,196 @@
-"""Values of the plain text graphs, by name: hidden states, attention outputs and probabilities.
+"""Values of the plain graphs, by name: hidden states, attention outputs and probabilities of the
+text model; of its towers (`vision.L0.out`) and of its draft model (`draft.L0.out`).
 
 The graphs are those of the model as written, before any pass, in the engine's dtype; their weights
 are the engine's, dequantised. The KV cache is not quantised. Weights are unpacked one at a time.
+Towers run as the engine's graphs, after its passes.
 """
 
 from __future__ import annotations
 
-import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from g4ir.backends.reference import WatchedRuntime, probs_of
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, Node, Value
-from g4ir.ir.interpret import empty_state, interpret, run_node
-from g4ir.ir.rewrite import drop_dead
-from g4ir.model.decoder import CHUNK, VERIFY
+from g4ir.ir.graph import Graph, Value
+from g4ir.ir.interpret import empty_state
+from g4ir.ir.rewrite import pruned
+from g4ir.media.soft import Soft
+from g4ir.model.decoder import BLOCKS, CHUNK, VERIFY
+from g4ir.model.draft import DRAFT, build_draft
+from g4ir.model.names import DRAFTER_PREFIX
 from g4ir.model.text import build_graph
-from g4ir.ops.attention import probabilities
+from g4ir.model.towers import PARTS
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.spec.reader import did_you_mean
-from g4ir.ui.files import check_disk_space, new_version
 from g4ir.ui.memory import free_memory
 from g4ir.ui.units import size_text
-from g4ir.weights.tensorfile import FileTensor, bytes_of, code_of, file_layout
 
+from .inputs import row_prompt
 from .parts import EngineParts
-from .prompts import checked_ids
+from .session import Session
 
 Tensor = torch.Tensor
 #: dims of tokens and of cache slots, of which the plain graphs have one per token
 TOKEN_DIMS = (CHUNK, "M", "C")
 #: callback(name, first token, values [1, tokens, ...])
 Sink = Callable[[str, int, Tensor], None]
-#: bytes of dequantised weights that are kept from one chunk to the next
-CACHED_BYTES = 2 << 30
+
+
+class TowerValues(WatchedRuntime):
+    """Runs towers. `values` are those that `names` match, of a second image, frame or clip as
+    `vision.L0.out[1]`."""
+
+    def __init__(self, engine: EngineParts, names: Sequence[str]) -> None:
+        source = engine.runtime.source
+        super().__init__(engine.device, self._take, source.tensor, {}, source)
+        if isinstance(names, str) or not names or {*map(type, names)} != {str}:
+            raise InputError(f"values: names {names!r}: expected a list such as ['L*.out']")
+        self.engine, self.patterns = engine, [*names]
+        self.values, self.types = dict[str, Tensor](), dict[str, Type]()
+        self.counts = Counter[str]()
+
+    def encode(self, tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
+        graph = self.engine.program.graphs[tower]
+        return torch.no_grad()(self.interpret)(graph, feeds, {})["soft"]
+
+    def _take(self, v: Value, t: Any) -> None:
+        name, named = v.name, v.name.startswith(tuple(f"{part}." for part in PARTS))
+        if named and t.dim() > 1 and any(re.fullmatch(_regex(p), name) for p in self.patterns):
+            name += f"[{self.counts[name]}]" * bool(self.counts[name])
+            self.counts[v.name] += 1
+            self.values[name], self.types[name] = t.cpu(), Type(v.type.dtype, tuple(t.shape))
+
+
+class TextValues(WatchedRuntime):
+    """Runs the text graphs and the draft model for one text; `sink` receives the named values chunk
+    by chunk, caches after the last one."""
+
+    def __init__(self, plan: Inspection, sink: Sink) -> None:
+        engine = plan.towers.engine
+        source, folded = engine.runtime.source, engine.program.params()
+        super().__init__(engine.device, self._take, engine.param, folded, source)
+        self.plan, self.sink, self.start, self.drafted = plan, sink, 0, 0
+
+    def new_state(self, batch: int) -> dict[str, Tensor]:
+        dims = {"B": batch, "C": len(self.plan.ids)}
+        caches = [empty_state(g, dims) for g in self.plan.graphs.values()]
+        return {name: t.to(self.device) for c in caches for name, t in c.items()}
+
+    def run(self, phase: str, feeds: Any, state: Any, context: int, *_: Any) -> Any:
+        graph, self.start = self.plan.graphs[phase], int(feeds["positions"][0, 0])
+        if phase == DRAFT:
+            self.start, self.drafted = self.drafted, self.drafted + 1
+        outputs = self.interpret(graph, feeds, state)
+        for name, v in graph.next.items() if context == len(self.plan.ids) else ():
+            if v.name in self.plan.types:
+                self.sink(v.name, 0, state[name].transpose(0, 1))
+        return {"logits": torch.zeros(1, 1, 1), **outputs}
+
+    def _take(self, v: Value, t: Any) -> None:
+        if v.name not in self.plan.types or "C" in v.type.shape:
+            return
+        t = t if isinstance(t, Tensor) else t()
+        if _drafts(v.name):
+            t = t.reshape(1, 1, *t.shape[2:])
+        else:
+            t = t.movedim((v.type.shape.index("B"), token_axis(v.type) or 0), (0, 1))
+        self.sink(v.name, self.start, t)
 
 
 @dataclass(frozen=True)
 class Inspection:
     """Named values to compute for a text. `types`: value name -> its type for the whole text,
-    [1, tokens, ...]; `chunk`: tokens per run of the graph."""
+    [1, tokens or draft steps, ...]; `chunk`: tokens per step; None: those of a prefill."""
 
-    engine: EngineParts
-    graph: Graph
-    ids: Tensor
-    chunk: int
+    towers: TowerValues
+    ids: Sequence[int]
+    soft: Sequence[Soft]
+    chunk: int | None
+    #: by phase
+    graphs: Mapping[str, Graph]
     types: Mapping[str, Type]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes() for t in self.types.values())
-
     def run(self, sink: Sink) -> None:
-        """Compute the values; `sink` receives them chunk by chunk, caches after the last one."""
-        engine, graph, count = self.engine, self.graph, len(self.ids)
-        state = empty_state(graph, {"B": 1, "C": count})
-        state = {name: t.to(engine.device) for name, t in state.items()}
-        inputs = {v.name: v for v in graph.inputs}
-        weights = Weights(engine)
-        params = {v.name: partial(weights, v.name) for v in graph.params}
-        for start in range(0, count, self.chunk):
-            tokens = self.ids[None, start : start + self.chunk]
-            feeds = {"tokens": tokens, "lengths": torch.tensor([tokens.shape[1]])}
-            feeds["positions"] = start + torch.arange(tokens.shape[1])[None]
-            feeds |= engine.embed_tokens(tokens)
-            feeds = {name: t.to(engine.device) for name, t in feeds.items() if name in inputs}
-            watch, last = partial(self._take, sink, start), start + self.chunk >= count
-            for name, t in feeds.items():
-                watch(inputs[name], t)
-            run = partial(self._run, watch)
-            _, state = interpret(graph, feeds, params, state, watch, run)
-            for name, v in graph.next.items() if last else ():
-                if v.name in self.types:
-                    sink(v.name, 0, state[name].transpose(0, 1))
-
-    def _take(self, sink: Sink, start: int, v: Value, t: Tensor) -> None:
-        if v.name in self.types and "C" not in v.type.shape:
-            axes = v.type.shape.index("B"), token_axis(v.type) or 0
-            sink(v.name, start, t.movedim(axes, (0, 1)))
-
-    def _run(self, watch: Callable[[Value, Tensor], None], n: Node, args: list[Any]) -> Any:
-        args = [x if isinstance(x, Tensor) else x() for x in args]
-        if n.op == "attention" and (name := probs_name(n)) in self.types:
-            probs = probabilities(*args, **n.attrs)
-            watch(Value(name, n.out.type), probs)
-        return run_node(n, args)
-
-
-class Weights:
-    """Dequantised weights of an engine, on its device; up to CACHED_BYTES stay in memory."""
-
-    def __init__(self, engine: EngineParts) -> None:
-        self.engine, self.cached, self.free = engine, dict[str, Tensor](), CACHED_BYTES
-
-    def __call__(self, name: str) -> Tensor:
-        if name not in self.cached:
-            weight = self.engine.param(name).to(self.engine.device)
-            if weight.nbytes > self.free:
-                return weight
-            self.cached[name], self.free = weight, self.free - weight.nbytes
-        return self.cached[name]
+        """Compute the values; `sink` receives them."""
+        for name, t in self.towers.values.items():
+            sink(name, 0, t)
+        engine, ids = self.towers.engine, torch.tensor([self.ids])
+        runtime: Any = TextValues(self, sink)
+        session = Session(replace(engine, runtime=runtime, adapters=None))
+        if self.chunk is None:
+            logits = session.prefill(ids, soft=self.soft)
+        for step in ids.split(self.chunk, 1) if self.chunk else ():
+            session.verify(step)
+        if DRAFT in self.graphs:
+            session.draft({0: int(logits.argmax())}, {0: engine.draft_tokens})
 
 
 def inspect_values(
-    engine: EngineParts, tokens: Any, names: Sequence[str], phase: str = "prefill"
+    towers: TowerValues, ids: Sequence[int], phase: str, soft: Sequence[Soft] = ()
 ) -> Inspection:
-    """Plan the values of one text. tokens: ids [S] or [1, S]; names: of values, in which `*` stands
-    for any characters but dots and `**` for any; phase: prefill (in the engine's chunks), decode
+    """Plan the values of one text, those that the names of `towers` match, in which `*` stands for
+    any characters but dots and `**` for any. ids: token ids, with a placeholder for each of the
+    `soft` tokens, which `towers` encoded; phase: prefill (in the engine's chunks), decode
     (token by token) or verify (as draft tokens, if the engine has them). Raises InputError for
     other tokens, another phase, and a name without a value (with the nearest one)."""
-    ids = torch.as_tensor(tokens)
-    ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
-    if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
-        raise InputError(f"values: tokens {list(ids.shape)}: expected one sequence of token ids")
-    checked_ids(ids.tolist(), engine.spec.text.readable_ids, "values")
-    if len(ids) > engine.limits.max_seq:
-        problem = f"values: {len(ids)} tokens do not fit the engine's --max-seq"
-        raise InputError(f"{problem} {engine.limits.max_seq}")
-    sizes = {"prefill": engine.limits.prefill_chunk, "decode": 1}
-    sizes |= {VERIFY: engine.draft_tokens + 1} if engine.draft_tokens else {}
-    if phase not in sizes:
-        raise InputError(f"values: phase {phase!r}: this engine has {', '.join(sizes)}")
-    # A decode step is a verification step of one token, in which that dim has a name.
-    name = phase if phase == "prefill" else VERIFY
-    graph = build_graph(engine.spec, name, True, engine.dtype)
-    graph, types = _selected(graph, names, len(ids))
-    return Inspection(engine, graph, ids, sizes[phase], types)
+    engine = towers.engine
+    row_prompt(engine, ids, soft)
+    chunks = {"prefill": None, "decode": 1}
+    chunks |= {VERIFY: engine.draft_tokens + 1} if engine.draft_tokens else {}
+    if phase not in chunks:
+        raise InputError(f"values: phase {phase!r}: this engine has {', '.join(chunks)}")
+    if soft and chunks[phase]:
+        raise InputError(f"values: phase {phase!r} takes no media; take prefill")
+    graphs = _plain_graphs(engine, phase)
+    values = {p: _named_values(g, len(ids), engine.draft_tokens) for p, g in graphs.items()}
+    types = {name: t for named in values.values() for name, (_, t) in named.items()} | towers.types
+    picked = dict.fromkeys(name for p in towers.patterns for name in _matching(p, types))
+    if not any(map(_drafts, picked)):
+        graphs.pop(DRAFT, None)
+        graphs = {
+            p: pruned(g, [v for name, (v, _) in values[p].items() if name in picked])
+            for p, g in graphs.items()
+        }
+    return Inspection(towers, ids, soft, chunks[phase], graphs, {k: types[k] for k in picked})
 
 
-def _selected(graph: Graph, names: Sequence[str], count: int) -> tuple[Graph, dict[str, Type]]:
-    """Return the part of a graph that computes the named values, and their types."""
-    values = [*graph.inputs, *(v for n in graph.nodes for v in n.outputs)]
-    shapes = {v.name: _full_type(v.type, count) for v in values if token_axis(v.type) is not None}
-    makers = {v.name: v for v in values}
+def _plain_graphs(engine: EngineParts, phase: str) -> dict[str, Graph]:
+    """Return phase of a session -> its graph. A decode step is a chunk of one token, in which the
+    dim of tokens has a name."""
+    hidden = engine.drafter is not None and phase == "prefill"
+    build = partial(build_graph, engine.spec, all_logits=True, dtype=engine.dtype, hidden=hidden)
+    graphs = dict.fromkeys((phase, "decode"), build("prefill" if phase == "prefill" else VERIFY))
+    if BLOCKS in engine.program.graphs:
+        graphs[BLOCKS] = build(BLOCKS)
+    if engine.drafter and hidden:
+        graphs[DRAFT] = build_draft(engine.spec, engine.drafter, engine.dtype)
+    return graphs
+
+
+def _named_values(graph: Graph, count: int, steps: int) -> dict[str, tuple[Value, Type]]:
+    """Return name -> the graph's value, and its type for the whole text."""
+    out, drafts = dict[str, tuple[Value, Type]](), graph.name == DRAFT
+    head = (1, steps if drafts else count)
+    for v in (*graph.inputs, *(v for n in graph.nodes for v in n.outputs)):
+        dims = [d for d in v.type.shape if d != "B" and d not in TOKEN_DIMS][drafts:]
+        if _drafts(v.name) and "B" in v.type.shape if drafts else token_axis(v.type) is not None:
+            out[v.name] = v, Type(v.type.dtype, (*head, *dims))
     for n in graph.find("attention"):
-        q, name = n.out.type, probs_name(n)
-        shapes[name] = Type(q.dtype, (1, count, q.shape[2], count))
-        makers[name] = n.out
-    picked = [name for pattern in _texts(names) for name in _matching(pattern, shapes)]
-    outputs = tuple(makers[name] for name in dict.fromkeys(picked))
-    live = drop_dead(replace(graph, outputs=outputs, next={}))
-    read = {v.name for v in live.state}
-    updates = {k: v for k, v in graph.next.items() if k in read}
-    graph = drop_dead(replace(graph, outputs=outputs, next=updates))
-    return replace(graph, outputs=()), {name: shapes[name] for name in dict.fromkeys(picked)}
+        v = probs_of(n)
+        out[v.name] = n.out, Type(v.type.dtype, (*head, v.type.shape[2], count))
+    return out
+
+
+def _drafts(name: str) -> bool:
+    return name.startswith(DRAFTER_PREFIX)
 
 
 def token_axis(t: Type) -> int | None:
@@ -157,39 +198,25 @@ def token_axis(t: Type) -> int | None:
     return next((i for i, d in enumerate(t.shape) if d in TOKEN_DIMS), None)
 
 
-def _full_type(t: Type, count: int) -> Type:
-    """Return the type [1, tokens, ...] of a value for the whole text."""
-    dims = [d for d in t.shape if d != "B" and d not in TOKEN_DIMS]
-    return Type(t.dtype, (1, count, *dims))
-
-
-def probs_name(n: Node) -> str:
-    """Return the name of an attention node's probabilities: %L3.attn.out -> %L3.attn.probs."""
-    return f"{n.out.name.removesuffix('.out')}.probs"
-
-
-def _texts(names: Sequence[str]) -> Sequence[str]:
-    if isinstance(names, str) or not names or {*map(type, names)} != {str}:
-        raise InputError(f"values: names {names!r}: expected a list such as ['L*.out']")
-    return names
+def _regex(pattern: str) -> str:
+    words = re.split(r"(\*+)", pattern.removeprefix("%"))
+    globs = {"*": "[^.]*"}
+    return "".join(globs.get(w, ".*") if w[:1] == "*" else re.escape(w) for w in words)
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    words = re.split(r"(\*+)", pattern.removeprefix("%"))
-    globs = {"*": "[^.]*"}
-    text = "".join(globs.get(w, ".*") if w[:1] == "*" else re.escape(w) for w in words)
-    if found := [name for name in names if re.fullmatch(text, name)]:
-        return found
-    plain = pattern.removeprefix("%").replace("*", "0")
-    near = did_you_mean(plain, names)
+    if matches := [name for name in names if re.fullmatch(_regex(pattern), name.partition("[")[0])]:
+        return matches
+    near = did_you_mean(pattern.removeprefix("%").replace("*", "0"), names)
     raise InputError(f"values: no value of the plain graph is called {pattern!r}{near}")
 
 
 def compute_values(plan: Inspection) -> dict[str, Tensor]:
     """Return the values on the host, name -> [1, tokens, ...]; InputError if they would not fit in
     free memory."""
-    if plan.nbytes > (free := free_memory()):
-        sizes = f"values: {size_text(plan.nbytes)}, and {size_text(free)} of memory are free"
+    nbytes, free = sum(t.nbytes() for t in plan.types.values()), free_memory()
+    if nbytes > free:
+        sizes = f"values: {size_text(nbytes)}, and {size_text(free)} of memory are free"
         raise InputError(f"{sizes}; name fewer, or write them to a file (g4ir run --dump-to)")
     out = {
         name: torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
@@ -202,27 +229,3 @@ def compute_values(plan: Inspection) -> dict[str, Tensor]:
     with torch.no_grad():
         plan.run(store)
     return out
-
-
-def write_values(path: Path, plan: Inspection) -> dict[str, Type]:
-    """Write the values to a safetensors file, a chunk at a time; its metadata have the token ids.
-    The file appears whole, or not at all. InputError if the disk has no room."""
-    tensors = {
-        name: FileTensor(code_of(torch_dtype(t.dtype)), tuple(map(int, t.shape)), ())
-        for name, t in plan.types.items()
-    }
-    names, header, size = file_layout(tensors, {"tokens": json.dumps(plan.ids.tolist())})
-    check_disk_space(path, size)
-    offsets, at = dict[str, int](), len(header)
-    for name in names:
-        offsets[name], at = at, at + tensors[name].nbytes
-    with new_version(path) as file, torch.no_grad():
-        file.write(header)
-        file.truncate(size)
-
-        def store(name: str, start: int, t: Tensor) -> None:
-            file.seek(offsets[name] + start * (tensors[name].nbytes // len(plan.ids)))
-            file.write(bytes_of(t))
-
-        plan.run(store)
-    return dict(plan.types)

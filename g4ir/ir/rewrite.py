@@ -106,6 +106,14 @@ def drop_dead(g: Graph) -> Graph:
     )
 
 
+def pruned(g: Graph, values: Sequence[Value]) -> Graph:
+    """Return the part of a graph that computes some of its values, and the caches that they depend
+    on; it has no outputs."""
+    read = {v.name for v in drop_dead(replace(g, outputs=tuple(values), next={})).state}
+    updates = {k: v for k, v in g.next.items() if k in read}
+    return replace(drop_dead(replace(g, outputs=tuple(values), next=updates)), outputs=())
+
+
 def bind(g: Graph, **dims: int | str) -> Graph:
     """Replace named dims by ints or other names, and infer the types again."""
     inputs, params, state = (
