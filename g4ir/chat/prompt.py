@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -142,17 +142,22 @@ def with_media(text: str, parts: Sequence[Message]) -> Any:
     return [*visual, {"type": "text", "text": text}, *audio] if parts else text
 
 
-def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the non-overlapping occurrences of strings in a text, in order."""
+@cache
+def _pattern(strings: Collection[str]) -> re.Pattern[str] | None:
     odd = sorted((s for s in strings if s and not _SHAPE.fullmatch(s)), key=len, reverse=True)
     # Many bracketed strings: match the brackets and look the string up, instead of a long
     # alternation.
     shapes = [_SHAPE.pattern] if len(odd) < len(strings) else []
     pattern = "|".join([*map(re.escape, odd), *shapes])
-    if pattern:
-        for match in re.finditer(pattern, text):
-            if match[0] in strings:
-                yield match.span()
+    return re.compile(pattern) if pattern else None
+
+
+def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the non-overlapping occurrences of strings (a tuple or a frozenset) in
+    a text, in order."""
+    pattern = _pattern(strings)
+    matches = pattern.finditer(text) if pattern else ()
+    return (match.span() for match in matches if match[0] in strings)
 
 
 def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> list[list[int]]:
@@ -189,6 +194,7 @@ class Vocabulary:
         if chat_format:  # the syntax of calls by the names that it has everywhere
             named = control.aliases(rows[0]).items()
             self.controls |= {full: self.controls[a] for full, a in named if a in self.controls}
+        self._names = frozenset(self.controls)
         ends = (self.controls.get(text) for text in (row or rows[0])["ends"])
         #: ids that end a model's turn
         self.ends = frozenset(i for i in ends if i is not None)
@@ -231,8 +237,8 @@ class Vocabulary:
         `media` are the expansions of the placeholders, in order: ids, and texts, which are
         tokenised with the text around them. Without it placeholders stay one token each.
         """
-        out, text, remaining = list[int](), "", iter(media)
-        for piece in prompt.pieces(self.controls):
+        texts, ids, remaining = [""], list[int](), iter(media)  # a text before each id, and a last
+        for piece in prompt.pieces(self._names):
             parts: Iterable[int | str] = [piece.text]
             if piece.control:
                 parts = [self.controls[piece.text]]
@@ -240,21 +246,29 @@ class Vocabulary:
                     parts = next(remaining, parts)
             for part in parts:
                 if isinstance(part, str):
-                    text += part
+                    texts[-1] += part
                 else:
-                    out += [*self.plain(text), part]
-                    text = ""
-        return out + self.plain(text)
+                    ids.append(part)
+                    texts.append("")
+        first, *after = self._plain(texts)
+        return [*first, *chain.from_iterable([i, *more] for i, more in zip(ids, after))]
 
     def plain(self, text: str) -> list[int]:
         """Tokenise user text: no part of it becomes a control token."""
-        cuts = [at + 1 for at, _ in find(text, self.controls)]
-        parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
-        out = [i for ids in text_ids(self.tokenizer, [p for p in parts if p]) for i in ids]
+        return self._plain([text])[0]
+
+    def _plain(self, texts: Iterable[str]) -> list[list[int]]:
+        splits = [self._split(text) for text in texts]
+        tokenised = iter(text_ids(self.tokenizer, [*chain(*splits)]))
+        out = [[i for _ in parts for i in next(tokenised)] for parts in splits]
         wrong = self.strings.keys() - {self.controls.get(control.UNKNOWN)}
-        if bad := next((self.strings[i] for i in out if i in wrong), None):
+        if bad := next((self.strings[i] for i in chain(*out) if i in wrong), None):
             raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")
         return out
+
+    def _split(self, text: str) -> list[str]:
+        cuts = [at + 1 for at, _ in find(text, self._names)]
+        return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)]) if a < b]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text without special tokens.
