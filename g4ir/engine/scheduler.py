@@ -214,6 +214,11 @@ class Scheduler:
         return sum(s.handle.counts.prompt + len(s.tokens) for s in self.batch.sequences)
 
     @property
+    def kv_usage(self) -> float:
+        """Those tokens as a share of max_batch x max_seq."""
+        return self.kv_tokens / (self.max_batch * self.engine.limits.max_seq)
+
+    @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
         return bool(self.waiting or self._prompt or self.num_running)

@@ -9,7 +9,6 @@ Towers run as the engine's graphs, after its passes.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,7 +54,6 @@ class TowerValues(WatchedRuntime):
             raise InputError(f"values: names {names!r}: expected a list such as ['L*.out']")
         self.engine, self.patterns = engine, [*names]
         self.values, self.types = dict[str, Tensor](), dict[str, Type]()
-        self.counts = Counter[str]()
 
     def encode(self, tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
         graph = self.engine.program.graphs[tower]
@@ -64,8 +62,8 @@ class TowerValues(WatchedRuntime):
     def _take(self, v: Value, t: Any) -> None:
         name, named = v.name, v.name.startswith(tuple(f"{part}." for part in PARTS))
         if named and t.dim() > 1 and any(re.fullmatch(_regex(p), name) for p in self.patterns):
-            name += f"[{self.counts[name]}]" * bool(self.counts[name])
-            self.counts[v.name] += 1
+            before = sum(k.partition("[")[0] == name for k in self.values)
+            name += f"[{before}]" * bool(before)
             self.values[name], self.types[name] = t.cpu(), Type(v.type.dtype, tuple(t.shape))
 
 
@@ -145,10 +143,9 @@ def inspect_values(
     row_prompt(engine, ids, soft)
     chunks = {"prefill": None, "decode": 1}
     chunks |= {VERIFY: engine.draft_tokens + 1} if engine.draft_tokens else {}
-    if phase not in chunks:
-        raise InputError(f"values: phase {phase!r}: this engine has {', '.join(chunks)}")
-    if soft and chunks[phase]:
-        raise InputError(f"values: phase {phase!r} takes no media; take prefill")
+    if phase not in chunks or (soft and chunks[phase]):
+        names = ", ".join(chunks)
+        raise InputError(f"values: phase {phase!r}: this engine has {names}; with media, prefill")
     graphs = _plain_graphs(engine, phase)
     values = {p: _named_values(g, len(ids), engine.draft_tokens) for p, g in graphs.items()}
     types = {name: t for named in values.values() for name, (_, t) in named.items()} | towers.types
