@@ -354,7 +354,7 @@ def test_lines_of_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Pat
     t.ask(f"/save {tmp_path}/talk.json", f"saved 2 messages to {tmp_path}/talk.json")
     for command, told in TOLD.items():
         t.ask(command, told)
-    t.ask("/exit")
+    t.ask("exit")
     assert t.end() == 0
     saved = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]]
     assert saved == ["def f():\n    return 1\n\n/bye", "w1_ w2_"]

@@ -9,7 +9,7 @@ never become one token. All other text is tokenised as if in one piece.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -29,6 +29,7 @@ CHEAP = 1 << 16
 #: so that Python's repr of a list keeps them
 _MARKS = range(0x20000, 0x2A6D7)
 _SHAPE = re.compile("<[^<>]*>")
+Strings = frozenset[str] | tuple[str, ...]
 #: characters scanned per call
 _BLOCK = 1 << 16
 
@@ -111,7 +112,7 @@ class Prompt:
         text = "" if last.control else last.text
         return text.removeprefix(control.MODEL) if before.text in control.TURNS else text
 
-    def pieces(self, controls: Collection[str] = control.CONTROLS) -> list[Piece]:
+    def pieces(self, controls: Strings = control.CONTROLS) -> list[Piece]:
         """Split the text into the template's control tokens and the text between them."""
         out, start = list[Piece](), 0
         for at, end in [*find(self.marked, controls), (len(self.marked), None)]:
@@ -143,7 +144,7 @@ def with_media(text: str, parts: Sequence[Message]) -> Any:
 
 
 @cache
-def _pattern(strings: Collection[str]) -> re.Pattern[str] | None:
+def _pattern(strings: Strings) -> re.Pattern[str] | None:
     odd = sorted((s for s in strings if s and not _SHAPE.fullmatch(s)), key=len, reverse=True)
     # Many bracketed strings: match the brackets and look the string up, instead of a long
     # alternation.
@@ -152,9 +153,8 @@ def _pattern(strings: Collection[str]) -> re.Pattern[str] | None:
     return re.compile(pattern) if pattern else None
 
 
-def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the non-overlapping occurrences of strings (a tuple or a frozenset) in
-    a text, in order."""
+def find(text: str, strings: Strings) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the non-overlapping occurrences of strings in a text, in order."""
     pattern = _pattern(strings)
     matches = pattern.finditer(text) if pattern else ()
     return (match.span() for match in matches if match[0] in strings)

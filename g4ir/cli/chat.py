@@ -171,7 +171,7 @@ class Repl:
         print(text, file=sys.stdout if self.terminal else sys.stderr, flush=True)
 
     def _take(self, text: str) -> None:
-        if text.startswith("/"):
+        if text.startswith("/") or (self.terminal and text in TABLE["aliases"]):
             self._command(text)
         elif self.talk.open_calls:
             self.talk.answer_call(text)
