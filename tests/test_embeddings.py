@@ -99,7 +99,8 @@ class Oracle:
 
     def __init__(self, spec: Spec, weights: Checkpoint) -> None:
         drop = ("architectures", "dtype", "model_type")
-        config = {k: v for k, v in spec.to_hf().items() if k not in drop}
+        values = spec.to_hf()
+        config = {k: v for k, v in values.get("text_config", values).items() if k not in drop}
         kind = "Gemma3" if spec.model_type == "gemma3_embedding" else "EmbeddingGemma2"
         make, of = (getattr(transformers, f"{kind}Text{x}") for x in ("Model", "Config"))
         self.model = make(of(**config, attn_implementation="eager")).eval()
@@ -129,7 +130,7 @@ def build(spec: Spec | str, out: Path, **options: Any) -> Any:
     return g4ir.build(spec, out=out, random_weights=SEED, **options)
 
 
-@pytest.mark.parametrize("seed", short(0, 1, 2, of=SEEDS))
+@pytest.mark.parametrize("seed", short(0, 1, 6, of=SEEDS))
 @pytest.mark.parametrize("name", NAMES[: 1 + HAS_SECOND])
 def test_embeddings_are_those_of_transformers(name: str, seed: int, tmp_path: Path) -> None:
     spec, ids = random_encoder(name, seed), drawn_ids(seed)
@@ -145,7 +146,7 @@ def test_embeddings_are_those_of_transformers(name: str, seed: int, tmp_path: Pa
 
 
 @pytest.mark.skipif(not HAS_SECOND, reason="transformers has no such model")
-@pytest.mark.parametrize("seed", short(0, of=SEEDS))
+@pytest.mark.parametrize("seed", short(6, of=SEEDS))
 def test_media_embeddings_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
     spec = random_encoder(NAMES[1], seed, media=True)
     folder = media_checkpoint(tmp_path / "c", spec)

@@ -107,12 +107,16 @@ class Load(Programs):
         how |= {"cuda_graph": self.cuda_graph, "huge_pages": self.huge_pages}
         return super().engine(path, progress, **how)
 
-    def to_generate(self, path: str, progress: Callable[[str], None], **how: Any) -> Engine:
-        """Load an engine; log what of its checkpoint's settings is not supported."""
+    def to_generate(
+        self, path: str, progress: Callable[[str], None], encoder: bool = False, **how: Any
+    ) -> Engine:
+        """Load an engine (`encoder`: may be one); log what of its checkpoint's settings is not
+        supported."""
         from g4ir.engine.embeddings import need_decoder
 
         engine = self.engine(path, progress, **how)
-        need_decoder(engine)
+        if not encoder:
+            need_decoder(engine)
         if note := engine.defaults().note:
             console.say(f"note: {note}")
         return engine

@@ -94,7 +94,7 @@ class Serve(Verb):
                 return replace(self, draft=draft)()
         if self.embed and len(named) > 1:
             raise InputError(
-                f"--embed {self.embed} goes with one MODEL, and {len(named)} are given"
+                f"--embed {self.embed} goes with one MODEL; give it as one of the {len(named)}"
             )
         app, address = self.make_server()
         from g4ir.serve import server
@@ -125,7 +125,9 @@ class Serve(Verb):
                     server.check_engine(engine, self.load.trust)
                 if router:
                     return self._pool(router, dict(zip(named, engines, strict=True)))
-                loaded = self.load.to_generate(engines[0], report, **self.slots())
+                loaded = self.load.to_generate(engines[0], report, True, **self.slots())
+            if self.embed and loaded.spec.embedding:
+                raise InputError(f"--embed {self.embed}: {engines[0]} embeds itself; leave it out")
             gc.set_threshold(*USUAL)
             return loaded
 
@@ -281,7 +283,7 @@ def serve_one(pipe: Any, verb: Serve, secret: str) -> None:
         server.page, server.root_path, server.origins = False, "", ()
         server.log = parent if verb.log_requests else None
         (engine,) = named_models(verb.models).values()
-        serve_model(server, parent, lambda: verb.load.to_generate(engine, quiet))
+        serve_model(server, parent, lambda: verb.load.to_generate(engine, quiet, True))
 
 
 def _origins(origins: Sequence[str]) -> tuple[str, ...]:

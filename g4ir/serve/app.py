@@ -153,7 +153,7 @@ class Server:
     adapter_folders: tuple[Path, ...] = ()
     #: callback with the values of a log line for each request
     log: Callable[..., None] | None = None
-    #: name of the embedding model beside it, if there is one
+    #: name of the embedding model, if there is one: beside the model, or the model itself
     embedder: str | None = None
 
     def __post_init__(self) -> None:
@@ -173,6 +173,9 @@ class Server:
 
     def start(self, engine: Engine) -> list[str]:
         """Serve this engine from now on; returns lines for the log."""
+        if engine.spec.embedding:
+            self.embedder, self.embeddings = self.name, EmbeddingModel(self.name, engine)
+            return []
         prompts = Prompts(engine)
         prompts.vocabulary.longest  # noqa: B018  # raises for an engine without a tokenizer
         prompts.grammars.prepare()
@@ -202,7 +205,12 @@ class Server:
     @property
     def ready(self) -> bool:
         """Whether the engine has been loaded."""
-        return self.service is not None
+        return self.service is not None or self.embedder == self.name
+
+    @property
+    def embedders(self) -> list[str]:
+        """Names of the embedding model."""
+        return self.names if self.embedder == self.name else [self.embedder] * bool(self.embedder)
 
     def stop(self) -> None:
         """Cancel all requests."""
@@ -319,7 +327,7 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """Health check: 200 if requests are accepted."""
-        self._ready()
+        self._check_ready()
         return json_response({"status": "ok"})
 
     async def live(self, request: Request) -> Response:
@@ -334,23 +342,23 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """Return the list of model names, or one model by name."""
-        model: Body = {"object": "model", "created": self.created, "owned_by": "g4ir"}
+        plain: Body = {"object": "model", "created": self.created, "owned_by": "g4ir"}
+        model = dict(plain)
         if self.prompts:
             engine = self.prompts.engine
             model |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
             if note := self.prompts.template.note:
                 model["note"] = note
-        data = [{"id": n, **model} for n in self.names]
-        if self.embedder:
-            facts = self.embeddings.facts if self.embeddings else {}
-            plain = {"object": "model", "created": self.created, "owned_by": "g4ir"}
-            data.append({"id": self.embedder, **plain, **facts})
+        if self.embeddings:
+            plain |= self.embeddings.facts
+        data = [{"id": n, **model} for n in self.names if n not in self.embedders]
+        data += [{"id": n, **plain} for n in self.embedders]
         if (name := request.path_params.get("name")) is None:
             adapted = {**model, "parent": self.name}
             data += [{"id": name, **adapted} for name in self._adapted]
             return json_response({"object": "list", "data": data})
-        if (name := name.rstrip("/")) == self.embedder:
-            return json_response(data[-1])
+        if (name := name.rstrip("/")) in self.embedders:
+            return json_response({"id": name, **plain})
         self._check_model(name)
         return json_response({"id": name, **model})
 
@@ -384,9 +392,11 @@ class Server:
         )
 
     async def tags(self, request: Request) -> Response:
-        """Return the model under each of its names, as ollama lists models."""
-        engine = self._ready()[0].engine
-        return json_response({"models": [ollama.tag(name, engine) for name in self.names]})
+        """Return the models under each of their names, as ollama lists models."""
+        self._check_ready()
+        engines = dict.fromkeys(self.names, self.prompts and self.prompts.engine)
+        engines |= dict.fromkeys(self.embedders, self.embeddings and self.embeddings.engine)
+        return json_response({"models": [ollama.tag(n, e) for n, e in engines.items() if e]})
 
     async def show(self, request: Request) -> Response:
         """Return the description of a model, as ollama has it."""
@@ -398,7 +408,7 @@ class Server:
 
     async def embed(self, request: Request, api: EmbeddingApi) -> Response:
         """Return the embeddings of texts, or documents ranked by them."""
-        self._ready()
+        self._check_ready()
         if not (model := self.embeddings):
             message = "this server has no embedding model; start it with --embed MODEL"
             raise Refused(501, message, code="not_supported")
@@ -408,10 +418,9 @@ class Server:
 
         def parse() -> EmbeddingRequest:
             body = schema.parsed(raw)
-            if (name := ollama.model_of(body)) not in (None, model.name):
+            if (name := ollama.model_of(body)) not in (None, *self.embedders):
                 if name in self.names:
-                    message = f"model: {name!r} generates text; for embeddings give {model.name!r}"
-                    raise Refused(400, message, param="model", code="not_supported")
+                    raise _other_kind(f"{name!r} generates text; to embed give {model.name!r}")
                 raise self._no_model(str(name))
             return api.read(body)
 
@@ -448,9 +457,8 @@ class Server:
         Refused for an unknown one."""
         if name is None or name in self.names:
             return ""
-        if name == self.embedder:
-            message = f"model: {name!r} embeds texts and generates none; give {self.name!r}"
-            raise Refused(400, message, param="model", code="not_supported")
+        if name in self.embedders:
+            raise _other_kind(f"{name!r} embeds texts and generates none; give {self.name!r}")
         model, _, adapter = name.rpartition(":")
         known = not model or model in self.names or ANY_NAME in self.aliases
         if known and adapter in self._adapters:
@@ -464,13 +472,18 @@ class Server:
         message = f"model: there is no {name[:80]!r} here; this server has {names}"
         return Refused(404, message, param="model", code="model_not_found")
 
-    def _ready(self) -> tuple[Prompts, AsyncEngine]:
+    def _check_ready(self) -> None:
         if self.draining:
             raise ending()
-        if self.prompts is None or self.service is None:
+        if not self.ready:
             raise later(503, "loading", self.progress)
-        if not self.service.alive:
+        if self.service and not self.service.alive:
             raise later(503, "engine_ended", "the engine has ended; start the server again")
+
+    def _ready(self) -> tuple[Prompts, AsyncEngine]:
+        self._check_ready()
+        if self.prompts is None or self.service is None:
+            raise _other_kind(f"{self.name!r} embeds texts and generates none; serve one that does")
         return self.prompts, self.service
 
     async def tokenize(self, request: Request) -> Response:
@@ -754,6 +767,10 @@ class Streamed(StreamingResponse):
             await self.stream_response(send)
         finally:
             self.running.end()
+
+
+def _other_kind(message: str) -> Refused:
+    return Refused(400, f"model: {message}", param="model", code="not_supported")
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, check_circular=False)

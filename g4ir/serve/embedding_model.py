@@ -4,9 +4,10 @@ priority, so that a request of thousands of texts delays neither others nor runn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -62,9 +63,11 @@ class EmbeddingModel:
             with named("task"):
                 prompts = [embedder.prompt(task) for task in asked.tasks]
             ids = list[EncoderTokens]()
+            # With two prompts the first is the first text's.
+            cuts = {0, *range(len(prompts) - 1, len(asked.texts), TOKENISED), len(asked.texts)}
             with named(asked.field):
-                for start, end, prompt in _pieces(len(asked.texts), prompts):
-                    piece = asked.texts[start:end]
+                for start, end in pairwise(sorted(cuts)):
+                    piece, prompt = asked.texts[start:end], prompts[min(start, len(prompts) - 1)]
                     ids += await turn(embedder.tokenize, piece, prompt, asked.truncate, start)
             out, chunks = torch.empty(len(ids), size), embedder.encode(ids)
             while chunk := await turn(next, chunks, None):
@@ -79,16 +82,6 @@ class EmbeddingModel:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
-
-
-def _pieces(count: int, prompts: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield (start, end, prompt) of the texts to tokenise in one turn; with two prompts the first
-    is the first text's."""
-    first = 1 if len(prompts) > 1 else 0
-    if first:
-        yield 0, 1, prompts[0]
-    for start in range(first, count, TOKENISED):
-        yield start, min(start + TOKENISED, count), prompts[-1]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from . import request_schema as schema
-from .app import ANY_NAME, EmbeddingApi, Handler, Server, json_response
+from .app import ANY_NAME, Handler, Server, json_response
 from .auth import JSON
 from .http_errors import Refused, ending, later
 from .media_queue import wait_for_leaving
@@ -64,7 +64,6 @@ class Router(Server):
     def handlers(self) -> dict[str, tuple[str, Handler]]:
         own = {"/livez", "/readyz", "/health", "/version", "/metrics", "/v1/models"}
         own |= {"/v1/models/{name:path}", "/api/version", "/api/tags", "/api/ps"}
-        own |= {"/api/embed", "/v1/embeddings", "/v1/rerank"}
         local = {p: h for p, h in super().handlers().items() if p in own}
         forwarded = {
             path: (method, partial(self.forward, path=path))
@@ -101,11 +100,6 @@ class Router(Server):
         loaded = request.url.path.rstrip("/").endswith("/ps")
         models = [m for m in self._pool().models if m.state == READY or not loaded]
         return json_response({"models": [m.tag for m in models]})
-
-    async def embed(self, request: Request, api: EmbeddingApi) -> Response:
-        self._pool()
-        message = "a server of several models embeds nothing; start one with --embed MODEL for that"
-        raise Refused(501, message, code="not_supported")
 
     def _named(self, name: str | None) -> PooledModel:
         """Return the model of a request; the first one if it names none."""

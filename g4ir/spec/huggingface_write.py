@@ -162,7 +162,8 @@ def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
         return out
     out["attention_k_eq_v"] = full.k_eq_v
     if full.k_eq_v or full.num_key_value_heads == sliding.num_key_value_heads:
-        heads = full.num_key_value_heads if full.k_eq_v else None
+        stated = full.k_eq_v or "num_global_key_value_heads" in family.keys
+        heads = full.num_key_value_heads if stated else None
         return out | {"global_head_dim": full.head_dim, "num_global_key_value_heads": heads}
     geometry = {name: getattr(full, name) for name in hf.BASE_GEOMETRY}
     layers = {str(i): geometry for i, kind in enumerate(text.layer_types) if kind == FULL}

@@ -199,6 +199,54 @@ def langchain_both(url: str) -> None:
     assert claude.invoke("Hi").text == "hello"
 
 
+TEXTS = ["ab w7", "w9", "a b ab w3 w3"]
+
+
+def _embedded(url: str, texts: list[str] = TEXTS, **settings: Any) -> list[list[float]]:
+    """The embeddings by OpenAI's own client."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    got = client.embeddings.create(model=MODEL, input=texts, **settings)
+    return [d.embedding for d in got.data]
+
+
+def _same(a: list[list[float]], b: list[list[float]]) -> bool:
+    pairs = [pair for rows in zip(a, b, strict=True) for pair in zip(*rows, strict=True)]
+    return all(abs(x - y) < 1e-6 for x, y in pairs)
+
+
+def langchain_embeddings(url: str) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    given: Any = {"model": MODEL, "base_url": f"{url}/v1", "api_key": KEY, "max_retries": 0}
+    client = OpenAIEmbeddings(**given, check_embedding_ctx_length=False)
+    assert _same(client.embed_documents(TEXTS), _embedded(url))
+    assert _same([asyncio.run(client.aembed_query(TEXTS[0]))], _embedded(url, TEXTS[:1]))
+    small = OpenAIEmbeddings(**given, check_embedding_ctx_length=False, dimensions=16)
+    assert _same(small.embed_documents(TEXTS), _embedded(url, dimensions=16))
+
+
+def llama_index_embeddings(url: str) -> None:
+    from llama_index.embeddings.openai import OpenAIEmbedding
+
+    client = OpenAIEmbedding(model_name=MODEL, api_base=f"{url}/v1", api_key=KEY, max_retries=0)
+    assert _same(client.get_text_embedding_batch(TEXTS), _embedded(url))
+    assert _same([asyncio.run(client.aget_query_embedding(TEXTS[0]))], _embedded(url, TEXTS[:1]))
+
+
+def open_webui_embeddings(url: str) -> None:
+    """The requests of its RAG, with the engines `openai` and `ollama` (retrieval/utils.py)."""
+    import requests
+
+    body, headers = {"input": TEXTS, "model": MODEL}, {"Authorization": f"Bearer {KEY}"}
+    headers |= {"Content-Type": "application/json", "X-OpenWebUI-User-Id": "1"}
+    got = requests.post(f"{url}/v1/embeddings", headers=headers, json=body).json()
+    assert _same([d["embedding"] for d in got["data"]], _embedded(url))
+    got = requests.post(f"{url}/api/embed", headers=headers, json=body | {"prefix": "q: "}).json()
+    assert _same(got["embeddings"], _embedded(url))
+
+
 def _node(file: str, *words: str) -> None:
     program = (HERE / file).read_bytes()
     command = ["node", "--input-type=module", "-", *words]
@@ -331,6 +379,7 @@ CASES: dict[str, Callable[[str], None]] = {
         *(anthropic_text, anthropic_stream, anthropic_tools, anthropic_picture, anthropic_error),
         *(openai_responses, openai_agents, pydantic_ai_responses),
         *(litellm_both, langchain_both, instructor_both),
+        *(langchain_embeddings, llama_index_embeddings, open_webui_embeddings),
         *(ai_sdk_responses, ai_sdk_chat, ai_sdk_messages),
         *(ollama_python, ollama_js),
         *(codex_tools, codex_schema_and_picture, codex_error),

@@ -19,6 +19,7 @@ import yaml
 import g4ir
 from tests.serve.running import Running, chat_engine, ready
 from tests.talking import Dictated
+from tests.test_embeddings import folder_of
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build"
@@ -30,6 +31,14 @@ WORDS = yaml.safe_load((HERE / "words.yaml").read_text(encoding="utf-8"))
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with ready(chat_engine(tmp_path_factory.mktemp("clients") / "engine", 1024)) as r:
+        yield r
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("clients")
+    g4ir.build(None, out=folder / "e", checkpoint=folder_of(folder / "c")).close()
+    with ready(folder / "e") as r:
         yield r
 
 
@@ -97,8 +106,10 @@ def test_lm_eval_of_a_real_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WORDS["cases"])
 def test_client(request: pytest.FixtureRequest, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = request.getfixturevalue("long" if name.startswith("codex") else "served")
-    dictate(served, monkeypatch, [WORDS["answers"][a] for a in WORDS["cases"][name]])
+    kind = "encoder" if name.endswith("embeddings") else "served"
+    served = request.getfixturevalue("long" if name.startswith("codex") else kind)
+    if answers := [WORDS["answers"][a] for a in WORDS["cases"][name]]:
+        dictate(served, monkeypatch, answers)
     env = {**os.environ, "NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     words = [str(PYTHON), str(HERE / "cases.py"), name, served.url]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)

@@ -141,7 +141,7 @@ def running(
 def ready(folder: Path, gate: Auth | None = None, **settings: Any) -> Iterator[Running]:
     """As `running`, of an engine that has been loaded."""
     with running(lambda: load_engine(folder), gate, **settings) as r:
-        eventually(lambda: r.server.service, LOADING)
+        eventually(lambda: r.server.ready, LOADING)
         yield r
 
 

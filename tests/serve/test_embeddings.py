@@ -70,7 +70,8 @@ def test_embeddings_by_the_client_of_openai(world: World) -> None:
         answer = client.embeddings.create(model="emb", input=TEXTS, encoding_format="float")
         assert [d.index for d in answer.data] == [0, 1, 2] and answer.model == "emb"
         assert torch.equal(torch.tensor([d.embedding for d in answer.data]), want)
-        ids = world.engine.embedder.tokenize(TEXTS, world.engine.embedder.prompt(None))
+        embedder = world.engine.embedder
+        ids = [t.ids for t in embedder.tokenize(TEXTS, embedder.prompt(None))]
         assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
         packed = client.embeddings.create(model="emb", input=TEXTS[0])  # base64 inside
         assert np.allclose(packed.data[0].embedding, want[0])
@@ -135,7 +136,7 @@ def test_rerank_and_ollama(world: World) -> None:
         (
             "/v1/embeddings",
             {"input": "a", "model": NAME},
-            "generates text; for embeddings give 'emb'",
+            "generates text; to embed give 'emb'",
         ),
         ("/v1/rerank", {"documents": ["a"]}, "query: is missing"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents: expected"),
@@ -160,6 +161,21 @@ def test_no_such_model_and_no_embedder(world: World, served: Running) -> None:
         for path in ("/v1/embeddings", "/v1/rerank", "/api/embed"):
             answer = client.post(path, json={"input": "a"})
             assert answer.status_code == 501 and "--embed" in answer.text
+
+
+def test_an_encoder_alone(world: World) -> None:
+    with running(lambda: g4ir.load_engine(world.engine.path)) as r, r.client() as client:
+        eventually(lambda: client.get("/health").status_code == 200, 60)
+        answer = client.post("/v1/embeddings", json={"input": TEXTS, "model": NAME}).json()
+        assert [d["embedding"] for d in answer["data"]] == world.engine.embed(TEXTS).tolist()
+        (model,) = client.get("/v1/models").json()["data"]
+        assert model == client.get(f"/v1/models/{NAME}").json() and model["id"] == NAME
+        assert model["embedding_sizes"] == [64, 32, 16] and "media" not in model
+        assert [m["name"] for m in client.get("/api/tags").json()["models"]] == [NAME]
+        for path in ("/v1/chat/completions", "/tokenize", "/v1/load_lora_adapter"):
+            refusal = client.post(path, json={"messages": [], "prompt": "a"})
+            assert "embeds texts and generates none" in refusal.text, path
+    assert r.process.error is None
 
 
 def test_a_client_that_leaves_ends_its_texts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

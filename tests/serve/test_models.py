@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+import g4ir
 from g4ir.cli.serve_models import named_models
 from g4ir.errors import EngineError, InputError
 from g4ir.serve.http_errors import Refused
@@ -29,6 +30,7 @@ from tests.cases import TABLES
 from tests.cli_tools import refused
 from tests.serve.running import LOADING, eventually
 from tests.serve.test_stalls import BUSY, GAP_S
+from tests.test_embeddings import folder_of
 
 CHAT = "/v1/chat/completions"
 
@@ -166,10 +168,12 @@ def test_metrics_of_several_models() -> None:
 
 @pytest.fixture(scope="module")
 def routed(engine_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server of three models of which two are loaded at a time."""
+    """The URL of a server of three models and an encoder, of which two are loaded at a time."""
     folder = tmp_path_factory.mktemp("models")
     for name in "abc":
         shutil.copytree(engine_folder, folder / name)
+    checkpoint = folder_of(tmp_path_factory.mktemp("encoder") / "c")
+    g4ir.build(None, out=folder / "e", checkpoint=checkpoint).close()
     words = ["--max-loaded", "2", "--port", "0", "--log-format", "json", "--log-requests"]
     command = [sys.executable, "-m", "g4ir.cli", "serve", str(folder), *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -213,19 +217,22 @@ def test_no_request_is_lost(routed: str, count: int) -> None:
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(lambda w: asked(routed, *w), wanted))
     listed = httpx.get(f"{routed}/v1/models").json()["data"]
-    assert [m["id"] for m in listed] == [*"abc"] and sum(m["loaded"] for m in listed) == 2
+    assert [m["id"] for m in listed] == [*"abce"] and sum(m["loaded"] for m in listed) == 2
     metrics = httpx.get(f"{routed}/metrics").text
     assert metrics.count("g4ir_slots{model=") == 2 and "g4ir_build_info{" in metrics
     got = httpx.post(f"{routed}/v1/embeddings", json={"model": "a", "input": "Hi"})
     assert got.status_code == 501 and "--embed" in got.text
+    body = {"model": "e", "input": ["ab", "w7"]}
+    got = httpx.post(f"{routed}/v1/embeddings", json=body, timeout=LOADING).json()
+    assert [len(d["embedding"]) for d in got["data"]] == [64, 64] and got["model"] == "e"
     tags = httpx.get(f"{routed}/api/tags").json()["models"]
-    assert [m["name"] for m in tags] == [*"abc"]
+    assert [m["name"] for m in tags] == [*"abce"]
     body = {"model": "b:latest", "prompt": "Hi", "options": {"num_predict": 2}}
     lines = httpx.post(f"{routed}/api/generate", json=body, timeout=LOADING).text.splitlines()
     assert json.loads(lines[-1])["eval_count"] == 2
     assert "b" in {m["name"] for m in httpx.get(f"{routed}/api/ps").json()["models"]}
     got = httpx.post(f"{routed}{CHAT}", json={"model": "d", "messages": []})
-    assert got.status_code == 404 and "'a', 'b', 'c'" in got.text
+    assert got.status_code == 404 and "'a', 'b', 'c', 'e'" in got.text
 
 
 def test_a_stream_goes_on_while_another_model_is_loaded(routed: str) -> None:
