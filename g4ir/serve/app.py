@@ -210,7 +210,7 @@ class Server:
     @property
     def embedders(self) -> list[str]:
         """Names of the embedding model."""
-        return self.names if self.embedder == self.name else [self.embedder] * bool(self.embedder)
+        return self.names if self.embedder == self.name else [n for n in [self.embedder] if n]
 
     def stop(self) -> None:
         """Cancel all requests."""
@@ -394,9 +394,9 @@ class Server:
     async def tags(self, request: Request) -> Response:
         """Return the models under each of their names, as ollama lists models."""
         self._check_ready()
-        engines = dict.fromkeys(self.names, self.prompts and self.prompts.engine)
-        engines |= dict.fromkeys(self.embedders, self.embeddings and self.embeddings.engine)
-        return json_response({"models": [ollama.tag(n, e) for n, e in engines.items() if e]})
+        served: Any = dict.fromkeys(self.names, self.prompts)
+        served |= dict.fromkeys(self.embedders, self.embeddings)
+        return json_response({"models": [ollama.tag(n, m.engine) for n, m in served.items()]})
 
     async def show(self, request: Request) -> Response:
         """Return the description of a model, as ollama has it."""
