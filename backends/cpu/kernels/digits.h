@@ -61,6 +61,10 @@ static inline void factors_of(const int form, row_words codes, row_words *to) {
 #ifdef FP8_TILES
     lower = listed(fp8_lower, codes), upper = listed(fp8_upper, codes) | (codes & 0x80808080u);
 #endif
+#if WIDE == 32
+    to[0] = codes & EVERY_OTHER, to[1] = (row_words)_mm256_srli_epi16((__m256i)codes, 8);
+    return;
+#endif
     to[0] = (lower & EVERY_OTHER) | (upper & EVERY_OTHER) << 8;
     to[1] = (lower >> 8 & EVERY_OTHER) | (upper & ~EVERY_OTHER);
 }
@@ -69,6 +73,9 @@ static inline void factors_of(const int form, row_words codes, row_words *to) {
  * separate load. */
 #define ADD_PRODUCTS(INSTRUCTION, SUM, FACTORS, X)                                              \
     __asm__(INSTRUCTION " %2%{1to16%}, %1, %0" : "+v"(SUM) : "v"(FACTORS), "m"(*(X)))
+
+/* Keeps compilers from reordering the additions of a sum, which takes more registers than AVX2 has. */
+#define ADD_NOW(SUM) __asm__("" : "+x"(SUM))
 
 /* Accumulates the products of word j of a block with that of a row of x. */
 static inline void add_word(const int form, const int parts, const row_words *factors,
@@ -91,12 +98,14 @@ static inline void add_word(const int form, const int parts, const row_words *fa
             __m256i x = _mm256_set1_epi32(i ? d->low[j] : d->high[j]);
             x = _mm256_maddubs_epi16((__m256i)factors[0], x);
             sum[i] = (row_sums)_mm256_add_epi16((__m256i)sum[i], x);
+            ADD_NOW(sum[i]);
         }
         return;
     }
     UNROLLED for (int i = 0; i < 2; i++) {
         __m256i x = _mm256_set1_epi32(d->pairs[2 * j + i]);
         sum[0] += (row_sums)_mm256_madd_epi16((__m256i)factors[i], x);
+        ADD_NOW(sum[0]);
     }
 #endif
 }

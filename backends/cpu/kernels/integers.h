@@ -11,12 +11,59 @@
 #define HAS_INTEGERS (FORM != FP8)
 #endif
 
-/* Multiplies strips with `rows` rows of x. */
-ALWAYS tile_product(const int form, const int rows, const int strips, const int parts,
+/* Maximum vectors of a line that are multiplied together, so that a word of x is broadcast once for them. */
+#define VECTORS_MOST (WIDE == 32 ? 2 : 1)
+#define EACH_VECTOR UNROLLED for (int v = 0; v < vectors; v++)
+#define EACH_ROW UNROLLED for (int r = 0; r < rows; r++)
+
+/* Accumulates the products of word j of block b of the codes `at` with block i of each row of x. */
+ALWAYS word_product(const int form, const int rows, const int vectors, const int parts, int b, int j,
+                    int64_t at, const strip *of, const digits *const *x, int64_t i,
+                    row_sums (*made)[TOGETHER][3]) {
+    row_words factors[VECTORS_MOST][2];
+    EACH_VECTOR factors_of(form, code_word(form, of[v].codes + at, b, j), factors[v]);
+    EACH_ROW EACH_VECTOR add_word(form, parts, factors[v], x[r] + i, j, made[v][r]);
+#if WIDE == 32 /* keeps compilers from loading all words first, to more registers than there are */
+    __asm__ volatile("" ::: "memory");
+#endif
+}
+
+/* Multiplies block b of the codes `at` with block i of each row of x; `of`: strips of one line. */
+ALWAYS block_product(const int form, const int rows, const int vectors, const int parts, int b, int64_t at,
+                     const strip *of, const row_floats *scale, const row_floats *least,
+                     const digits *const *x, int64_t i, row_floats (*sum)[TOGETHER]) {
+    const int halves = 1 + HALVES(form), minima = MINIMA(form);
+    row_floats factor[VECTORS_MOST][2], below[VECTORS_MOST][2];
+    EACH_VECTOR block_factors(form, of[v].codes + at, b, scale[v], least[v], factor[v], below[v]);
+    if (minima)
+        EACH_ROW UNROLLED for (int h = 0; h < halves; h++) {
+            row_floats x_sum = all_rows(sum_of_part(form, x[r] + i, h));
+            EACH_VECTOR sum[v][r] = multiply_add(-below[v][h], x_sum, sum[v][r]);
+        }
+    UNROLLED for (int h = 0; h < halves; h++) {
+        row_sums made[VECTORS_MOST][TOGETHER][3];
+        EACH_ROW {
+            int32_t less = minima ? 0 : halves == 2 ? x[r][i].less[h] : x[r][i].both;
+            EACH_VECTOR start_sums(form, parts, less, made[v][r]);
+        }
+        /* written out: GCC at -O2 does not unroll a loop of this size */
+#define WORD(J)                                                                                 \
+    if (halves == 1 || (J) / 4 == h) word_product(form, rows, vectors, parts, b, J, at, of, x, i, made)
+        WORD(0); WORD(1); WORD(2); WORD(3); WORD(4); WORD(5); WORD(6); WORD(7);
+        EACH_ROW {
+            row_floats unit = all_rows(x[r][i].unit);
+            EACH_VECTOR sum[v][r] =
+                multiply_add(total_of(form, parts, made[v][r]), factor[v][h] * unit, sum[v][r]);
+        }
+    }
+}
+
+/* Multiplies strips with `rows` rows of x; `vectors` of them in turn belong to one line. */
+ALWAYS tile_product(const int form, const int rows, const int strips, const int vectors, const int parts,
                     const coded *p, const strip *of, const digits *const *x) {
     const int dtype = p->scales_dtype;
     const int together = BLOCKS_OF(form), minima = MINIMA(form);
-    row_floats sum[STRIPS_MOST][TOGETHER], scale[STRIPS_MOST], least[STRIPS_MOST];
+    row_floats sum[2 * STRIPS_MOST][TOGETHER], scale[2 * STRIPS_MOST], least[2 * STRIPS_MOST];
     EACH_STRIP UNROLLED for (int r = 0; r < rows; r++) sum[s][r] = (row_floats){0};
     int64_t left = p->each, group = 0, blocks = p->k / BLOCK, at = 0;
     for (int64_t i = 0; i < blocks; i += together, at += WORDS_OF(form) * LINE) {
@@ -26,34 +73,12 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
             group += 1 + minima, left = 0;
         }
         left += together * BLOCK;
-        UNROLLED for (int b = 0; b < together; b++) EACH_STRIP {
-            const uint8_t *w = of[s].codes + at;
+        UNROLLED for (int b = 0; b < together; b++) UNROLLED for (int s = 0; s < strips; s += vectors) {
             const int line = b * WORDS_OF(form) / together;
-            if (strips < STRIPS_MOST)
+            if (strips / vectors < STRIPS_MOST)
                 UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
-                    __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
-            row_floats factor[2], below[2];
-            block_factors(form, w, b, scale[s], least[s], factor, below);
-            const int halves = 1 + HALVES(form);
-            if (minima)
-                UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int h = 0; h < halves; h++)
-                    sum[s][r] = multiply_add(-below[h], all_rows(sum_of_part(form, x[r] + i + b, h)), sum[s][r]);
-            UNROLLED for (int h = 0; h < halves; h++) {
-                row_sums made[TOGETHER][3];
-                UNROLLED for (int r = 0; r < rows; r++) {
-                    const digits *d = x[r] + i + b;
-                    start_sums(form, parts, minima ? 0 : halves == 2 ? d->less[h] : d->both, made[r]);
-                }
-                UNROLLED for (int j = h * 4; j < (halves == 2 ? h * 4 + 4 : 8); j++) {
-                    row_words factors[2];
-                    factors_of(form, code_word(form, w, b, j), factors);
-                    UNROLLED for (int r = 0; r < rows; r++)
-                        add_word(form, parts, factors, x[r] + i + b, j, made[r]);
-                }
-                UNROLLED for (int r = 0; r < rows; r++)
-                    sum[s][r] = multiply_add(total_of(form, parts, made[r]), factor[h] * x[r][i + b].unit,
-                                             sum[s][r]);
-            }
+                    __builtin_prefetch(of[s].codes + at + j * LINE + TILE_AHEAD, 0, 2);
+            block_product(form, rows, vectors, parts, b, at, of + s, scale + s, least + s, x, i + b, sum + s);
         }
     }
     EACH_STRIP UNROLLED for (int r = 0; r < rows; r++)
@@ -67,17 +92,20 @@ typedef void tile_dot(const coded *p, const int64_t *tiles, const digits *const 
 
 /* Rows of x whose sums fit the registers. */
 #define ROWS_AT_ONCE(ROWS) ((ROWS) > 4 && (WIDE < 64 || MINIMA(FORM) && (ROWS) == 8) ? (ROWS) / 2 : (ROWS))
-ALWAYS strip_products(const int rows, const int strips, const int parts, const coded *p,
+ALWAYS strip_products(const int rows, const int tiles_at_once, const int parts, const coded *p,
                       const int64_t *tiles, const digits *const *x, const int8_t *a, float *out) {
     const int amx = on_amx(FORM, parts, rows), each = amx ? rows : ROWS_AT_ONCE(rows);
-    for (int lane = 0; lane < TILE; lane += WORDS)
+    const int sums = each * (IN_16_BITS(FORM) ? 1 : parts), vectors = sums <= 4 ? VECTORS_MOST : 1;
+    const int strips = tiles_at_once * vectors;
+    for (int lane = 0; lane < TILE; lane += vectors * WORDS)
         for (int r = 0; r < rows; r += each) {
-            strip of[STRIPS_MOST];
-            EACH_STRIP of[s] = strip_of(p, tiles[s], lane, out + (s * rows + r) * TILE);
+            strip of[2 * STRIPS_MOST];
+            EACH_STRIP of[s] = strip_of(p, tiles[s / vectors], lane + s % vectors * WORDS,
+                                        out + (s / vectors * rows + r) * TILE);
             if (amx)
                 amx_product(FORM, rows, parts, p, of, x, a);
             else
-                tile_product(FORM, each, strips, parts, p, of, x + r);
+                tile_product(FORM, each, strips, vectors, parts, p, of, x + r);
         }
 }
 #define TILE_DOT(PARTS, ROWS)                                                                   \

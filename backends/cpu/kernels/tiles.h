@@ -109,7 +109,15 @@ static inline row_floats tile_scales(const void *scales, int64_t at, int dtype) 
 }
 
 /* Broadcasts `value`. */
-static inline row_floats all_rows(float value) { return (row_floats){0} + value; }
+static inline row_floats all_rows(float value) {
+#if WIDE == 64
+    return _mm512_set1_ps(value);
+#elif WIDE == 32
+    return _mm256_set1_ps(value);
+#else
+    return (row_floats){0} + value;
+#endif
+}
 
 #ifdef __ARM_NEON
 #define IN_VECTOR "w"
