@@ -194,7 +194,13 @@ near: $(READY)
 	@files=$$($(BIN)/python -m tests.selection --changed-since $(SINCE)) || exit; \
 	    if [ -n "$$files" ]; then $(PYTEST) $$files; else echo "no tests near the changes"; fi
 
-test-full: lint
+# Accessibility of the page, in tests of a browser, which are skipped without Chromium and npm.
+AXE         = build/axe
+
+$(AXE):
+	-npm install --silent --no-audit --no-fund --prefix $@ axe-core@4
+
+test-full: lint | $(AXE)
 	$(PYTEST) --full
 	@$(MAKE) --no-print-directory test-wheel
 	@$(MAKE) --no-print-directory lines

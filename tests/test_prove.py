@@ -12,18 +12,27 @@ from typing import Any
 import pytest
 import torch
 
+import g4ir as g4ir_package
 from g4ir.check import prove
 from g4ir.check.haystack import haystack
 from g4ir.check.modes import compare_modes
-from g4ir.check.prove import Prover, check_contexts, check_logits, read_context
+from g4ir.check.prove import (
+    Prover,
+    check_contexts,
+    check_logits,
+    compare_weights,
+    read_context,
+)
 from g4ir.engine import scheduler
 from g4ir.engine.engine import Engine
 from g4ir.engine.prefill import PrefixCache
 from g4ir.errors import G4Error
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
+from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir, refused
 from tests.engines import RandomEngines
+from tests.gguf_files import bare_file
 
 #: passes that would hide an op inside another; rings and quantised caches stay
 FUSED = ["fuse_qkv", "fuse_norm_rope", "fuse_norm_residual", "fuse_glu", "fuse_gate_up"]
@@ -185,6 +194,16 @@ def test_the_report(tmp_path: Path, engines: Any, own_home: Any) -> None:
     start = time.process_time()
     assert g4ir(*words).out.count("cached") == 3
     assert time.process_time() - start < 6
+
+
+def test_a_quantised_file_is_the_baseline(tmp_path: Path) -> None:
+    """Its values, which the engine has too; never without a file."""
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), kind="Q8_0")
+    limits = {"max_seq": 64, "all_logits": True, "backend": "reference", "dtype": "float32"}
+    with g4ir_package.build(None, tmp_path / "engine", checkpoint=file, **limits) as engine:
+        _, summary, data = compare_weights(engine, file)
+        assert summary.endswith("against the values of tiny.gguf") and abs(data["kl"]) < 1e-9
+        assert "give --checkpoint DIR, the original" in compare_weights(engine, None)[1]
 
 
 def test_what_is_not_run_is_said(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

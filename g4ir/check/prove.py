@@ -187,16 +187,18 @@ def limits_of(report: VerifyReport) -> dict[str, float]:
 
 
 def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
-    """Compare with the same model on its original weights, without any quantisation."""
+    """Compare with the same model on its original weights, without any quantisation; a checkpoint
+    that has only quantised weights is dequantised."""
     if not is_quantised(engine):
         return None, "nothing is quantised", {}
     ids = torch.tensor(text_of(engine, min(engine.limits.max_seq, 512)))
-    with unquantised(engine, checkpoint, param_bytes(engine)) as other:
+    with unquantised(engine, checkpoint, param_bytes(engine), dequantise=True) as other:
         if isinstance(other, str):
             return None, f"not compared: {other}", {}
         rows = torch.cat([*_scored(engine, [engine.session(), other.session()], ids)], 1)
     data = Sums.of(rows).means()
     summary = "NLL {nll:.4f} against {baseline_nll:.4f}, KL {kl:.5f}, same token {same_top:.1%}"
+    summary += f"; against the values of {Path(checkpoint).name}" if checkpoint else ""
     return None, summary.format(**data), data
 
 

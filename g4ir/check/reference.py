@@ -105,17 +105,18 @@ def is_quantised(engine: Engine) -> bool:
 
 
 @contextmanager
-def unquantised(engine: Engine, checkpoint: str | Path | None, used: int) -> Iterator[Engine | str]:
+def unquantised(
+    engine: Engine, checkpoint: str | Path | None, used: int, dequantise: bool = False
+) -> Iterator[Engine | str]:
     """Yield an engine that interprets the text graphs without quantisation, on the original weights
-    (see `original_weights`), or the reason why there is none. used: bytes in use on the device."""
+    (see `original_weights`), or the reason why there is none. used: bytes in use on the device;
+    dequantise: take quantised ones for original, dequantised."""
     source = original_weights(engine, checkpoint)
-    if source is None:
-        yield "give --checkpoint DIR, the weights that it was made of"
-        return
     try:
-        if source.forms:
-            yield "the checkpoint holds codes, and not what they were made of"
+        if source is None or (source.forms and not dequantise):
+            yield "give --checkpoint DIR, the original weights, which are not quantised"
             return
+        source = source.dequantised()
         packing = plain_packing(engine)
         needed = sum(v.type.nbytes() for v in packing.program.params().values())
         text = "the weights as they were take {} beside what is loaded"
@@ -123,7 +124,7 @@ def unquantised(engine: Engine, checkpoint: str | Path | None, used: int) -> Ite
             engine, MadeParams(packing, source)
         )
     finally:
-        if checkpoint is not None:
+        if source and checkpoint is not None:
             source.close()
 
 

@@ -96,6 +96,8 @@ class Prove(OnEngine):
         with closing(self.load.engine(path, progress)) as engine:
             contexts = self.ctx or [min(4096, engine.limits.max_seq)]
             check_contexts(engine, contexts)
-            prover = Prover(contexts, self.checkpoint, deadline, proof_cache(), progress)
+            file = Path(self.engine).exists() and not is_engine(Path(self.engine))
+            checkpoint = self.checkpoint or (self.engine if file else None)
+            prover = Prover(contexts, checkpoint, deadline, proof_cache(), progress)
             label = f"{engine.config.kv_dtype or engine.dtype} cache"
             return [*prover.parts(label, engine, first)]

@@ -26,6 +26,7 @@ from g4ir.check.hf import hf_model
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import HfPeer
 from g4ir.check.score import Score, Sums, score_windows
+from g4ir.cli import main
 from g4ir.engine.engine import Engine
 from g4ir.weights.checkpoint import read_side_files
 from g4ir.weights.origin import find_origin
@@ -112,6 +113,17 @@ def test_logits_are_those_of_transformers(engine: Engine) -> None:
     ids = [2, *engine.tokenizer().encode(text, add_special_tokens=False).ids]
     report = verify_engine(engine, "hf", tokens=ids[:64], checkpoint=MODEL)
     assert report.ok, report.text()
+
+
+@pytest.mark.usefixtures("own_home")
+def test_prove(tmp_path: Path) -> None:
+    """Every part passes, at 4K within five minutes; the file's values are the engine's."""
+    words = ("--ctx", "4K", "--kv-dtype", "bfloat16", "--time-limit", "300")
+    assert main(["prove", str(MODEL), *words, "--json", str(tmp_path / "p.json")]) == 0
+    parts = {p["name"]: p for p in json.loads((tmp_path / "p.json").read_text())["parts"]}
+    assert [n for n, p in parts.items() if not p["ok"]] == ["quantisation"]
+    assert parts["quantisation"]["data"]["kl"] < 0.01
+    assert sum(n["found"] for n in parts["context 4K"]["data"]["needles"]) >= 5
 
 
 def test_token_ids_of_a_corpus() -> None:

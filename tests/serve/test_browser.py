@@ -26,7 +26,9 @@ from tests.serve.test_media import data, sound
 
 MISSING = "no Chromium: apt-get install chromium"
 pytestmark = [pytest.mark.full, pytest.mark.skipif(not find_chromium(), reason=MISSING)]
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, FRAMES = ROOT / "docs", Path(__file__).with_name("frames.js")
+AXE = ROOT / "build/axe/node_modules/axe-core/axe.min.js"
 CASES = read_table("serve/browser.yaml")
 END = CASES["words"][0]
 READY = "/^(idle|busy)/.test(document.getElementById('status').textContent)"
@@ -37,6 +39,8 @@ globalThis.roles = () => state.messages.map((m) => m.role[0]).join('');
 globalThis.click = (s, label) => [...document.querySelectorAll(`${s} button`)]
   .filter((b) => b.textContent === label).at(-1).click();
 """
+#: what axe-core's report has of a violation
+SEEN = "({ id, impact, nodes: [{ html }] }) => ({ id, impact, html })"
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +209,54 @@ def test_the_page(
         kept = ("is", "break", "import")
         act: Callable[[Any], None] = getattr(steps, f"{verb}_" if verb in kept else verb)
         act(given)
+
+
+#: of a long answer, with all kinds of blocks
+PARTS = """## Part
+
+- one `x`
+- two **y**
+
+```py
+x = f(1)  # note
+```
+
+$$e^{i x} = 1$$
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+"""
+NO_AXE = "no axe-core: npm install --prefix build/axe axe-core@4"
+
+
+@pytest.mark.skipif(
+    not AXE.is_file(), reason=f"no {AXE}: npm install --prefix build/axe axe-core@4"
+)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """axe-core finds nothing serious in a conversation, settings, the model's facts, on a phone."""
+    served.dictate(monkeypatch, "<|channel>", "thought\nHm.", "<channel|>", PARTS, END)
+    page.run("find('max_tokens').value = 300; find('thinking').checked = true; keep()")
+    say(page, "hello")
+    page.run("showError('broken', () => {}); showChats(true)")
+    page.run(AXE.read_text())
+    for step, width in (("", 1080), ("openSettings()", 1080), ("showModel()", 1080), ("", 390)):
+        page.look(width, 720, scheme)
+        page.run(f"{step or '0'}")
+        found = page.run(f"axe.run().then((r) => r.violations.map({SEEN}))")
+        assert not [v for v in found if v["impact"] in ("serious", "critical")], (step, width)
+        page.run("for (const d of document.querySelectorAll('dialog')) d.close()")
+
+
+def test_frames_of_a_long_answer(page: Page) -> None:
+    """100 tokens/s into 16 KB: scripting and layout of a frame take a part of its 16 ms, and grow
+    little with the text, so that a machine without other work draws 60 a second."""
+    long, script = PARTS * (16_000 // len(PARTS)), FRAMES.read_text()
+    few, many = (page.run(f"({script})({json.dumps([x, PARTS])})") for x in ("", long))
+    assert many["median"] < 16 and many["median"] < 4 * few["median"] + 4, (few, many)
+    assert many["drawn"] > 20, many
 
 
 def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
