@@ -12,11 +12,13 @@ backend, if nothing they depend on has changed (see selection.py).
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ def rewrite_golden(request: pytest.FixtureRequest) -> bool:
 def same_numbers() -> None:
     """Each test draws the same numbers, whatever ran before it in its process."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,6 +128,41 @@ def one_compiler_a_worker() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "JOBS", 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_once() -> Iterator[None]:
+    """Graphs of a build and random tensors are functions of their arguments, and most tests ask for
+    the same ones: a worker computes them once."""
+    from g4ir import passes
+    from g4ir.ops import OPS
+    from g4ir.plan.options import BuildConfig
+    from g4ir.weights import pack, random
+
+    new_packing, new_tensor = BuildConfig.packing, random.random_tensor
+    tensor = lru_cache(4096)(new_tensor)
+
+    @lru_cache(64)
+    def packing(config: Any, backend: Any, without: frozenset[str], *_: Any) -> Any:
+        acted = passes.PassCounts()
+        return new_packing(config, backend, acted=acted, without=without), acted.counts
+
+    def one_packing(config: Any, backend: Any, **how: Any) -> Any:
+        if how.get("dump"):
+            return new_packing(config, backend, **how)
+        patched = (pack.make_packing, passes.find_pass, passes.PASSES, *map(id, OPS.values()))
+        found, counts = packing(config, backend, frozenset(how.get("without", ())), *patched)
+        if acted := how.get("acted"):
+            acted.counts.update(counts)
+        return found
+
+    def one_tensor(*args: Any) -> Any:
+        return tensor(*args).clone() if math.prod(args[2]) <= 1 << 16 else new_tensor(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuildConfig, "packing", one_packing)
+        patch.setattr(random, "random_tensor", one_tensor)
         yield
 
 

@@ -123,12 +123,18 @@ class Library:
     def compile(self, path: Path) -> None:
         """Write the library; object files are compiled in parallel."""
         compiler = self.compiler()
+        command = [*compiler, *KERNEL_FLAGS, *self.options]
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            # Saves a tenth of the time; a compiler that cannot read it reads the header itself.
+            header = [*command, "-x", "c-header", str(SOURCES / "common.h")]
+            subprocess.run([*header, "-o", Path(folder, "common.h.gch")], capture_output=True)
+            common = ("-I", folder, "-I", str(SOURCES), "-include", "common.h")
 
             def compiled(i: int) -> str:
                 source, *options = self.objects[i]
-                words = [*KERNEL_FLAGS, *self.options, *options, "-c", "-x", "c"]
-                return _run([*compiler, *words, str(SOURCES / source)], Path(folder, f"{i}.o"))
+                options += common if source in ("form.c", "panels.c") else ()
+                words = [*command, *options, "-c", "-x", "c", str(SOURCES / source)]
+                return _run(words, Path(folder, f"{i}.o"))
 
             with ThreadPoolExecutor(usable_cores()) as pool:
                 objects = list(pool.map(compiled, range(len(self.objects))))

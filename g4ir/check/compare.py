@@ -49,6 +49,8 @@ MEASURED = 4.0
 CLOSE_EXPERTS = {"f32": 1e-3, "bf16": 2.0**-2}
 #: values compared at once, in float64
 BLOCK = 1 << 24
+#: maximum bytes of a trace that is kept for the next stage
+MAX_TRACE = 1 << 26
 #: maximum tokens of a chunk for which all values are stored
 CHUNK = 512
 
@@ -79,9 +81,14 @@ def first_difference(
 
 
 def compare_stage(
-    old: Stage, new: Stage | None, series: Sequence[Series], engine: Engine
+    old: Stage,
+    new: Stage | None,
+    series: Sequence[Series],
+    engine: Engine,
+    traces: dict[GraphStep, Trace],
 ) -> StageReport:
-    """Compare a stage, or without one the engine's runtime, forced by the values of `old`."""
+    """Compare a stage, or without one the engine's runtime, forced by the values of `old`. traces:
+    of the stage before, replaced by those of `old`."""
     comparison = Comparison(StageReport(new.name if new else BACKEND), engine.dtype)
     for steps in series:
         slots = max(c.end for c in steps)
@@ -92,7 +99,9 @@ def compare_stage(
         elif not is_tower(steps[0].phase):
             state = engine.runtime.new_state(steps[0].texts)
         for step in steps:
-            trace = run.trace(step)
+            trace = run.trace(step, traces.pop(step, None))
+            if sum(t.nbytes for t in trace.values.values()) <= MAX_TRACE:
+                traces[step] = trace
             if new:
                 recording = new.recordings[step.phase]
                 state = ForcedStage(trace, comparison, recording, state, engine.device).run()
@@ -127,8 +136,7 @@ class ForcedStage:
             if self.comparison.report.first:
                 return self.state
             # The same node on the same values is not computed again.
-            is_same = earlier.nodes[earlier.makers.get(n.outputs[0].name, 0)] == n
-            if not (is_same and all(v.name in same for v in n.inputs)):
+            if not (earlier.has(n) and all(v.name in same for v in n.inputs)):
                 self._evaluate(n)
         return self.state | {k: self._operand(v) for k, v in self.recording.graph.next.items()}
 

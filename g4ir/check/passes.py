@@ -20,10 +20,12 @@ from .items import smallest_items
 from .stage_report import StageReport, StagesReport, engine_name
 from .stages import (
     STEPS,
+    GraphStep,
     PlainParams,
     Series,
     Stage,
     StageWeights,
+    Trace,
     chunks_of_tokens,
     plain_params,
     series_of,
@@ -98,7 +100,7 @@ def _compare_stages(
     engine: Engine, series: Sequence[Series], stages: Iterator[Stage], progress: Progress
 ) -> list[StageReport]:
     """Return a report of each stage up to the first that fails, then of the backend."""
-    reports, old = list[StageReport](), next(stages)
+    reports, old, traces = list[StageReport](), next(stages), dict[GraphStep, Trace]()
     for new in stages:
         if new.packing == old.packing:
             reports.append(StageReport(new.name))
@@ -107,9 +109,9 @@ def _compare_stages(
             reports.append(StageReport(new.name, meant=True))
         else:
             progress(f"{new.name}: against {old.name}")
-            reports.append(compare_stage(old, new, series, engine))
+            reports.append(compare_stage(old, new, series, engine, traces))
         if not reports[-1].ok:
             return reports
         old = new
     progress(f"{engine.config.backend} backend")
-    return [*reports, compare_stage(old, None, series, engine)]
+    return [*reports, compare_stage(old, None, series, engine, traces)]

@@ -19,7 +19,7 @@ from g4ir.backends import find_backend
 from g4ir.backends.reference import text_graphs
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph, Node, Program, Value
-from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import bind, drop_dead
 from g4ir.ir.wide import in_float64
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
@@ -149,6 +149,10 @@ class Recording:
     def makers(self) -> dict[str, int]:
         """The index in `nodes` of the producer of each value."""
         return {v.name: at for at, n in enumerate(self.nodes) for v in n.outputs}
+
+    def has(self, n: Node) -> bool:
+        """Return whether a node is in these graphs."""
+        return self.nodes[self.makers.get(n.outputs[0].name, 0)] == n
 
     @cached_property
     def types(self) -> dict[str, Type]:
@@ -287,6 +291,10 @@ class Trace:
     state: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
 
+    def equal(self, values: Mapping[str, Tensor]) -> set[str]:
+        """Return the inputs, caches and values of another stage that are bitwise those of this."""
+        return {k for k, t in values.items() if _equal(t, self.values.get(k, self.state.get(k)))}
+
     def in_float64(self, cone: Sequence[Node], name: str) -> Tensor:
         """Recompute `name` in float64 through the nodes of the cone."""
         values = {**self.recording.params, **self.state, **self.values}
@@ -294,6 +302,12 @@ class Trace:
         inputs = {v.name for n in cone for v in n.inputs} - outputs
         graph = replace(NO_EMBEDDING, nodes=tuple(cone))
         return in_float64(graph, {k: values[k] for k in inputs}, {})[name]
+
+
+def _equal(a: Tensor, b: Tensor | None) -> bool:
+    if b is None or (a.dtype, a.device) != (b.dtype, b.device):
+        return False
+    return a is b or torch.equal(to_comparable(a), to_comparable(b))
 
 
 class StageRun:
@@ -304,17 +318,34 @@ class StageRun:
         self.stage, self.device, self.dtype = stage, engine.device, engine.dtype
         self.state = stage.caches(slots, engine.device)
 
-    def trace(self, step: GraphStep) -> Trace:
+    def trace(self, step: GraphStep, earlier: Trace | None = None) -> Trace:
+        """Run a step. Nodes that `earlier`, the step's trace of another stage, computed from equal
+        inputs are not computed again."""
         values, before = step.feeds(self.device), self.state
         recording = self.stage.recordings[step.phase]
+        shared = set[str]()
+        if earlier:
+            shared |= {
+                k for k, t in recording.params.items() if t is earlier.recording.params.get(k)
+            }
+            shared |= earlier.equal({**before, **values})
+
+        def run(n: Node, inputs: list[Any]) -> tuple[Any, ...]:
+            if earlier and earlier.recording.has(n) and all(v.name in shared for v in n.inputs):
+                shared.update(v.name for v in n.outputs)
+                return tuple(earlier.values[v.name] for v in n.outputs)
+            return run_node(n, inputs)
 
         def store(v: Value, t: Tensor) -> None:
-            valid = to_comparable(step.without_padding(t, v.type))
-            require_finite(valid, describe_value(v.name, step.at), self.dtype)
+            if v.name not in shared:
+                valid = to_comparable(step.without_padding(t, v.type))
+                require_finite(valid, describe_value(v.name, step.at), self.dtype)
             values[v.name] = t.to(self.device)
+            if earlier and v.name not in shared:
+                shared.update(earlier.equal({v.name: values[v.name]}))
 
         for graph in (recording.embed, recording.graph):
-            _, after = interpret(graph, values, recording.params, before, store)
+            _, after = interpret(graph, values, recording.params, before, store, run)
             self.state = {**self.state, **after}
         return Trace(recording, step, values, before, self.state)
 
