@@ -506,6 +506,44 @@ def without(part: str) -> Callable[[str, Any], dict[str, Any]]:
     return lambda name, t: {} if part in name else as_it_is(name, t)
 
 
+def test_nvfp4_with_scales_of_their_own(tmp_path: Path) -> None:
+    """One number for a matrix, one for each expert; those of activations are left out."""
+    spec, factors = widened("tiny-moe"), {}
+    rng = np.random.default_rng(2)
+
+    def edit(name: str, t: Any) -> dict[str, Any]:
+        if not name.startswith(("blk.0.ffn_up.", "blk.0.ffn_gate_up_exps.")):
+            return as_it_is(name, t)
+        columns, *rows = (int(d) for d in t.shape)
+        raw = rng.integers(0, 256, (*reversed(rows), columns // 64, 36), dtype=np.uint8)
+        raw[..., :4] = rng.integers(1, 0x7F, raw[..., :4].shape)
+        factors[name] = rng.uniform(0.5, 2, rows[1:] or 1).astype(np.float32), raw
+        base, f32 = name.removesuffix("weight"), GGMLQuantizationType.F32
+        nvfp4 = raw.reshape(*raw.shape[:-2], -1), GGMLQuantizationType["NVFP4"]
+        one = np.ones(1, np.float32), f32
+        return {name: nvfp4, f"{base}scale": (factors[name][0], f32), f"{base}input_scale": one}
+
+    file = rewritten(bare_file(tmp_path / "a.gguf", spec), tmp_path / "b.gguf", edit)
+    checkpoint = opened(file, spec)
+    assert sorted(checkpoint.ignored) == sorted(f"{n[:-6]}input_scale" for n in factors)
+    weights = ("layers.0.mlp.up_proj.weight", "layers.0.experts.gate_up_proj")
+    for (name, (factor, raw)), weight in zip(factors.items(), weights, strict=True):
+        want = quants.dequantize(raw, GGMLQuantizationType["NVFP4"]).reshape(*raw.shape[:-2], -1)
+        want = torch.from_numpy(want) * torch.from_numpy(factor).view(-1, *[1] * (want.ndim - 1))
+        torch.testing.assert_close(checkpoint.tensor(weight).float(), want, rtol=2e-7, atol=0)
+        assert checkpoint.forms[weight].form == "fp4", name
+    zero = rewritten(
+        file,
+        tmp_path / "c.gguf",
+        lambda n, t: {
+            name: (data * 0 if n == "blk.0.ffn_up.scale" else data, kind)
+            for name, (data, kind) in as_it_is(n, t).items()
+        },
+    )
+    with pytest.raises(G4Error, match=r"blk\.0\.ffn_up\.scale.*a scale is 0"):
+        opened(zero, spec).tensor(f"{weights[0]}.scales")
+
+
 def retyped(part: str, kind: str) -> Callable[[str, Any], dict[str, Any]]:
     def edit(name: str, t: Any) -> dict[str, Any]:
         if part not in name:

@@ -30,7 +30,7 @@ from g4ir.ops.types import torch
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint, check_norms, dtype_of
-from g4ir.weights.formats.base import Files, StoredWeight, quantised_weight
+from g4ir.weights.formats.base import Files, StoredWeight, checked_scales, quantised_weight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
@@ -138,14 +138,20 @@ def _sorted(
     problems: list[Mismatch] = []
     by_weight: dict[str, list[str]] = {}
     ignored: dict[str, str] = {}
+    factors: dict[str, Tensor] = {}
     for name in file.tensors:
-        bare = names_of.get(name, "")
+        bare, (base, _, end) = names_of.get(name, ""), name.rpartition(".")
+        weight = file.tensors.get(f"{base}.weight")
         if bare in valid:
             by_weight.setdefault(bare, []).append(name)
         elif bare in dead:
             ignored[name] = "K or V of a layer that reads another layer's K and V"
         elif name.startswith(TOWERS):
             ignored[name] = "part of a tower, which this engine leaves out"
+        elif weight and weight.stored.name == "NVFP4" and end == "scale":
+            factors[weight.entry.name] = file.tensors[name]
+        elif end == "input_scale":
+            ignored[name] = "a scale of activations, which are not rounded"
         elif name != ROPE:
             problems.append(_mismatch(file, name, "not in the spec"))
 
@@ -156,7 +162,10 @@ def _sorted(
         if len(names) != len({second(n) for n in names}):
             problems.append(_mismatch(file, names[1], f"the same weight as {quoted(names[0])}"))
         names.sort(key=second)
-    live = {bare: tuple(file.tensors[n] for n in names) for bare, names in by_weight.items()}
+    live = {
+        bare: tuple(replace(file.tensors[n], factor=factors.get(n)) for n in names)
+        for bare, names in by_weight.items()
+    }
     return live, ignored, problems
 
 
@@ -172,6 +181,9 @@ def _misfits(tensors: Tensors, expected: Shape, fix: str) -> Iterator[Mismatch]:
     elif shape != expected:
         actual = " and ".join(f"{t.stored} {list(t.shape)}" for t in tensors)
         text, kind = f"expected shape {list(expected)}, found {quoted(actual)}", fix
+    for t in (t.factor for t in tensors if t.factor):
+        if t.stored.name != "F32" or t.shape not in ((1,), expected[:-2]):
+            name, text = t.entry.name, f"expected F32, a number or one per expert, found {t.stored}"
     if text:
         yield Mismatch(tensors[0].header.path.name, name, text, kind)
 
@@ -225,6 +237,8 @@ class Blocks:
         if kind in FLOATS:
             return cast(self.files.rows((t.header, t.entry), rows), self.dtype, name)
         dequantize = CODED[kind].dequantize
+        if t.factor:
+            return cast(self._convert(t, dequantize, rows), self.dtype, name)
         return self._convert(t, lambda b: cast(dequantize(b), self.dtype, name), rows)
 
     def _convert(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
@@ -239,7 +253,11 @@ class Blocks:
             msg = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
             raise broken(t.header.path, msg)
         each = raw.shape[-1] // nbytes
-        return values.reshape(*raw.shape[:-1], each * values.shape[-1])
+        values = values.reshape(*raw.shape[:-1], each * values.shape[-1])
+        if floats and t.factor:
+            ref = t.factor.header, t.factor.entry
+            values = values * checked_scales(ref, self.files.rows(ref))[:, None, None].squeeze(0)
+        return values
 
 
 #: bound of a clipped linear -> name of its param
