@@ -8,12 +8,13 @@ from typing import Any
 
 from g4ir.backends.cuda.kernels.base import Schedule
 from g4ir.backends.cuda.schedule import Row, kernel_rows, schedule
+from g4ir.backends.cuda.target import gpu_name
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.ir.rewrite import split_prologue
 from g4ir.plan.cost import Step, graph_costs
-from g4ir.plan.gpus import Gpu, find_gpu
+from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
 from g4ir.ui.units import count_text, si
 
@@ -24,8 +25,6 @@ from .verb import Verb, json_flag
 
 #: default GPU of printed settings
 GPU = "h200"
-#: GPUs for which kernels are written
-CARDS = ("h100", "h200")
 
 
 class Kernels(Verb):
@@ -54,17 +53,13 @@ class Kernels(Verb):
         """Return the kernels of a graph, the step that the options describe, and the bytes of
         weights and caches that it moves by a node's first result."""
         step = self.step.of(self.graph)
-        gpu = _short(find_gpu(self.step.gpu or GPU))
-        if gpu not in CARDS:
-            raise InputError(f"--gpu {self.step.gpu}: the kernels are for h100 and h200")
+        card = find_gpu(self.step.gpu or GPU)
+        if not card.capability:
+            raise InputError(f"--gpu {self.step.gpu}: kernels are for NVIDIA cards; name one")
+        gpu = gpu_name(card.name, card.capability)
         costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
         moved = {c.node: c.cost.needed_bytes for c in costs}
         return schedule(split_prologue(graph)[1], Target("cuda", gpu, step.B)), step, moved
-
-
-def _short(gpu: Gpu) -> str:
-    """h200-141gb -> h200"""
-    return gpu.name.partition("-")[0]
 
 
 def _plain(r: Row) -> dict[str, Any]:

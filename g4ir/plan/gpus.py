@@ -24,12 +24,14 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: its memory in bytes and, where it is a known card, its peak rates per second."""
+    """A device: its memory in bytes and, where it is a known card, its peak rates per second and,
+    of NVIDIA's, its compute capability."""
 
     name: str
     memory_bytes: int
     bytes_per_s: float | None = None
     bf16_flops_per_s: float | None = None
+    capability: tuple[int, int] | None = None
     source: str = "given"
 
     @property
@@ -51,13 +53,11 @@ class Gpu:
     @property
     def supported(self) -> bool:
         """Whether g4ir has kernels for it."""
-        return not self.source.startswith(NO_KERNELS)
+        return self.capability is not None or self.source == "given"
 
 
 #: FLOP/s that bound nothing
 UNBOUNDED = 1e18
-#: vendors, as sources name them, for whose GPUs there are no kernels
-NO_KERNELS = ("AMD", "Apple")
 #: decimal and binary units; the letters may be in any case, the B may be left out
 UNITS = {"": 1} | {
     f"{letter}{i}b": (1024 if i else 1000) ** power
@@ -93,8 +93,11 @@ def parse_bytes(text: str, option: str) -> int:
 def _read_gpus() -> dict[str, Gpu]:
     rows = read_table(Path(__file__).with_suffix(".yaml")).items()
     return {
-        name: Gpu(name, parse_bytes(memory, name), rate * TERA, flops and flops * TERA, source)
-        for name, (memory, rate, flops, source) in rows
+        name: Gpu(
+            *(name, parse_bytes(memory, name), rate * TERA, flops and flops * TERA),
+            *(capability and (*capability,), source),
+        )
+        for name, (memory, rate, flops, capability, source) in rows
     }
 
 
