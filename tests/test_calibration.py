@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.artefact.directory import rebuild
+from g4ir.backends.cpu.packing import KERNELS
 from g4ir.builder import calibration
 from g4ir.builder.build import prepare
 from g4ir.builder.calibration import InputProducts, Stages, calibrate
@@ -101,16 +102,27 @@ def test_errors_of_correlated_inputs(form: str, monkeypatch: pytest.MonkeyPatch)
     random = torch.Generator().manual_seed(2)
     x, w = (torch.randn(rows, 256, generator=random) for rows in (512, 24))
     x = x @ torch.randn(256, 256, generator=random)
-    inputs, scheme = compensation.Inputs(x.T @ x), SCHEMES[form]
+    inputs, scheme = compensation.Inputs((x.T @ x)[None]), SCHEMES[form]
 
     def error(codes: tuple[Any, ...]) -> float:
         return float(inputs.errors(dequantize_codes(*codes, torch.float32) - w).sum())
 
     nearest = quantize.reference(w, **scheme.attrs("bf16"), moments=inputs.moments)
-    descended = compensation.calibrated(w, inputs, scheme, "bf16")
-    monkeypatch.setattr(compensation, "_descend", lambda *args: None)
+    descended, by_kernel = (
+        compensation.calibrated(w, inputs, scheme, "bf16", kernels)
+        for kernels in (compensation.Kernels(), KERNELS)
+    )
+    assert error(by_kernel) == pytest.approx(error(descended), rel=0.01)
+    monkeypatch.setattr(compensation, "COLUMNS", 100)
+    parts = x.T @ x, compensation.column_parts(x)
+    apart = compensation.Inputs(parts[1].mT @ parts[1])
+    assert torch.equal(apart.products[1], parts[0][64:128, 64:128])
+    in_parts = compensation.calibrated(w, apart, scheme, "bf16")
+    original = compensation._pass_over
+    monkeypatch.setattr(compensation, "_pass_over", lambda *a: a[4] is None and original(*a))
     passed_on = compensation.calibrated(w, inputs, scheme, "bf16")
     assert error(descended) < 0.97 * error(passed_on) < 0.8 * error(nearest)
+    assert error(descended) < error(in_parts) < error(nearest)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +180,7 @@ def test_products(files: Path, name: str, tmp_path: Path, monkeypatch: pytest.Mo
     theirs = dict(model.named_parameters(remove_duplicate=False))
     assert len(text.ids) == 40 and len(found.keys) > 8
     for param in found.keys:
-        ours = [inputs.products for inputs in found.of(param)]
+        ours = [inputs.products[0] for inputs in found.of(param)]
         (w,) = (t for n, t in theirs.items() if n.endswith(f".{checkpoint_name(param)}"))
         each = list(w) if w.ndim == 3 else [w]
         seen = [e for e, part in enumerate(each) if part.data_ptr() in sums]
@@ -260,7 +272,7 @@ def test_ranks_use_their_part(files: Path, tmp_path: Path) -> None:
     given = {"checkpoint": files / "tiny-ple", **options}
     one = prepare(None, BuildOptions(**given))
     two = prepare(None, BuildOptions(**{**given, "backend": "torch", "tp": 2}))
-    made, name = calibrate(one, no_progress, quantize.reference), "L0.mlp.w_down"
+    made, name = calibrate(one, no_progress), "L0.mlp.w_down"
     codes = next(v for v in two.packing.program.params() if v.startswith(f"{name}.codes"))
     parts = [MadeParams(two.packing, two.source, two.share(r), made) for r in range(2)]
     whole = MadeParams(one.packing, one.source, None, made).tensor(f"{name}.codes")
@@ -300,6 +312,15 @@ def test_refused(files: Path, case: str, tmp_path: Path) -> None:
     outcome = command("build", "--checkpoint", files / "tiny-ple", *options, "--out", out)
     assert outcome.code == 2 and row["says"] in outcome.err and str(file) in outcome.err
     assert outcome.err.count("error") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize("quant", [{"quant": "int4", "calibrate": "default"}, {"bits": 8.0}])
+def test_random_weights_have_random_tokens(quant: dict[str, Any], tmp_path: Path) -> None:
+    given = {**OPTIONS, "quant": None, "random_weights": 0, **quant}
+    with g4ir.build("tiny-ple", tmp_path / "e", **given) as engine:
+        words = shlex.split(rebuild(tmp_path / "e", engine.facts))
+    told = command("inspect", tmp_path / "e").out
+    assert "4,096 tokens of random" in told and words[words.index("--calibrate") + 1] == "random"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 import g4ir
 from g4ir.backends.cpu import packing, pyops
+from g4ir.builder import build
 from g4ir.errors import MissingError
 from g4ir.ops.quant import quantize
 from tests.engines import random_checkpoint
@@ -90,6 +91,7 @@ def test_builds_and_loads(packs: bool, tmp_path: Path, monkeypatch: pytest.Monke
         return quantize.reference(w, **attrs)
 
     monkeypatch.setattr(packing, "quantized", quantized)
+    monkeypatch.setattr(build, "quantized", quantized)
     weights: dict[str, Any] = {"random_weights": 0}
     if packs:
         weights = {"checkpoint": random_checkpoint(tmp_path / "c", "tiny-dense")}

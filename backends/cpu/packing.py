@@ -1,4 +1,5 @@
-"""The op `quantize` for 4-bit weights by a C kernel (kernels/packing.c): the same bits."""
+"""The op `quantize` for 4-bit weights, and the compensation of errors, by C kernels
+(kernels/packing.c)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 
 from g4ir.errors import LowerError, MissingError, TrustError
+from g4ir.ops.codecs import FORMATS, integer_range
+from g4ir.ops.grids import GROUP, level_table
 from g4ir.ops.quant import quantize
+from g4ir.quant.compensation import Grid, Kernels, quantize_columns
 from g4ir.ui.processor import architecture
 
 from . import pyops
@@ -39,6 +43,25 @@ def quantized(
         if not pyops.kernel("pack")(*addresses, *sizes, dtype, threads):
             return codes, scales
     return quantize.reference(w, form=form, group=group, scale=scale, moments=moments)
+
+
+def quantized_columns(
+    x: torch.Tensor, by: torch.Tensor, grid: Grid, rounded: torch.Tensor, start: torch.Tensor | None
+) -> None:
+    """Compute `quantize_columns`; without the kernel it is the fallback."""
+    if not _has_kernel(DTYPES[x.dtype], GROUP):
+        quantize_columns(x, by, grid, rounded, start)
+        return
+    table, by = FORMATS[grid.form].table, by.contiguous()
+    levels = level_table(table) if table else None
+    operands = x, by, grid.step, grid.shift, rounded, start, levels
+    addresses = [t if t is None else t.data_ptr() for t in operands]
+    limits = integer_range(grid.form)
+    pyops.kernel("round_columns")(*addresses, *x.shape, *limits, torch.get_num_threads())
+
+
+#: kernels of a build
+KERNELS = Kernels(quantized, quantized_columns)
 
 
 @cache

@@ -69,6 +69,7 @@ _ARGUMENTS = {
     "wait_steps": "ps",
     "takes_packing": "is",
     "pack": "ppppssssii",
+    "round_columns": "pppppppssiii",
 }
 #: dtype of a quantised weight -> minimum group size, scales per group
 _GROUPS = {

@@ -9,9 +9,11 @@ is then chosen by a Lagrangian of divergence and bits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +22,17 @@ from g4ir.errors import CheckError, InputError
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import dequantize_codes
-from g4ir.ops.quant import quantize
 from g4ir.ops.types import Type
+from g4ir.plan.options import BuildConfig
 from g4ir.quant.compensation import Inputs
 from g4ir.quant.recipe import ENGINE, MEASURED, SCHEMES, QuantConfig, Rule, Scheme
 from g4ir.quant.rewrite import weights_of
-from g4ir.spec.record import Spec
+from g4ir.ui.files import write_file
+from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import Checkpoint
 
-from .calibration import CalibrationText, InputProducts, Stages, quantised
+from .calibration import FOLDER, CalibrationText, InputProducts, Stages, cache_key, quantised
 
 #: range of --bits
 MIN_BITS, MAX_BITS = 2.5, 8.0
@@ -39,8 +42,9 @@ CANDIDATES = (
     Scheme("int6", 128, "f16"),
 )
 #: windows of the text, and how many of them errors are measured on; of each of these the tokens
-#: whose errors are measured, and positions with a token drawn; experts of a layer quantised
-WINDOWS, MEASURED_WINDOWS, TOKENS, DRAWN, SOME_EXPERTS = 16, 4, 128, 128, 4
+#: whose errors are measured, and positions with a token drawn; rows of a matrix and experts of a
+#: layer that are quantised
+WINDOWS, MEASURED_WINDOWS, TOKENS, DRAWN, ROWS, SOME_EXPERTS = 16, 4, 128, 128, 512, 4
 
 Tensor = torch.Tensor
 
@@ -56,18 +60,24 @@ class Measured:
 
 def bits_config(
     bits: float,
-    spec: Spec,
-    dtype: str,
+    c: BuildConfig,
     source: Checkpoint,
+    kind: Any,
     text: CalibrationText,
     progress: Progress,
 ) -> QuantConfig:
     """Return a config with at most `bits` bits per weight of the layers' matrices, scales included;
-    tables and head in int8. InputError for fewer bits than the formats that fit the weights
-    have."""
-    weights = weights_of(spec)
+    tables and head in int8. `kind`: of the weights in the engine. InputError for fewer bits than
+    the formats that fit the weights have."""
+    weights = weights_of(c.spec)
     matrices = {name: t for name, t in weights.items() if layer_of(name) is not None}
-    costs = measured_costs(spec, dtype, source, matrices, text, progress)
+    key = cache_key(c.spec, c.dtype, source, text, kind, CANDIDATES)
+    file = private(cache_root() / FOLDER) / f"{key}.json"
+    divergences = measured_divergences(c, source, matrices, text, file, progress)
+    costs = {}
+    for name, t in matrices.items():
+        pairs = zip(_candidates(t), divergences[name], strict=True)
+        costs[name] = [Measured(s, s.nbytes(t, c.dtype), d) for s, d in pairs]
     chosen = choose(costs, bits * sum(t.numel() for t in matrices.values()) / 8, bits)
     tables = {name: SCHEMES["int8"] for name in weights if name not in matrices}
     by_scheme: dict[Scheme, list[str]] = {}
@@ -83,53 +93,51 @@ def bits_config(
 # --- measurement ------------------------------------------------------------------------------
 
 
-def measured_costs(
-    spec: Spec,
-    dtype: str,
+def measured_divergences(
+    c: BuildConfig,
     source: Checkpoint,
     matrices: Mapping[str, Type],
     text: CalibrationText,
+    file: Path,
     progress: Progress,
-) -> dict[str, list[Measured]]:
-    """Return weight -> the candidates that fit it. CheckError if a gradient is no number."""
-    windows = text.windows(spec.tokens.bos)
+) -> dict[str, list[float]]:
+    """Return weight -> divergences in nats per token of the candidates that fit it; those of
+    measured layers are read from and written to a JSON file. CheckError if a gradient is no
+    number."""
+    done: dict[str, list[float]] = json.loads(file.read_bytes()) if file.is_file() else {}
+    if done.keys() >= matrices.keys():
+        return done
+    windows = text.windows(c.spec.tokens.bos)
     windows = windows[:: max(1, len(windows) // WINDOWS)][:WINDOWS]
     every = max(1, len(windows) // MEASURED_WINDOWS)
     windows = [w for i in range(every) for w in windows[i::every]]  # first those that are measured
     squares: list[dict[str, Tensor]] = []
     for i, window in enumerate(windows[:MEASURED_WINDOWS]):
         progress(f"bits: gradients, window {i + 1} of {len(windows[:MEASURED_WINDOWS])}")
-        stages = Stages(spec, dtype, source, [window])
+        stages = Stages(c.spec, c.dtype, source, [window])
         squares.append(_squared_gradients(stages, matrices, seed=i))
-    stages = Stages(spec, dtype, source, windows)
-    costs: dict[str, list[Measured]] = {}
+    stages = Stages(c.spec, c.dtype, source, windows)
     for layer in range(len(stages.layers)):
         progress(f"bits: errors of layer {layer + 1} of {len(stages.layers)}")
-        watched, products = _Watched(matrices, len(squares)), InputProducts(matrices)
+        pending = [n for n in matrices if layer_of(n) == layer and n not in done]
+        watched, products = _Watched(pending, len(squares)), InputProducts(pending)
 
-        def use(*node: Any, each: Any = (watched, products)) -> None:
-            for f in each:
-                f(*node)
-
-        stages.run(layer, use)
+        stages.run(layer, watched, products)
         for name, seen in watched.seen.items():
             w, information = stages.params.tensor(name), [window[name] for window in squares]
-            args, t = (w, products.of(name), seen, information), matrices[name]
-            costs[name] = [
-                Measured(scheme, scheme.nbytes(t, dtype), _divergence(*args, scheme, dtype))
-                for scheme in CANDIDATES
-                if scheme.fits(t)
-            ]
-    return costs
+            args = w, products.of(name), seen, information
+            done[name] = [_divergence(*args, s, c.dtype) for s in _candidates(matrices[name])]
+        write_file(file, [json.dumps(done).encode()])
+    return done
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Inputs [T, K] and outputs [T, N] of a product at some tokens of a window; of experts, those
-    of the whole op."""
+def _candidates(t: Type) -> list[Scheme]:
+    return [scheme for scheme in CANDIDATES if scheme.fits(t)]
 
-    x: Tensor
-    y: Tensor
+
+#: inputs [T, K] and outputs [T, N] of a product at some tokens of a window; of experts, those of
+#: the whole op
+Seen = tuple[Tensor, Tensor]
 
 
 class _Watched:
@@ -143,7 +151,7 @@ class _Watched:
     def __call__(self, n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
         for name in _weights(n, self.matrices):
             if len(seen := self.seen.setdefault(name, [])) < self.windows:
-                seen.append(Seen(_some(tensors[0]), _some(results[0])))
+                seen.append((_some(tensors[0]), _some(results[0])))
 
 
 def _weights(n: Node, matrices: Container[str]) -> list[str]:
@@ -198,21 +206,25 @@ def _divergence(
     dtype: str,
 ) -> float:
     """Return the divergence in nats per token of a weight in a scheme, calibrated by the inputs, on
-    average over windows. Of stacked experts the relative error of some is taken for that of their
-    op's output."""
+    average over windows, by some of its rows. Of stacked experts the relative error of some is
+    taken for that of their op's output."""
+    every = max(1, w.shape[-2] // ROWS)
     if w.ndim > 2:
         some = range(0, len(w), max(1, len(w) // SOME_EXPERTS))
         w, inputs = w[some], [inputs[min(e, len(inputs) - 1)] for e in some]
-    codes, scales = quantised(w, inputs, scheme, dtype, quantize.reference)
+    else:
+        w = w[::every]
+    codes, scales = quantised(w, inputs, scheme, dtype)
     off = dequantize_codes(codes, scales, torch.float32) - w.float()
     if w.ndim > 2:
         error, size = (
             sum(float(i.errors(e).sum()) for i, e in zip(inputs, each, strict=True))
             for each in (off, w.float())
         )
-        outputs = [s.y.square() * (error / size) for s in seen]
+        outputs = [y.square() * (error / size) for _, y in seen]
     else:
-        outputs = [(s.x @ off.T).square() for s in seen]
+        outputs = [(x @ off.T).square() * every for x, _ in seen]
+        information = [g[:, ::every] for g in information]
     parts = [float((g * e).sum()) for g, e in zip(information, outputs, strict=True)]
     return 0.5 * sum(parts) / len(parts)
 

@@ -25,6 +25,7 @@ from g4ir.artefact.digests import file_digest, keep_digest
 from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task
+from g4ir.backends.cpu.packing import quantized
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError, PlanError, check_all
 from g4ir.model.names import checkpoint_name
@@ -50,7 +51,7 @@ from g4ir.weights.checkpoint import Checkpoint, sha256
 
 from .bits import MAX_BITS, MIN_BITS, bits_config
 from .calibration import DEFAULT as DEFAULT_TEXT
-from .calibration import CalibrationText, as_paths, calibrate, calibrated_schemes
+from .calibration import RANDOM, CalibrationText, as_paths, calibrate, calibrated_schemes
 from .load import described, engine_of, linked_files, open_runtime
 from .sources import Sources, find_sources
 
@@ -149,15 +150,14 @@ def prepare(
         checkpoint = checkpoint.dequantised()
     config = _with_recipe(config, checkpoint, sources, options.bits)
     text = _calibration(options, config, sources)
+    source = sources.weights(config, checkpoint)
+    weights = _weights(checkpoint, options, backend.packs_weights or bool(text), sources.adapters)
     if options.bits is not None and text:
-        source = sources.weights(config, checkpoint)
-        args = options.bits, config.spec, config.dtype, source, text, progress
+        args = options.bits, config, source, weights, text, progress
         config = replace(config, quant=bits_config(*args))
     acted = PassCounts()
     packing = config.packing(backend, dump=dump, acted=acted)
     config, short = _fitted(Footprint(config, backend, packing), options, backend, dry)
-    weights = _weights(checkpoint, options, backend.packs_weights, sources.adapters)
-    source = sources.weights(config, checkpoint)
     if weights is not None:
         _check_range(config, source)
     return Prepared(
@@ -247,6 +247,9 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
         why = "no matrix of the layers is quantised to integers"
         fix = "give --quant int4, nl4, nl3 or int8 too"
         raise InputError(f"--calibrate {', '.join(map(str, paths))}: {why}; {fix}")
+    if sources.seed is not None and {*map(str, paths)} <= {DEFAULT_TEXT, RANDOM}:
+        log.warning("random weights are calibrated on random tokens")
+        return CalibrationText.random(spec.text.readable_ids, sources.seed)
     return CalibrationText.read(paths, spec, sources.side_files.result())
 
 
@@ -360,9 +363,7 @@ def _checking(p: Prepared, progress: Progress) -> Progress:
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
     """Write the params; return the SHA-256 of each file."""
-    from g4ir.backends.cpu.packing import quantized
-
-    calibrated = calibrate(p, progress, quantized) if p.calibration else None
+    calibrated = calibrate(p, progress) if p.calibration else None
     params = packings.MadeParams(p.packing, p.source, p.share(0), calibrated or {}, quantized)
     written = packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
     if calibrated is not None:

@@ -21,6 +21,7 @@ import torch
 
 from g4ir.artefact.directory import Calibration
 from g4ir.backends.base import Prepared
+from g4ir.backends.cpu.packing import KERNELS
 from g4ir.chat.text_files import check_files, cut_blocks, read_text
 from g4ir.chat.tokenizer_file import read_tokenizer
 from g4ir.engine.parts import embed_rows
@@ -35,7 +36,7 @@ from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.mlp import activate
 from g4ir.ops.types import torch_dtype
 from g4ir.quant import compensation
-from g4ir.quant.compensation import Codes, Inputs, Quantize, is_compensated
+from g4ir.quant.compensation import Codes, Inputs, column_parts, is_compensated
 from g4ir.quant.recipe import QuantConfig, Scheme
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.reader import Line
@@ -51,6 +52,8 @@ from g4ir.weights.pack import MadeParams, Packing, open_table
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
 #: name of the text that comes with the package
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
+#: name of the text of random weights, and its tokens
+RANDOM, RANDOM_TOKENS = "random", 4096
 #: folder of layers that are done, in the cache
 FOLDER = "calibration"
 
@@ -109,6 +112,13 @@ class CalibrationText:
             raise InputError(f"--calibrate {named}: {problem}; give a longer text")
         return cls(tuple(records), tuple(ids))
 
+    @classmethod
+    def random(cls, ids_end: int, seed: int) -> CalibrationText:
+        """Return random tokens below `ids_end`, for random weights."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = tuple(torch.randint(ids_end, (RANDOM_TOKENS,), generator=generator).tolist())
+        return cls((Calibration(Line(RANDOM), _digest(repr(ids)), len(ids)),), ids)
+
     def windows(self, bos: int | None) -> list[Tensor]:
         """Return tokens [1, n] of each context, after <bos>."""
         start = torch.tensor([] if bos is None else [bos]).long()
@@ -158,14 +168,16 @@ class Stages:
             layers[-1].append(i)
         return layers
 
-    def run(self, layer: int, use: Callable[[Node, list[Any], tuple[Any, ...]], None]) -> None:
-        """Run all windows through a layer; `use` gets each node, its operands and its results."""
+    def run(self, layer: int, *use: Callable[[Node, list[Any], tuple[Any, ...]], None]) -> None:
+        """Run all windows through a layer; `use` get each node, its operands and its results."""
         params: dict[str, Any] = {}
         for env in self.windows:
             for i in self.layers[layer]:
                 n = self.graph.nodes[i]
                 tensors = [self._operand(v, env, params) for v in n.inputs]
-                use(n, tensors, results := run_node(n, tensors))
+                results = run_node(n, tensors)
+                for f in use:
+                    f(n, tensors, results)
                 env |= zip((v.name for v in n.outputs), results, strict=True)
                 for v in (*n.inputs, *n.outputs):
                     if self.last_use.get(v.name, 0) <= i:
@@ -203,6 +215,7 @@ class InputProducts:
         #: weight -> the keys of its sums, one for each expert; key -> the weight that adds to it
         self.keys: dict[str, list[str]] = {}
         self._owner: dict[str, str] = {}
+        self._inputs: dict[str, list[Inputs]] = {}
 
     def __call__(self, n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
         if n.op == "linear" and n["w"].name in self.weights:
@@ -219,20 +232,25 @@ class InputProducts:
         if self._owner.setdefault(keys[0], weight) != weight:
             return
         for key, x in zip(keys, rows(), strict=True):
-            products = x.float().T @ x.float()
+            parts = column_parts(x.float())
+            products = parts.mT @ parts
             self.sums[key] = self.sums[key].add_(products) if key in self.sums else products
 
     def of(self, weight: str) -> list[Inputs]:
         """Return the inputs of a weight, of each expert if these differ; CheckError if one is no
         number. An expert that saw no token gets the sum over all."""
-        sums = [self.sums[key] for key in self.keys[weight]]
+        keys = self.keys[weight]
+        if keys[0] in self._inputs:
+            return self._inputs[keys[0]]
+        sums = [self.sums[key] for key in keys]
         if not all(bool(t.isfinite().all()) for t in sums):
             fix = "take --dtype float32, or check the weights with g4ir verify"
             raise CheckError(f"--calibrate: inputs of {weight} are NaN or infinite; {fix}")
         if unused := [i for i, t in enumerate(sums) if not bool(t.any())]:
             whole = torch.stack(sums).sum(0)
             sums = [whole if i in unused else t for i, t in enumerate(sums)]
-        return [Inputs(t) for t in sums]
+        self._inputs[keys[0]] = [Inputs(t) for t in sums]
+        return self._inputs[keys[0]]
 
 
 def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[Tensor]:
@@ -283,12 +301,13 @@ def calibrated_schemes(config: QuantConfig, spec: Spec) -> dict[str, Scheme]:
     }
 
 
-def calibrate(p: Prepared, progress: Progress, nearest: Quantize) -> CalibratedWeights:
+def calibrate(p: Prepared, progress: Progress) -> CalibratedWeights:
     """Quantise the matrices of the layers on the calibration text. Layers that an interrupted build
     has quantised with the same weights, text and config are not quantised again."""
     assert p.config.quant
     c, schemes = p.config, calibrated_schemes(p.config.quant, p.config.spec)
-    folder = private(cache_root() / FOLDER / _key(p, schemes))
+    key = cache_key(c.spec, c.dtype, p.source, p.calibration, p.weights, sorted(schemes.items()))
+    folder = private(cache_root() / FOLDER / key)
     stages = Stages(c.spec, c.dtype, p.source, p.calibration.windows(c.spec.tokens.bos))
     done = [folder / f"layer-{i:04d}.safetensors" for i in range(len(stages.layers))]
     last = max((i for i, file in enumerate(done) if not file.is_file()), default=-1)
@@ -301,7 +320,7 @@ def calibrate(p: Prepared, progress: Progress, nearest: Quantize) -> CalibratedW
             tensors: dict[str, tensorfile.FileTensor] = {}
             for name in products.keys:
                 w, inputs = stages.params.tensor(name), products.of(name)
-                codes = quantised(w, inputs, schemes[name], c.dtype, nearest)
+                codes = quantised(w, inputs, schemes[name], c.dtype)
                 parts = zip((CODES, SCALES), codes, strict=True)
                 tensors |= {f"{name}{end}": tensorfile.FileTensor.of(t) for end, t in parts}
             tensorfile.write_tensors(file, tensors)
@@ -311,27 +330,27 @@ def calibrate(p: Prepared, progress: Progress, nearest: Quantize) -> CalibratedW
     return CalibratedWeights(folder, Files(folder, names), tuple(weights))
 
 
-def quantised(
-    w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str, nearest: Quantize
-) -> Codes:
+def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -> Codes:
     """Return codes and scales of a weight [.., N, K]; stacked experts share inputs or have their
     own."""
     if w.ndim == 2:
-        return compensation.calibrated(w, inputs[0], scheme, dtype, nearest)
+        return compensation.calibrated(w, inputs[0], scheme, dtype, KERNELS)
     each = [inputs[min(e, len(inputs) - 1)] for e in range(len(w))]
-    parts = [compensation.calibrated(x, i, scheme, dtype, nearest) for x, i in zip(w, each)]
+    parts = [compensation.calibrated(x, i, scheme, dtype, KERNELS) for x, i in zip(w, each)]
     codes = torch.stack([codes.view(torch.uint8) for codes, _ in parts]).view(parts[0][0].dtype)
     return codes, torch.stack([scales for _, scales in parts])
 
 
-def _key(p: Prepared, schemes: Mapping[str, Scheme]) -> str:
-    """Return a digest of all that codes depend on: weights, text, formats, and this method."""
-    source, method = p.source, [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
-    files = [(str(h.path), h.identity) for h in source.headers]
-    if not files:
-        files = [(str(f), tensorfile.identity(f.stat())) for f in weight_files(source.directory)]
-    facts = (p.config.spec.digest(), p.config.dtype, repr(p.weights), files, p.calibration.ids)
-    return _digest(repr((*facts, WINDOW, sorted(schemes.items(), key=str), method)))[:32]
+def cache_key(
+    spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: object
+) -> str:
+    """Return a digest of all that results depend on: weights, text, other facts, this method."""
+    methods = compensation.__file__, __file__, Path(__file__).with_name("bits.py")
+    method = [Path(f).read_bytes() for f in methods]
+    files = [(h.path, h.identity) for h in source.headers]
+    if not files and source.directory.exists():  # random weights have no files
+        files = [(f, tensorfile.identity(f.stat())) for f in weight_files(source.directory)]
+    return _digest(repr((spec.digest(), dtype, files, text.ids, WINDOW, facts, method)))[:32]
 
 
 def weight_files(path: Path) -> list[Path]:

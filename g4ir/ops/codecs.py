@@ -244,15 +244,17 @@ def steps_of(codes: Any, scales: Any) -> tuple[Any, Any]:
     return steps.where(steps != 0, 1.0), shift
 
 
-def nearest_values(x: Any, step: Any, shift: Any, name: str) -> tuple[Any, Any]:
-    """Return the values of a format nearest to x [..] given `steps_of`, and what they mean."""
-    fmt, y = FORMATS[name], x / step - shift
-    zero = fmt.layout.zero
-    if fmt.table:
-        values = nearest_level(y, fmt.table)
-    else:
-        values = y.round().clamp(-zero or -127, zero - 1 if zero else 127)
-    return values, (values + shift) * step
+def round_to_grid(x: Any, step: Any, shift: Any, name: str) -> Any:
+    """Return the step * (value + shift) nearest to x [..], for values of a format."""
+    y, table = x / step - shift, FORMATS[name].table
+    values = nearest_level(y, table) if table else y.round().clamp(*integer_range(name))
+    return (values + shift) * step
+
+
+def integer_range(name: str) -> tuple[int, int]:
+    """Return the smallest and largest value of a format of integers."""
+    zero = FORMATS[name].layout.zero
+    return (-zero, zero - 1) if zero else (-127, 127)
 
 
 def with_values(codes: Any, values: Any) -> Any:

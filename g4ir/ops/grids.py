@@ -23,8 +23,8 @@ _STEPS, _REACH = 4, 512
 
 
 @lru_cache(maxsize=16)
-def _nearest_levels(levels: tuple[int, ...]) -> Any:
-    """Return the levels f32 nearest to steps from -_REACH on."""
+def level_table(levels: tuple[int, ...]) -> Any:
+    """Return the levels f32 nearest to steps of 1/4 from -128 to 128."""
     ends = torch.tensor(levels, dtype=torch.float64)
     steps = (torch.arange(-_REACH, _REACH, dtype=torch.float64) + 0.5) / _STEPS
     return ends[torch.bucketize(steps, (ends[1:] + ends[:-1]) / 2)].float()
@@ -33,7 +33,7 @@ def _nearest_levels(levels: tuple[int, ...]) -> Any:
 def nearest_level(y: Any, levels: tuple[int, ...]) -> Any:
     """Return the level f32 nearest to each element of y, the upper one of two."""
     steps = (y * _STEPS).floor_().clamp_(-_REACH, _REACH - 1).nan_to_num_().to(torch.int32)
-    table = _nearest_levels(levels).to(y.device)
+    table = level_table(levels).to(y.device)
     return table.index_select(0, steps.add_(_REACH).flatten()).view_as(y)
 
 

@@ -92,3 +92,6 @@ void g4ir_wait_steps(int64_t *pace, int64_t steps);
 int g4ir_takes_packing(int dtype, int64_t group);
 int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
               int64_t row, int64_t matrix, int dtype, int threads);
+int g4ir_round_columns(float *x, const float *by, const float *step, const float *shift, float *rounded,
+                       const float *start, const float *levels, int64_t count, int64_t rows, int low,
+                       int high, int threads);

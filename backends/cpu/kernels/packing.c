@@ -1,12 +1,13 @@
 /* Quantises a weight to int4 codes with bf16 scales, bit-identical to `int4_scales` of g4ir/ops/codecs.py.
  * Vectorised over groups, one per lane. Sums are in torch's order on x86-64: 4 x 8 partial sums for groups up
  * to GROUP_MOST (larger ones use several levels and are not handled here). Compiled without reassociation and
- * fused multiply-adds (library.py). */
+ * fused multiply-adds (library.py). Also rounds columns to a grid, one after another. */
 #include "kernels.h"
 #include "number.h"
 #include "team.h"
 
 #include <math.h>
+#include <string.h>
 
 /* Groups per vector, values of the largest group, vectors of groups per unit of work; torch's partial sums. */
 enum { SIDE = 16, GROUP_MOST = 512, UNIT = 64, SUMS = 8, ACCUMULATORS = 4 };
@@ -206,4 +207,62 @@ int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, in
     weight p = {w, moments, codes, scales, groups, group, row, matrix, dtype, 0};
     run_region(pack_units, &p, (groups + SIDE * UNIT - 1) / (SIDE * UNIT), threads);
     return p.refused;
+}
+
+/* Rows of w per unit of work, columns per block, half the entries of a table of levels (grids.py). */
+enum { LANES = 64, BLOCK_MOST = 128, REACH = 512 };
+
+typedef struct {
+    float *x, *rounded;
+    const float *by, *step, *shift, *start, *levels; /* start, levels: or NULL */
+    int64_t count, rows;
+    float low, high;
+} columns;
+
+/* The level of an entry of the table; y may be NaN. */
+static inline float level(const float *levels, float y) {
+    float at = floorf(y * 4);
+    at = at >= -REACH ? at : -REACH;
+    at = at <= REACH - 1 ? at : REACH - 1;
+    return levels[(int)at + REACH];
+}
+
+static void round_columns(const columns *c, int64_t first) {
+    float errors[BLOCK_MOST][LANES];
+    const int64_t left = c->rows - first, lanes = left < LANES ? left : LANES;
+    for (int64_t j = 0; j < c->count; j++) {
+        float v[LANES] = {0}, y[LANES] = {0};
+        const int64_t at = j * c->rows + first;
+        memcpy(v, c->x + at, lanes * sizeof *v);
+        for (int64_t i = 0; i < j; i++) {
+            const float by = c->by[j * c->count + i];
+            for (int s = 0; s < LANES; s++) v[s] += by * errors[i][s];
+        }
+        for (int64_t s = 0; s < lanes; s++) y[s] = v[s] / c->step[at + s] - c->shift[at + s];
+        if (c->levels)
+            for (int s = 0; s < LANES; s++) y[s] = level(c->levels, y[s]);
+        else
+            for (int s = 0; s < LANES; s++) y[s] = rintf(fminf(fmaxf(y[s], c->low), c->high));
+        memset(errors[j], 0, sizeof errors[j]);
+        for (int64_t s = 0; s < lanes; s++) {
+            const float rounded = (y[s] + c->shift[at + s]) * c->step[at + s];
+            c->rounded[at + s] = rounded;
+            c->x[at + s] = errors[j][s] = rounded - (c->start ? c->start[at + s] : v[s]);
+        }
+    }
+}
+
+static int round_units(void *context, units *u) {
+    for (int64_t unit; (unit = take_unit(u)) >= 0;) round_columns(context, unit * LANES);
+    return 0;
+}
+
+/* `quantize_columns` of g4ir/quant/compensation.py for up to BLOCK_MOST columns of `rows` values; levels, or
+ * integers from low to high. */
+int g4ir_round_columns(float *x, const float *by, const float *step, const float *shift, float *rounded,
+                       const float *start, const float *levels, int64_t count, int64_t rows, int low,
+                       int high, int threads) {
+    columns c = {x, rounded, by, step, shift, start, levels, count, rows, low, high};
+    run_region(round_units, &c, (rows + LANES - 1) / LANES, threads);
+    return 0;
 }
