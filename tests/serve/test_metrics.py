@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.running import NAME, Running, eventually
@@ -40,6 +43,15 @@ def test_every_metric_has_help_and_a_row_in_the_documentation(served: Running) -
         if name.startswith("g4ir_"):
             names[name.removeprefix("g4ir_") + end] = family.documentation
     assert names == rows
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
+def test_promtool_accepts_the_metrics(served: Running) -> None:
+    with served.client() as client:
+        text = client.get("/metrics").text
+    check = ["promtool", "check", "metrics"]
+    done = subprocess.run(check, input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_board_asks_for_metrics_that_exist(served: Running) -> None:
