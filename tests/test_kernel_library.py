@@ -95,12 +95,14 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_once_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SMALL.opened() as path:
+    messages = list[str]()
+    with SMALL.opened(messages.append) as path:
         assert path.name == SMALL.file and path.read_bytes().startswith(b"\x7fELF")
+    assert "once per machine" in "".join(messages)
     assert not path.exists()  # loaded, it is needed no more
     monkeypatch.setattr(Library, "compile", None)
-    with SMALL.opened() as again:
-        assert again.read_bytes()
+    with SMALL.opened(messages.append) as again:
+        assert again.read_bytes() and len(messages) == 1
     SMALL.check()
 
 

@@ -21,6 +21,7 @@ from g4ir.backends.inductor.program_cache import cache_dir, from_cache, keep_pro
 from g4ir.errors import LowerError, MissingError
 from g4ir.ui.paths import PREFIX, claimed, setting, unpacking
 from g4ir.ui.processor import InstructionSet, instruction_set
+from g4ir.ui.progress import Progress, no_progress
 from g4ir.ui.threads import usable_cores
 
 from .isa import KERNEL_FORMATS
@@ -105,7 +106,7 @@ class Library:
         )
 
     @contextmanager
-    def opened(self) -> Iterator[Path]:
+    def opened(self, progress: Progress = no_progress) -> Iterator[Path]:
         """Context with the library's path: prebuilt, cached, or compiled now (some ten seconds on
         two cores)."""
         if (ready := READY / self.file).is_file():
@@ -116,6 +117,7 @@ class Library:
             if not from_cache(self.file, path.parent):
                 with claimed(self.file, wait=True):
                     if not from_cache(self.file, path.parent):
+                        progress("compiling the CPU kernels: once per machine, about a minute")
                         self.compile(path)
                         keep_program(path)
             yield path

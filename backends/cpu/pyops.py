@@ -29,6 +29,7 @@ from g4ir.ops.kv_quant import dequantize_rows
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import local_expert_index
 from g4ir.ops.types import torch_dtype
+from g4ir.ui.progress import Progress, no_progress
 
 from .isa import KERNEL_FORMATS
 from .library import Library, kernels
@@ -78,11 +79,11 @@ _GROUPS = {
 }
 
 
-def load_kernels(library: Library | None = None) -> None:
+def load_kernels(library: Library | None = None, progress: Progress = no_progress) -> None:
     """Load a kernel library for the ops; default: that of this process's instruction set, once."""
     if _kernels and library is None:
         return
-    loaded = _open_library(library or kernels())
+    loaded = _open_library(library or kernels(), progress)
     for name, arguments in _ARGUMENTS.items():
         kernel = loaded[f"g4ir_{name}"]
         kernel.restype, kernel.argtypes = ctypes.c_int, [_TYPES[a] for a in arguments]
@@ -95,8 +96,8 @@ def kernel(name: str) -> Callable[..., int]:
     return _kernels[name]
 
 
-def _open_library(library: Library) -> ctypes.CDLL:
-    with library.opened() as path:
+def _open_library(library: Library, progress: Progress) -> ctypes.CDLL:
+    with library.opened(progress) as path:
         try:
             return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as e:

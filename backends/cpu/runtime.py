@@ -57,7 +57,7 @@ class CpuRuntime(ProgramRuntime):
         self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
-        pyops.load_kernels()
+        pyops.load_kernels(progress=task.progress)
         super().__init__(task, steps, files)
         self.unpacked.cleanup()
 
