@@ -250,17 +250,17 @@ def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Cas
 RESOURCES: dict[str, Resources] = {}
 
 
+def operand_types(launch: Launch) -> list[Any]:
+    values = launch[2].values()
+    return [a.dtype if isinstance(a, torch.Tensor) else (type(a), a == 1) for a in values]
+
+
 def compiled(cases: Iterator[Case]) -> list[Resources]:
     """Each kernel with each set of constants once."""
     done: dict[str, Resources] = {}
     for case in cases:
         for launch in launches_of_case(case):
-            kernel, _, given, meta = launch
-            types = [
-                a.dtype if isinstance(a, torch.Tensor) else (type(a), a == 1)
-                for a in given.values()
-            ]
-            key = f"{kernel.__name__} {meta} {types}"
+            key = f"{launch[0].__name__} {launch[3]} {operand_types(launch)}"
             if key not in done:
                 done[key] = RESOURCES[key] = RESOURCES.get(key) or resources(launch)
     return list(done.values())
@@ -279,7 +279,10 @@ def check(found: list[Resources]) -> None:
             assert r.tensor_cores and r.wide_loads, r
 
 
-@pytest.mark.parametrize("quant", short("+int4", "@f8e4m3", of=("", "+int4", "@i8", "@f8e4m3")))
+PRODUCTS = ("_skinny", "_gate_up", "_down")
+
+
+@pytest.mark.parametrize("quant", short("@f8e4m3", of=("", "+int4", "@i8", "@f8e4m3")))
 def test_kernels_fit_hopper(quant: str) -> None:
     """However few bits a weight or a row of a cache has, it is read in whole lines."""
     cases = list(real_cases((f"26b-a4b{quant}",), (1,)))
@@ -289,7 +292,7 @@ def test_kernels_fit_hopper(quant: str) -> None:
         cases = [c for c, reads in zip(cases, over, strict=True) if reads]
     found = compiled(iter(cases))
     check(found)
-    kernels = ("_decode",) if quant.startswith("@") else ("_skinny", "_gate_up", "_down")
+    kernels = ("_decode",) if quant.startswith("@") else PRODUCTS
     assert {r.kernel for r in found if r.wide_loads} >= {*kernels}
     assert all(r.wide_loads for r in found if r.kernel in kernels)
 
@@ -303,16 +306,17 @@ def sample_launches(kernel: Kernel) -> list[Launch]:
 
 
 def test_each_kernel_compiles_for_hopper() -> None:
-    """Once, with the constants of a layer of 26b-a4b, or of its record's sample if such a layer has
-    none; with the constants of every step: at length, below."""
+    """Once for codes and once for bf16, with the constants of a layer of 26b-a4b, or of its
+    record's sample if such a layer has none; with the constants of every step: at length, above."""
     cases = [*real_cases(("26b-a4b+int4",), (1, 8)), *real_cases(("26b-a4b",), (1,))]
-    launches = {launch[0].__name__: launch for case in cases for launch in launches_of_case(case)}
+    every = [launch for case in cases for launch in launches_of_case(case)]
     done = {case.graph.nodes[-1].op for case in cases}
-    for kernel in KERNELS:
-        for launch in sample_launches(kernel) if kernel.op not in done else ():
-            launches.setdefault(launch[0].__name__, launch)
-    check([resources(launch) for launch in launches.values()])
-    assert len(launches) == 6
+    every += [x for k in KERNELS if k.op not in done for x in sample_launches(k)]
+    launches = {(x[0].__name__, torch.uint8 in operand_types(x)): x for x in every}
+    found = {key: resources(launch) for key, launch in launches.items()}
+    check([*found.values()])
+    assert len({name for name, _ in found}) == 6
+    assert all(found[name, True].wide_loads for name in PRODUCTS)
     for started, _, given, _ in launches.values():
         assert [p.name for p in started.params if not p.is_constexpr] == [*given]
         assert len(given) <= 16

@@ -49,8 +49,6 @@ MEASURED = 4.0
 CLOSE_EXPERTS = {"f32": 1e-3, "bf16": 2.0**-2}
 #: values compared at once, in float64
 BLOCK = 1 << 24
-#: maximum bytes of a trace that is kept for the next stage
-MAX_TRACE = 1 << 26
 #: maximum tokens of a chunk for which all values are stored
 CHUNK = 512
 
@@ -81,14 +79,9 @@ def first_difference(
 
 
 def compare_stage(
-    old: Stage,
-    new: Stage | None,
-    series: Sequence[Series],
-    engine: Engine,
-    traces: dict[GraphStep, Trace],
+    old: Stage, new: Stage | None, series: Sequence[Series], engine: Engine
 ) -> StageReport:
-    """Compare a stage, or without one the engine's runtime, forced by the values of `old`. traces:
-    of the stage before, replaced by those of `old`."""
+    """Compare a stage, or without one the engine's runtime, forced by the values of `old`."""
     comparison = Comparison(StageReport(new.name if new else BACKEND), engine.dtype)
     for steps in series:
         slots = max(c.end for c in steps)
@@ -99,9 +92,7 @@ def compare_stage(
         elif not is_tower(steps[0].phase):
             state = engine.runtime.new_state(steps[0].texts)
         for step in steps:
-            trace = run.trace(step, traces.pop(step, None))
-            if sum(t.nbytes for t in trace.values.values()) <= MAX_TRACE:
-                traces[step] = trace
+            trace = run.trace(step)
             if new:
                 recording = new.recordings[step.phase]
                 state = ForcedStage(trace, comparison, recording, state, engine.device).run()
@@ -238,8 +229,8 @@ class ForcedRuntime:
     def compare(self, v: Value, got: Tensor, slots: Sequence[int] | None = None) -> None:
         """Compare a value, of a cache these slots. Near ties of routers between it and the values
         in `names`, also inside fused ops, excuse rows."""
-        recording, values = self.trace.recording, self.trace.values
-        cone = recording.cone(v.name, self.names)
+        tensors = self.trace.tensors
+        cone = self.trace.recording.cone(v.name, self.names)
         origin = Derivation(v, self.trace.step, cone, (), cone[-1:])
         routers = [m for n in cone for m in inner_nodes(n) if m.op == "router"]
 
@@ -249,10 +240,8 @@ class ForcedRuntime:
         def exact() -> Tensor:
             return select(self.trace.in_float64(cone, v.name))
 
-        def operand(x: Value) -> Any:
-            return recording.params[x.name] if x.name in recording.params else values[x.name]
-
-        self.comparison.compare(origin, got, select(values[v.name]), exact, operand, routers)
+        want = select(tensors[v.name])
+        self.comparison.compare(origin, got, want, exact, lambda x: tensors[x.name], routers)
 
 
 def _joint_name(name: str, rank: int, names: Container[str]) -> str:

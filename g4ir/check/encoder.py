@@ -81,7 +81,7 @@ def verify_texts(engine: Engine, peer: Peer, texts: Texts, progress: Progress) -
     reference = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
     progress("values inside beside the interpreter's")
     step = encode_step(engine, texts, embedded=True)
-    first = compare_stage(stored_stage(engine, reference), None, [[step]], engine, {}).first
+    first = compare_stage(stored_stage(engine, reference), None, [[step]], engine).first
     return EmbeddingsReport(
         engine_name(engine),
         peer.name,

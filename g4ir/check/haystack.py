@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, count, islice
 
 import torch
 
@@ -74,41 +75,23 @@ def haystack(engine: Engine, length: int) -> Haystack:
     return Haystack(torch.tensor(ids[:size]), needles)
 
 
-def text_of(engine: Engine, count: int) -> list[int]:
-    """Return the first `count` tokens of a document."""
-    (_, sentences), bos = _parts(engine), engine.spec.tokens.bos
-    ids = [] if bos is None else [bos]
-    while len(ids) < count:
-        ids += next(sentences)
-    return ids[:count]
+def text_of(engine: Engine, size: int) -> list[int]:
+    """Return the first `size` tokens of a document."""
+    start = [] if (bos := engine.spec.tokens.bos) is None else [bos]
+    return [*islice(chain(start, chain.from_iterable(_parts(engine)[1])), size)]
 
 
 def _parts(engine: Engine) -> tuple[tuple[Needle, ...], Iterator[list[int]]]:
     """Return ten needles, and the sentences between them."""
     if not (engine.path / TOKENIZER).is_file():
         ids = random_ids(engine, (len(DEPTHS), RANDOM_KEY + RANDOM_VALUE)).tolist()
-        needles = (
-            Needle(d, tuple(row[:RANDOM_KEY]), tuple(row[RANDOM_KEY:]))
-            for d, row in zip(DEPTHS, ids)
-        )
-        return tuple(needles), _random_sentences(engine)
-    encode = Codec(engine).plain
-    needles = (
-        Needle(d, tuple(encode(f" The pass code of {city} is")), tuple(encode(f" {code}.")))
-        for d, city, code in zip(DEPTHS, CITIES, range(4817, 9999, 317))
-    )
-    return tuple(needles), _sentences(encode)
-
-
-def _sentences(encode: Callable[[str], list[int]]) -> Iterator[list[int]]:
-    i = 0
-    while True:
-        yield encode("".join(words[i % len(words)] for words in WORDS))
-        i += 1
-
-
-def _random_sentences(engine: Engine) -> Iterator[list[int]]:
-    seed = 1
-    while True:
-        yield random_ids(engine, (RANDOM_SENTENCE,), seed).tolist()
-        seed += 1
+        pairs = [(row[:RANDOM_KEY], row[RANDOM_KEY:]) for row in ids]
+        sentences = (random_ids(engine, (RANDOM_SENTENCE,), seed).tolist() for seed in count(1))
+    else:
+        encode, codes = Codec(engine).plain, range(4817, 9999, 317)
+        facts = ((f" The pass code of {city} is", f" {code}.") for city, code in zip(CITIES, codes))
+        pairs = [(encode(key), encode(value)) for key, value in facts]
+        texts = ("".join(words[i % len(words)] for words in WORDS) for i in count())
+        sentences = (encode(text) for text in texts)
+    needles = (Needle(d, tuple(key), tuple(value)) for d, (key, value) in zip(DEPTHS, pairs))
+    return tuple(needles), sentences

@@ -106,7 +106,9 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
         origin = find_anchor(engine, peer, [turns], want, progress)
         if origin and not origin.reason and isinstance(peer, HfPeer):
             progress(f"{count} through the graphs in float64")
-            graphs = _graph_error(engine, turns, origin.rows)
+            rows = EnginePeer(engine).in_float64(turns).cpu()
+            limit = tolerance_of("f32", "hf", *coarse(engine)).relative or 0.0
+            graphs = float(row_errors(rows, origin.rows).relative.max()), limit
         return origin
 
     def rounding() -> float:
@@ -139,13 +141,6 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
     rows = positions_of(where, plain), positions_of(where, again)[len(where) - steps :]
     report = replace(report, budget=plain.tolerance, routing=routing)
     return replace(report, positions=rows[0], rounds=rows[1])
-
-
-def _graph_error(engine: Engine, turns: Turns, want: Tensor) -> tuple[float, float]:
-    """Return the largest relative error of the engine's graphs in float64, and its tolerance."""
-    rows = EnginePeer(engine).in_float64(turns).cpu()
-    limit = tolerance_of("f32", "hf", *coarse(engine)).relative or 0.0
-    return float(row_errors(rows, want).relative.max()), limit
 
 
 def _compare_greedy(

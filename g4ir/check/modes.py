@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,8 @@ Tensor = torch.Tensor
 NEW, DROPPED = 24, 4
 #: requests that run together
 COMPANY = 3
+#: without a prefix cache
+ALONE = SchedulerConfig(prefix_bytes=0)
 #: a token and its log-probability
 Answer = list[tuple[int, float]]
 
@@ -45,7 +47,7 @@ class Baseline:
 
     @cached_property
     def tokens(self) -> list[int]:
-        (answer,), _ = answers(self.engine, [self.request(reuse=False)])
+        (answer,), _ = answers(Scheduler(self.engine, ALONE), [self.request(reuse=False)])
         return [token for token, _ in answer]
 
     @cached_property
@@ -81,15 +83,9 @@ class Baseline:
 
 
 def answers(
-    engine: Engine, requests: Sequence[Request], config: SchedulerConfig | None = None
-) -> tuple[list[Answer], list[RequestHandle]]:
-    """Run requests together; return their answers and handles."""
-    return submitted(Scheduler(engine, config or SchedulerConfig(prefix_bytes=0)), requests)
-
-
-def submitted(
     scheduler: Scheduler, requests: Sequence[Request]
 ) -> tuple[list[Answer], list[RequestHandle]]:
+    """Run requests together; return their answers and handles."""
     handles = [scheduler.submit(r) for r in requests]
     out: dict[RequestHandle, Answer] = {handle: [] for handle in handles}
     for event in scheduler.run(*handles):
@@ -117,7 +113,7 @@ def in_company(base: Baseline) -> str | None:
         return "-the engine has one slot; build it with --max-batch 3"
     others = [base.prompt[::-1][: len(base.prompt) // i] for i in range(2, COMPANY + 1)]
     requests = [base.request(p, reuse=False) for p in (base.prompt, *others)]
-    (answer, *_), _ = answers(base.engine, requests)
+    (answer, *_), _ = answers(Scheduler(base.engine, ALONE), requests)
     return base.wrong_answer(answer)
 
 
@@ -129,8 +125,8 @@ def with_drafts(base: Baseline) -> str | None:
     tail = base.prompt[-8:]
     again = (*base.prompt[: -NEW - 16], *tail, *base.tokens, *tail)
     other = Baseline(base.engine, again[-len(base.prompt) :], base.limits)
-    config = SchedulerConfig(prefix_bytes=0, draft=SpeculativeConfig(NGRAM))
-    (answer,), (handle,) = answers(base.engine, [other.request(reuse=False)], config)
+    scheduler = Scheduler(base.engine, replace(ALONE, draft=SpeculativeConfig(NGRAM)))
+    (answer,), (handle,) = answers(scheduler, [other.request(reuse=False)])
     if not handle.tally.rounds:
         return "-nothing was drafted"
     return other.wrong_answer(answer)
@@ -162,8 +158,8 @@ def from_prefix_cache(base: Baseline) -> str | None:
     cut, scheduler = len(base.prompt) // 2, Scheduler(base.engine)
     shared, flipped = base.prompt[:cut], base.prompt[::-1]
     for tokens in (flipped, (*shared, *flipped[cut:])):
-        submitted(scheduler, [base.request(tokens, marks=(cut,))])
-    (answer,), (handle,) = submitted(scheduler, [base.request(marks=(cut,))])
+        answers(scheduler, [base.request(tokens, marks=(cut,))])
+    (answer,), (handle,) = answers(scheduler, [base.request(marks=(cut,))])
     if not handle.counts.cached:
         return "-the prefix cache was not used: too little memory is free"
     return base.wrong_answer(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from g4ir.engine.engine import Engine
@@ -20,12 +21,10 @@ from .items import smallest_items
 from .stage_report import StageReport, StagesReport, engine_name
 from .stages import (
     STEPS,
-    GraphStep,
     PlainParams,
     Series,
     Stage,
     StageWeights,
-    Trace,
     chunks_of_tokens,
     plain_params,
     series_of,
@@ -62,18 +61,16 @@ def verify_each_pass(
     steps = [step for part in series for step in part]
     graphs = tuple(dict.fromkeys((*TEXT_GRAPHS, *(step.phase for step in steps))))
     stages = stages_of(engine, StageWeights(plain, engine.device), graphs)
-    sizes = tuple(c.valid for c in chunks)
     reports = _compare_stages(engine, series, stages, progress)
-    ran = ("embed", *graphs, *unknown)
     return StagesReport(
         engine_name(engine),
         len(ids),
-        sizes,
+        tuple(c.valid for c in chunks),
         tuple(reports),
         media=tuple(g for g in graphs if g not in (*TEXT_GRAPHS, VERIFY, DRAFT)),
         rounds=tuple(step.valid for step in steps if step.phase == VERIFY),
         unknown=unknown,
-        left_out=tuple(g for g in engine.program.graphs if g not in ran),
+        left_out=tuple(g for g in engine.program.graphs if g not in ("embed", *graphs, *unknown)),
     )
 
 
@@ -100,7 +97,7 @@ def _compare_stages(
     engine: Engine, series: Sequence[Series], stages: Iterator[Stage], progress: Progress
 ) -> list[StageReport]:
     """Return a report of each stage up to the first that fails, then of the backend."""
-    reports, old, traces = list[StageReport](), next(stages), dict[GraphStep, Trace]()
+    reports, old = list[StageReport](), next(stages)
     for new in stages:
         if new.packing == old.packing:
             reports.append(StageReport(new.name))
@@ -109,9 +106,9 @@ def _compare_stages(
             reports.append(StageReport(new.name, meant=True))
         else:
             progress(f"{new.name}: against {old.name}")
-            reports.append(compare_stage(old, new, series, engine, traces))
+            reports.append(compare_stage(old, new, series, engine))
         if not reports[-1].ok:
             return reports
-        old = new
+        old = replace(new, traces=old.traces)
     progress(f"{engine.config.backend} backend")
-    return [*reports, compare_stage(old, None, series, engine, traces)]
+    return [*reports, compare_stage(old, None, series, engine)]

@@ -51,6 +51,8 @@ DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B":
 STEPS = 4
 #: padding at the end of each longer chunk: a pass must not take it for the last token
 PADDING = 2
+#: maximum bytes of a trace that is kept for the next stage
+MAX_TRACE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,6 @@ class Recording:
         return {v.name: at for at, n in enumerate(self.nodes) for v in n.outputs}
 
     def has(self, n: Node) -> bool:
-        """Return whether a node is in these graphs."""
         return self.nodes[self.makers.get(n.outputs[0].name, 0)] == n
 
     @cached_property
@@ -184,11 +185,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class Stage:
-    """The graphs after a pass, and their params by graph."""
+    """The graphs after a pass, and their params by graph. traces: the last ones of these steps, of
+    an earlier stage at first."""
 
     name: str
     packing: Packing
     params: Mapping[str, Mapping[str, Any]]
+    traces: dict[GraphStep, Trace] = field(default_factory=dict)
 
     @cached_property
     def recordings(self) -> dict[str, Recording]:
@@ -291,23 +294,26 @@ class Trace:
     state: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
 
-    def equal(self, values: Mapping[str, Tensor]) -> set[str]:
-        """Return the inputs, caches and values of another stage that are bitwise those of this."""
-        return {k for k, t in values.items() if _equal(t, self.values.get(k, self.state.get(k)))}
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Params, caches before the step, and values by name."""
+        return {**self.recording.params, **self.state, **self.values}
+
+    def equal(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of tensors that are bitwise those of this trace."""
+        return {k for k, t in tensors.items() if _equal(t, self.tensors.get(k))}
 
     def in_float64(self, cone: Sequence[Node], name: str) -> Tensor:
         """Recompute `name` in float64 through the nodes of the cone."""
-        values = {**self.recording.params, **self.state, **self.values}
         outputs = {v.name for n in cone for v in n.outputs}
         inputs = {v.name for n in cone for v in n.inputs} - outputs
         graph = replace(NO_EMBEDDING, nodes=tuple(cone))
-        return in_float64(graph, {k: values[k] for k in inputs}, {})[name]
+        return in_float64(graph, {k: self.tensors[k] for k in inputs}, {})[name]
 
 
 def _equal(a: Tensor, b: Tensor | None) -> bool:
-    if b is None or (a.dtype, a.device) != (b.dtype, b.device):
-        return False
-    return a is b or torch.equal(to_comparable(a), to_comparable(b))
+    same_type = b is not None and (a.dtype, a.device) == (b.dtype, b.device)
+    return a is b or (same_type and torch.equal(to_comparable(a), to_comparable(b)))
 
 
 class StageRun:
@@ -318,36 +324,33 @@ class StageRun:
         self.stage, self.device, self.dtype = stage, engine.device, engine.dtype
         self.state = stage.caches(slots, engine.device)
 
-    def trace(self, step: GraphStep, earlier: Trace | None = None) -> Trace:
-        """Run a step. Nodes that `earlier`, the step's trace of another stage, computed from equal
-        inputs are not computed again."""
+    def trace(self, step: GraphStep) -> Trace:
+        """Run a step. A node of the step's trace in an earlier stage, on equal inputs, is not
+        computed again."""
         values, before = step.feeds(self.device), self.state
-        recording = self.stage.recordings[step.phase]
-        shared = set[str]()
-        if earlier:
-            shared |= {
-                k for k, t in recording.params.items() if t is earlier.recording.params.get(k)
-            }
-            shared |= earlier.equal({**before, **values})
+        recording, earlier = self.stage.recordings[step.phase], self.stage.traces.pop(step, None)
+        equal = earlier.equal({**recording.params, **before, **values}) if earlier else set()
 
         def run(n: Node, inputs: list[Any]) -> tuple[Any, ...]:
-            if earlier and earlier.recording.has(n) and all(v.name in shared for v in n.inputs):
-                shared.update(v.name for v in n.outputs)
+            if earlier and earlier.recording.has(n) and equal.issuperset(v.name for v in n.inputs):
+                equal.update(v.name for v in n.outputs)
                 return tuple(earlier.values[v.name] for v in n.outputs)
             return run_node(n, inputs)
 
         def store(v: Value, t: Tensor) -> None:
-            if v.name not in shared:
+            values[v.name] = t.to(self.device)
+            if v.name not in equal:
                 valid = to_comparable(step.without_padding(t, v.type))
                 require_finite(valid, describe_value(v.name, step.at), self.dtype)
-            values[v.name] = t.to(self.device)
-            if earlier and v.name not in shared:
-                shared.update(earlier.equal({v.name: values[v.name]}))
+                equal.update(earlier.equal({v.name: values[v.name]}) if earlier else ())
 
         for graph in (recording.embed, recording.graph):
             _, after = interpret(graph, values, recording.params, before, store, run)
             self.state = {**self.state, **after}
-        return Trace(recording, step, values, before, self.state)
+        trace = Trace(recording, step, values, before, self.state)
+        if sum(t.nbytes for t in values.values()) <= MAX_TRACE:
+            self.stage.traces[step] = trace
+        return trace
 
 
 @dataclass(frozen=True, eq=False)
