@@ -17,11 +17,12 @@ from .interpret import run_node
 Tensor = torch.Tensor
 #: elements of a weight that are converted at once: 128 MiB in float64
 BLOCK = 1 << 24
-_linear = torch.nn.functional.linear
+_linear, _softmax = torch.nn.functional.linear, torch.nn.functional.softmax
 
 
 class Float64Matmuls(TorchFunctionMode):
-    """A torch function mode that computes matmuls with weights in float64."""
+    """A torch function mode that computes matmuls with weights in float64, and keeps float64 in
+    casts to float32 and in softmax."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -30,6 +31,10 @@ class Float64Matmuls(TorchFunctionMode):
             return _product(*args, **(kwargs or {}))
         if func is torch.matmul:  # with rows of a weight
             args = [t.double() for t in args]
+        if func is _softmax and "dtype" in (kwargs or {}):
+            kwargs |= {"dtype": torch.float64}
+        if func is Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 
