@@ -238,7 +238,8 @@ def test_near_ties_of_routers(make_engine: Any, wrong: dict[str, Change]) -> Non
     if not wrong and rounding:
         assert 0 < report.routing.share < 0.05 and 0 < report.routing.gap < 0.05
         assert report.median_distance < 1.1 * rounding.median
-        assert "experts   near ties taken otherwise than by float64: 2.9%" in report.text()
+        share = f"{report.routing.share:.1%}"
+        assert f"experts   near ties taken otherwise than by float64: {share}" in report.text()
 
 
 def test_single_tokens_are_judged_alone(built: Callable[..., Engine]) -> None:
