@@ -10,14 +10,20 @@
 #if WIDE == 64 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #define FP8_TILES
 #endif
+/* Whether the CPU lacks instructions for dot products of four bytes. */
+#if WIDE == 32 && !defined(__AVXVNNI__)
+#define NO_DOT_PRODUCTS 1
+#else
+#define NO_DOT_PRODUCTS 0
+#endif
 /* Whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2 accumulates
  * without saturation. Codes of up to 4 bits need no int16: a block's sums of byte products fit 16 bits (in half
  * blocks up to 31, FP4's are 24). Those of 5 and 6 bits would be summed in more parts, which is slower from four
  * rows on. */
 #define SUMS_IN_16_BITS(form)                                                                   \
-    (WIDE == 32 && ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || FOURTHS(form) ||     \
-                    HALVES(form) && (form) != INT6))
-#define IN_16_BITS(form) (WIDE == 32 && !SUMS_IN_16_BITS(form) || (form) == FP8)
+    (NO_DOT_PRODUCTS && ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || FOURTHS(form) ||\
+                         HALVES(form) && (form) != INT6))
+#define IN_16_BITS(form) (NO_DOT_PRODUCTS && !SUMS_IN_16_BITS(form) || (form) == FP8)
 
 /* A block of a row of x, permuted to the order of the weight's words. Its values are (256 high + low) * unit,
  * or pairs * unit: the first pair for bytes 0 and 2 of a word, the second for bytes 1 and 3. `unit` is NaN if a
@@ -102,6 +108,13 @@ static inline void add_word(const int form, const int parts, const row_words *fa
         }
         return;
     }
+#ifdef __AVXVNNI__
+    UNROLLED for (int i = 0; i < parts; i++) {
+        __m256i x = _mm256_set1_epi32(i ? d->low[j] : d->high[j]);
+        sum[i] = (row_sums)_mm256_dpbusd_avx_epi32((__m256i)sum[i], (__m256i)factors[0], x);
+    }
+    return;
+#endif
     UNROLLED for (int i = 0; i < 2; i++) {
         __m256i x = _mm256_set1_epi32(d->pairs[2 * j + i]);
         sum[0] += (row_sums)_mm256_madd_epi16((__m256i)factors[i], x);
@@ -233,6 +246,54 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
     _mm_storeu_si128((__m128i *)sums, sums_of(all));
     set_sums(form, sums, to);
 }
+#elif WIDE == 32
+/* `pairs`: whether integers are stored as pairs of 16 bits. */
+static inline void integers_of_block(int parts, int form, int pairs, const bf16 *x, digits *to) {
+    __m256i first = _mm256_loadu_si256((const __m256i *)x), second = _mm256_loadu_si256((const __m256i *)x + 1);
+    uint32_t top = top_of(first, second);
+    if (top >= 0x7f80) {
+        not_finite(to);
+        return;
+    }
+    float times = integers_by(parts, top, &to->unit);
+    __m256i eight[4], all[2], upper[2], bytes[2];
+    UNROLLED for (int i = 0; i < 4; i++) {
+        __m256i u = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x + i));
+        __m256 v = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16));
+        v = parts == 1 ? _mm256_div_ps(v, _mm256_set1_ps(to->unit)) : _mm256_mul_ps(v, _mm256_set1_ps(times));
+        eight[i] = _mm256_cvtps_epi32(v);
+    }
+    int32_t sums[2];
+    UNROLLED for (int h = 0; h < 2; h++) {
+        all[h] = _mm256_permute4x64_epi64(_mm256_packs_epi32(eight[2 * h], eight[2 * h + 1]), 0xd8);
+        __m256i twos = _mm256_madd_epi16(all[h], _mm256_set1_epi16(1));
+        __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(twos), _mm256_extracti128_si256(twos, 1));
+        fours = _mm_hadd_epi32(fours, fours);
+        sums[h] = _mm_cvtsi128_si32(_mm_hadd_epi32(fours, fours));
+    }
+    set_sums(form, sums, to);
+    if (pairs) {
+        __m128i order = EVEN_ODD(form) ? _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, 2, 3, 10, 11, 6, 7, 14, 15)
+                                       : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+        UNROLLED for (int h = 0; h < 2; h++)
+            _mm256_storeu_si256((__m256i *)to->pairs + h,
+                                _mm256_shuffle_epi8(all[h], _mm256_broadcastsi128_si256(order)));
+        return;
+    }
+    UNROLLED for (int h = 0; h < 2; h++) {
+        upper[h] = _mm256_srai_epi16(_mm256_add_epi16(all[h], _mm256_set1_epi16(128)), 8);
+        if (parts == 1) upper[h] = all[h];
+        all[h] = _mm256_and_si256(all[h], _mm256_set1_epi16(255));
+    }
+    bytes[0] = _mm256_packs_epi16(upper[0], upper[1]), bytes[1] = _mm256_packus_epi16(all[0], all[1]);
+    UNROLLED for (int h = 0; h < 2; h++) bytes[h] = in_order(form, _mm256_permute4x64_epi64(bytes[h], 0xd8));
+    _mm256_storeu_si256((__m256i *)to->high, bytes[0]);
+    _mm256_storeu_si256((__m256i *)to->low, bytes[1]);
+}
+
+static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
+    integers_of_block(parts, form, IN_16_BITS(form), x, to);
+}
 #else
 static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
     uint16_t top = 0;
@@ -249,14 +310,10 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
     for (int j = 0; j < BLOCK; j++)
         all[j] = (int32_t)rintf(parts == 1 ? widen(x[j]) / to->unit : widen(x[j]) * times);
     for (int j = 0; j < BLOCK; j++) sums[j / HALF] += all[j];
-    int16_t *pairs = (int16_t *)to->pairs;
     int8_t *high = (int8_t *)to->high, *low = (int8_t *)to->low;
     for (int j = 0; j < BLOCK; j++) { /* code j is byte j % 4 of word j / 4 */
         int of = value_at(form, j);
-        if (IN_16_BITS(form))
-            pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = all[of];
-        else
-            high[j] = parts == 1 ? all[of] : (all[of] + 128) >> 8, low[j] = (int8_t)all[of];
+        high[j] = parts == 1 ? all[of] : (all[of] + 128) >> 8, low[j] = (int8_t)all[of];
     }
     set_sums(form, sums, to);
 }
@@ -265,29 +322,7 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
 /* Quantises a block to one digit, in bytes on every CPU. */
 static inline void bytes_of_block(int form, const bf16 *x, digits *to) {
 #if WIDE == 32
-    __m256i first = _mm256_loadu_si256((const __m256i *)x), second = _mm256_loadu_si256((const __m256i *)x + 1);
-    uint32_t top = top_of(first, second);
-    if (top >= 0x7f80) {
-        not_finite(to);
-        return;
-    }
-    integers_by(1, top, &to->unit);
-    __m256i eight[4];
-    UNROLLED for (int i = 0; i < 4; i++) {
-        __m256i u = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x + i));
-        __m256 v = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16));
-        eight[i] = _mm256_cvtps_epi32(_mm256_div_ps(v, _mm256_set1_ps(to->unit)));
-    }
-    __m256i low = _mm256_packs_epi32(eight[0], eight[1]), high = _mm256_packs_epi32(eight[2], eight[3]);
-    __m256i mixed = _mm256_packs_epi16(low, high);
-    __m256i bytes = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256((__m256i *)to->high, in_order(form, bytes));
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
-    __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    int32_t some[8], sums[2];
-    _mm256_storeu_si256((__m256i *)some, fours);
-    for (int h = 0; h < 2; h++) sums[h] = some[4 * h] + some[4 * h + 1] + some[4 * h + 2] + some[4 * h + 3];
-    set_sums(form, sums, to);
+    integers_of_block(1, form, 0, x, to);
 #else
     block_digits(1, form, x, to);
 #endif
