@@ -290,6 +290,7 @@ class Server:
             try:
                 request.state.salt = salt = self.gate.check(request, path)
                 if salt and request.method == "POST":
+                    self._check_ready()  # first: a request that gets 503 does not count
                     self.limits.check(salt)
                 return await handler(request)
             except Exception as e:

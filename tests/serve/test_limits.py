@@ -79,6 +79,9 @@ def test_limits_of_a_server(limited: Running) -> None:
             assert client.get("/v1/models").is_success  # only requests with a body count
             return client.post(CHAT, json=BODY)
 
+    limited.server.draining = True
+    assert ask("few").status_code == 503  # does not count
+    limited.server.draining = False
     assert [ask("few").status_code for _ in range(3)] == [200, 200, 429]
     for _ in range(2):  # 18 tokens of the prompt, 2 of the answer
         assert ask("some").is_success
