@@ -73,7 +73,7 @@ class OnnxEmitter(Emitter):
 
     def param(self, v: Value) -> Operand:
         location = self.storage.weight(v)
-        self.initializers[v.name] = _outside(v.name, v.type, location)
+        self.initializers[v.name] = outside(v.name, ELEMENTS[v.type.dtype], v.type.shape, location)
         return Operand(v.type, v.name)
 
     def constant(self, tensor: Any) -> Operand:
@@ -85,7 +85,8 @@ class OnnxEmitter(Emitter):
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         name = f"const/{t.dtype}_{len(self.initializers)}"
         if len(data) > INLINE_BYTES:
-            self.initializers[name] = _outside(name, t, self.storage.constant(data))
+            location = self.storage.constant(data)
+            self.initializers[name] = outside(name, ELEMENTS[t.dtype], t.shape, location)
             return name
         if (t, data) not in self._cache:
             self._cache[t, data] = name
@@ -337,8 +338,11 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, ELEMENTS[t.dtype], shape)
 
 
-def _outside(name: str, t: Type, location: DataLocation) -> onnx.TensorProto:
-    tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
+def outside(
+    name: str, element: int, shape: Sequence[Dim], location: DataLocation
+) -> onnx.TensorProto:
+    """Return an initialiser of external data."""
+    tensor = onnx.TensorProto(name=name, data_type=element, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in asdict(location).items():
         tensor.external_data.add(key=key, value=str(value))

@@ -78,7 +78,7 @@ class Directory:
 class NullStorage:
     """External data locations of a model that is only inspected, not written."""
 
-    def weight(self, v: Value) -> DataLocation:
+    def weight(self, v: Value, field: str = "") -> DataLocation:
         return DataLocation("weights", 0, v.type.nbytes())
 
     def constant(self, data: bytes) -> DataLocation:

@@ -92,7 +92,7 @@ def read_weight(e: Emitter, w: Operand, reader: int = 0) -> Weight:
     per_row = not w.columns and int(w.scales.shape[-1]) == 1
     if per_row and (scaled := e.part(w.codes, w.dtype, reader)):
         matrix, factor = scaled
-        scales = e.cast(e.reshape(w.scales, *w.shape[:-1]), w.dtype)
+        scales = e.reshape(w.scales, *w.shape[:-1])
         return Weight(matrix, False, e.mul(scales, factor))
     axis = w.rank - 2 if w.columns else w.rank - 1
     return Weight(e.dequantize(w.codes, w.scales, axis, w.dtype), w.columns)
@@ -118,7 +118,8 @@ def linear(e: Emitter, x: Operand, w: Operand, reader: int = 0) -> Operand:
     y = e.linear(x, weight.matrix, weight.turned)
     if weight.factors is None:
         return y
-    return e.mul(y, e.unsqueeze(weight.factors, *range(x.rank - 1)))
+    factors = e.unsqueeze(weight.factors, *range(x.rank - 1))
+    return e.cast(e.mul(e.cast(y, factors.dtype), factors), y.dtype)
 
 
 def gather_dequantized(

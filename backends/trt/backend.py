@@ -117,7 +117,8 @@ class TrtBackend(Backend):
     def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose 4-bit weights are column-major, in two's complement; weights in
         formats that TensorRT does not support are dequantised at build."""
-        return program.map(lambda g: by_columns(dequantize_at_build(g, takes_codes), ("u8",)))
+        takes = partial(takes_codes, fp4=self.host.target.has_fp4)
+        return program.map(lambda g: by_columns(dequantize_at_build(g, takes), ("u8",)))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         return Make(self.host, task, dict(settings)).run()
@@ -209,12 +210,16 @@ class TrtBackend(Backend):
             )
 
 
-def takes_codes(g: Graph, n: Node) -> bool:
+def takes_codes(g: Graph, n: Node, fp4: bool = False) -> bool:
     """Whether a weight stays quantised in TensorRT: 8 bits with per-row scales in the engine's
-    dtype, or 4 bits with group scales. The small gates of per-layer embeddings are dequantised:
-    otherwise their activation is not fused with the kernel before it."""
+    dtype, 4 bits with group scales, or matrices of `fp4` with per-row scales. The small gates
+    of per-layer embeddings are dequantised: otherwise their activation is not fused with the kernel
+    before it."""
     codes, scales = n["codes"].type, n["scales"].type
-    rows = scales.shape[-1] == 1 and scales.dtype == n.word("to")
+    one = scales.shape[-1] == 1
+    if fp4 and codes.dtype == "f4" and codes.rank == 2 and one:
+        return True
+    rows = one and scales.dtype == n.word("to")
     gates = any(m.op == "linear_glu" and len(m.inputs) > 2 for m in g.readers(n.out))
     return not gates and (codes.dtype == "u8" or (codes.dtype in ("i8", "f8e4m3") and rows))
 

@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import onnx
 import torch
 
-from g4ir.backends.onnx_graph.emitter import OnnxEmitter
+from g4ir.backends.onnx_graph.emitter import ELEMENTS, OnnxEmitter, outside
 from g4ir.backends.primitives.emitter import Operand
 from g4ir.backends.primitives.network import Network
 from g4ir.errors import LowerError
-from g4ir.ir.graph import Graph
+from g4ir.ir.graph import Graph, Value
+from g4ir.ops.codecs import FORMATS
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 
@@ -29,6 +31,7 @@ from .lowerings import AUTO, attention_by_head_size, lowerings
 COLLECTIVE = "DistCollective"
 #: root of a symmetric collective
 NO_ROOT = -1
+FP4 = FORMATS["fp4"]
 #: per-tensor scale of codes with per-row scales before a matmul: a scalar scale lets the builder
 #: fuse dequantisation and matmul. Not 1, which the builder would drop.
 PART = 2.0**-7
@@ -80,9 +83,30 @@ class Dialect(OnnxEmitter):
             self._codes[weight.handle] = codes.handle
         return weight
 
+    def param(self, v: Value) -> Operand:
+        """Codes of `fp4` are two initialisers: e2m1, and an e4m3 scale for each 16 of them."""
+        if v.type.dtype != FP4.codes:
+            return super().param(v)
+        *lead, size = v.type.shape
+        values = FP4.values_in(int(size))
+        for name, field, element, count in (
+            (v.name, "low", onnx.TensorProto.FLOAT4E2M1, values),
+            (f"{v.name}.scales", "integers", ELEMENTS["f8e4m3"], values // FP4.shared),
+        ):
+            location = self.storage.weight(v, field)
+            self.initializers[name] = outside(name, element, (*lead, count), location)
+        return Operand(v.type, v.name)
+
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
         power = PART / 2**reader
         scale = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
+        if codes.dtype == FP4.codes:  # whose values are twice e2m1
+            shape = *codes.shape[:-1], FP4.values_in(int(codes.shape[-1]))
+            groups = Type(dtype, (*shape[:-1], shape[-1] // FP4.shared))
+            scales = self._op("DequantizeLinear", [f"{codes.handle}.scales", scale], groups)
+            attrs = {"axis": len(shape) - 1, "block_size": FP4.shared}
+            operands = [codes, scales]
+            return self._op("DequantizeLinear", operands, Type(dtype, shape), **attrs), 2 / power
         scaled = self._op("DequantizeLinear", [codes, scale], Type(dtype, codes.shape))
         return scaled, 1 / power
 

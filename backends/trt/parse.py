@@ -11,6 +11,7 @@ import torch
 from g4ir.backends.onnx_graph.emitter import DataLocation
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
+from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.ops.types import Type, dtype_name
 from g4ir.weights.pack import ParamSource
 
@@ -27,13 +28,18 @@ class Addresses:
         self.params = params
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def weight(self, v: Value) -> DataLocation:
-        """Return the location of a param; LowerError if its type differs from the graph's."""
+    def weight(self, v: Value, field: str = "") -> DataLocation:
+        """Return the location of a param, or of a field of the blocks of its codes; LowerError if
+        its type differs from the graph's."""
         t = self.params.tensor(v.name).contiguous()
         stored = Type(dtype_name(t.dtype), tuple(t.shape))
         if stored != v.type:
             raise LowerError(f"param {v} is {stored}, the graph says {v.type}")
-        return self._add(v.name, t)
+        if field:
+            layout = FORMATS[FORMAT_OF[v.type.dtype]].layout
+            blocks = t.view(torch.uint8).unflatten(-1, (-1, layout.nbytes))
+            t = layout.split(blocks)[field].contiguous()
+        return self._add(f"{v.name}{field}", t)
 
     def constant(self, data: bytes) -> DataLocation:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)

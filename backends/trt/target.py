@@ -67,6 +67,11 @@ class Target:
         *some, last = (c.replace(LATER, " or later") for c in self.capabilities)
         return f"compute capability {', '.join([*some, last])}"
 
+    @property
+    def has_fp4(self) -> bool:
+        """Whether its library multiplies e2m1 on all its GPUs."""
+        return self.ahead_of_time and all(version_tuple(c) >= (12, 0) for c in self.capabilities)
+
     def runs_on(self, capability: tuple[int, ...]) -> bool:
         """Whether a GPU of this compute capability runs its engines."""
         return any(

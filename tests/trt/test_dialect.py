@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
 
+from g4ir.backends.primitives.weights import QuantizedWeight, linear
 from g4ir.backends.trt.dialect import Dialect
 from g4ir.backends.trt.parse import Addresses, parse
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
+from g4ir.ops.codecs import dequantize_codes
+from g4ir.ops.quant import quantize
 from g4ir.ops.types import parse_type
 from tests.cases import TABLES
 from tests.configs import short
+from tests.trt.execute import with_weights
 from tests.trt.small import check_row
 
 #: build -> tensors that are compared
@@ -49,6 +55,26 @@ def test_weights_are_not_copied() -> None:
     assert len(e.model("network", "", {}).SerializeToString()) < w.nbytes
     e.reshape(e.param(v), 1, 64, 64)
     assert len(e.storage.tensors) == 1
+
+
+def test_nvfp4_is_e2m1() -> None:
+    """In blocks of 16, by the evaluator of the package `onnx`."""
+    w = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    stored = quantize.reference(w, form="fp4", group=0, scale="f32")
+    types = [parse_type(t) for t in ("f4[32,72]", "f32[32,1]")]
+    names = ("w.codes", "w.scales")
+    params: Any = SimpleNamespace(tensor=dict(zip(names, stored, strict=True)).__getitem__)
+    e = Dialect(Addresses(params))
+    codes, scales = (e.param(Value(*v)) for v in zip(names, types, strict=True))
+    weight = QuantizedWeight(parse_type("f32[32,128]"), None, codes, scales, False)
+    e.output("y", linear(e, e.input("x", parse_type("f32[4,128]")), weight))
+    model, x = with_weights(e, "network"), torch.randn(4, 128)
+    assert {"w.codes": TensorProto.FLOAT4E2M1}.items() <= {
+        t.name: t.data_type for t in model.graph.initializer
+    }.items()
+    (y,) = ReferenceEvaluator(model).run(None, {"x": x.numpy()})
+    want = x @ dequantize_codes(*stored, torch.float32).T
+    torch.testing.assert_close(torch.from_numpy(y), want, rtol=1e-5, atol=1e-4)
 
 
 def test_weights_of_another_type() -> None:

@@ -90,6 +90,15 @@ def test_unsupported_versions_of_the_library() -> None:
             host.probe(SimpleNamespace(__version__=version), RTX)
 
 
+@pytest.mark.parametrize(("target", "kept"), [("sm120", True), ("rtx", False)])
+def test_where_nvfp4_stays_so(target: str, kept: bool, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rules: [{tensors: [L*.mlp.w_gate, L*.attn.wq], form: fp4}]")
+    options = BuildOptions(backend="trt", target=target, random_weights=0, quant=recipe)
+    program = prepare(load_spec("tiny-dense"), options, dry=True).packing.program
+    assert any(v.type.dtype == "f4" for v in program.graphs["decode"].params) == kept
+
+
 # --- an engine --------------------------------------------------------------------------------
 
 
