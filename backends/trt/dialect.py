@@ -101,8 +101,9 @@ class Dialect(OnnxEmitter):
         power = PART / 2**reader
         scale = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
         if codes.dtype == FP4.codes:  # whose values are twice e2m1
-            shape = *codes.shape[:-1], FP4.values_in(int(codes.shape[-1]))
-            groups = Type(dtype, (*shape[:-1], shape[-1] // FP4.shared))
+            *lead, size = codes.shape
+            shape = (*lead, FP4.values_in(int(size)))
+            groups = Type(dtype, (*lead, FP4.values_in(int(size)) // FP4.shared))
             scales = self._op("DequantizeLinear", [f"{codes.handle}.scales", scale], groups)
             attrs = {"axis": len(shape) - 1, "block_size": FP4.shared}
             operands = [codes, scales]

@@ -71,7 +71,7 @@ def bits_config(
     the formats that fit the weights have."""
     weights = weights_of(c.spec)
     matrices = {name: t for name, t in weights.items() if layer_of(name) is not None}
-    key = cache_key(c.spec, c.dtype, source, text, kind, CANDIDATES)
+    key = cache_key(c.spec, c.dtype, source, text, kind, Path(__file__).read_bytes())
     file = private(cache_root() / FOLDER) / f"{key}.json"
     divergences = measured_divergences(c, source, matrices, text, file, progress)
     costs = {}
@@ -135,18 +135,13 @@ def _candidates(t: Type) -> list[Scheme]:
     return [scheme for scheme in CANDIDATES if scheme.fits(t)]
 
 
-#: inputs [T, K] and outputs [T, N] of a product at some tokens of a window; of experts, those of
-#: the whole op
-Seen = tuple[Tensor, Tensor]
-
-
 class _Watched:
-    """Collects inputs and outputs of the products with some matrices in the first windows, by
-    weight."""
+    """Collects inputs [T, K] and outputs [T, N] of the products with some matrices at some tokens
+    of the first windows, by weight; of experts, those of the whole op."""
 
     def __init__(self, matrices: Container[str], windows: int) -> None:
         self.matrices, self.windows = matrices, windows
-        self.seen: dict[str, list[Seen]] = {}
+        self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
         for name in _weights(n, self.matrices):
@@ -200,7 +195,7 @@ def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> d
 def _divergence(
     w: Tensor,
     inputs: Sequence[Inputs],
-    seen: Sequence[Seen],
+    seen: Sequence[tuple[Tensor, Tensor]],
     information: Sequence[Tensor],
     scheme: Scheme,
     dtype: str,
@@ -208,12 +203,11 @@ def _divergence(
     """Return the divergence in nats per token of a weight in a scheme, calibrated by the inputs, on
     average over windows, by some of its rows. Of stacked experts the relative error of some is
     taken for that of their op's output."""
-    every = max(1, w.shape[-2] // ROWS)
+    every = 1 if w.ndim > 2 else max(1, len(w) // ROWS)
+    w = w[::every]
     if w.ndim > 2:
         some = range(0, len(w), max(1, len(w) // SOME_EXPERTS))
         w, inputs = w[some], [inputs[min(e, len(inputs) - 1)] for e in some]
-    else:
-        w = w[::every]
     codes, scales = quantised(w, inputs, scheme, dtype)
     off = dequantize_codes(codes, scales, torch.float32) - w.float()
     if w.ndim > 2:
@@ -224,8 +218,7 @@ def _divergence(
         outputs = [y.square() * (error / size) for _, y in seen]
     else:
         outputs = [(x @ off.T).square() * every for x, _ in seen]
-        information = [g[:, ::every] for g in information]
-    parts = [float((g * e).sum()) for g, e in zip(information, outputs, strict=True)]
+    parts = [float((g[:, ::every] * e).sum()) for g, e in zip(information, outputs, strict=True)]
     return 0.5 * sum(parts) / len(parts)
 
 

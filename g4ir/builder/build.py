@@ -51,7 +51,7 @@ from g4ir.weights.checkpoint import Checkpoint, sha256
 
 from .bits import MAX_BITS, MIN_BITS, bits_config
 from .calibration import DEFAULT as DEFAULT_TEXT
-from .calibration import RANDOM, CalibrationText, as_paths, calibrate, calibrated_schemes
+from .calibration import RANDOM, CalibrationText, calibrate, calibrated_schemes
 from .load import described, engine_of, linked_files, open_runtime
 from .sources import Sources, find_sources
 
@@ -196,9 +196,8 @@ def _check_bits(o: BuildOptions, dry: bool) -> None:
     if o.quant is not None:
         raise InputError(f"{flag} with --quant {o.quant}: --bits chooses formats; leave one out")
     if dry:
-        raise InputError(
-            f"{flag} with --dry-run: formats are measured with the weights; leave one out"
-        )
+        why = "formats are measured with the weights"
+        raise InputError(f"{flag} with --dry-run: {why}; leave one out")
 
 
 def _check_linked(o: BuildOptions, backend: Backend) -> None:
@@ -236,7 +235,8 @@ def _with_recipe(
 def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> CalibrationText | None:
     """Return the calibration text of --calibrate, the default with --bits, or None; InputError if
     no scheme is calibrated or the text is too short."""
-    paths = as_paths(o.calibrate) or ((DEFAULT_TEXT,) if o.bits is not None else ())
+    paths = (o.calibrate,) if isinstance(o.calibrate, str | Path) else (*o.calibrate,)
+    paths = paths or ((DEFAULT_TEXT,) if o.bits is not None else ())
     if not paths:
         return None
     recipe, spec = config.quant, config.spec

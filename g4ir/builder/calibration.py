@@ -67,11 +67,6 @@ def read_default_text() -> str:
     return lzma.decompress((package_files(__package__) / _DEFAULT_FILE).read_bytes()).decode()
 
 
-def as_paths(option: str | Path | Iterable[str | Path]) -> tuple[str | Path, ...]:
-    """Return the texts of --calibrate: files, or DEFAULT."""
-    return (option,) if isinstance(option, str | Path) else tuple(option)
-
-
 @dataclass(frozen=True)
 class CalibrationText:
     """The first tokens of calibration texts, equally many of each, and their records."""
@@ -345,8 +340,7 @@ def cache_key(
     spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: object
 ) -> str:
     """Return a digest of all that results depend on: weights, text, other facts, this method."""
-    methods = compensation.__file__, __file__, Path(__file__).with_name("bits.py")
-    method = [Path(f).read_bytes() for f in methods]
+    method = [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(h.path, h.identity) for h in source.headers]
     if not files and source.directory.exists():  # random weights have no files
         files = [(f, tensorfile.identity(f.stat())) for f in weight_files(source.directory)]
