@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from g4ir.errors import InputError
+from g4ir.errors import InputError, MissingError
 from g4ir.ir.graph import Program
 from g4ir.parallel.group import Group
 from g4ir.parallel.table import Share
@@ -244,6 +244,13 @@ class Backend(PlannedBackend, ABC):
     def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
         """Whether its engines run graphs with adapters, which are added at load."""
         return False
+
+    def require_adapters(self, model: str, device: str, settings: Mapping[str, str]) -> None:
+        """Raise MissingError unless engines of a model run adapters that requests choose."""
+        if not self.takes_adapters(device, settings):
+            why = f"programs that {self.name} compiles for {device} take no adapters at load"
+            fix = "use --backend torch --device cpu, or merge one adapter: g4ir build --adapter DIR"
+            raise MissingError(f"{model}: {why}; {fix}")
 
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
         """Whether a record names native code, which runs with the user's permissions."""

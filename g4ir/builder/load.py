@@ -177,7 +177,7 @@ def open_runtime(
     backend = check_runnable(artefact, trust)
     params, load_progress = _open_params(artefact, c.device), prefixed(progress, "load")
     if slots:
-        check_takes_adapters(str(artefact.path), backend, c.device, c.settings)
+        backend.require_adapters(str(artefact.path), c.device, c.settings)
     task = Task(
         program=slots.program if slots else artefact.packing.program,
         limits=c.limits,
@@ -191,16 +191,6 @@ def open_runtime(
         added=slots.tensors if slots else {},
     )
     return backend.load(task, m.to_dict()["compiled"], cuda_graph)
-
-
-def check_takes_adapters(
-    model: str, backend: Backend, device: str, settings: Mapping[str, str]
-) -> None:
-    """Raise MissingError unless the engines of a backend run adapters that requests choose."""
-    if not backend.takes_adapters(device, settings):
-        why = f"programs that {backend.name} compiles for {device} take no adapters at load"
-        fix = "use --backend torch --device cpu, or merge one adapter: g4ir build --adapter DIR"
-        raise MissingError(f"{model}: {why}; {fix}")
 
 
 def check_runnable(artefact: Artefact, trust: bool = False) -> Backend:

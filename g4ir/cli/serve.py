@@ -156,14 +156,13 @@ class Serve(Verb):
     def _check_backend(self, model: str) -> None:
         """Raise for a backend that takes no adapters, before a build of minutes."""
         from g4ir.backends import find_backend
-        from g4ir.builder.load import check_takes_adapters
         from g4ir.plan.backend import checked_settings
         from g4ir.plan.resolve import device_of
 
         o = self.first_use.options
         backend = find_backend(o.backend)
         settings = checked_settings(backend, o.settings or {})
-        check_takes_adapters(model, backend, device_of(backend, o.device), settings)
+        backend.require_adapters(model, device_of(backend, o.device), settings)
 
     def _adapters(self) -> dict[str, str]:
         """Return the name and the directory (`DIR` or `DIR=SCALE`) of each adapter."""
