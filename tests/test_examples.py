@@ -25,7 +25,7 @@ def example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
     def run(name: str, *words: str | Path) -> str:
         monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
-        runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
+        run.globals = runpy.run_path(str(EXAMPLES[name]), run_name="__main__")  # type: ignore[attr-defined]
         return capsys.readouterr().out
 
     return run
@@ -52,10 +52,17 @@ def test_client(tmp_path: Path, example: Any, monkeypatch: pytest.MonkeyPatch) -
     assert out == "blue\nblue\n"
 
 
-def test_lora(example: Any) -> None:
-    """Twenty steps lower the loss."""
-    losses = re.findall(r"loss (\S+)", example("lora", "tiny-moe"))
+def test_lora(tmp_path: Path, example: Any) -> None:
+    """Twenty steps lower the loss; an engine with the adapter has the logits of the module."""
+    losses = re.findall(r"loss (\S+)", example("lora", "tiny-moe", tmp_path / "lora"))
     assert len(losses) == 20 and float(losses[-1]) < 0.9 * float(losses[0])
+    limits: dict[str, Any] = {"max_seq": 64, "dtype": "float32", "all_logits": True, "max_batch": 2}
+    g4ir.build("tiny-moe", tmp_path / "e", random_weights=0, **limits).close()
+    ids, module = example.globals["ids"], example.globals["module"]
+    with g4ir.load_engine(tmp_path / "e", adapters={"mine": tmp_path / "lora"}) as engine:
+        logits = engine.session(2, adapter="mine").prefill(ids, all_logits=True)
+    want = module(ids).logits.detach()
+    assert (logits - want).abs().max() < 1e-3 * want.std()
 
 
 def test_new_variant(tmp_path: Path, example: Any) -> None:
