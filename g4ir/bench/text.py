@@ -180,24 +180,8 @@ def _table(runs: Sequence[Values]) -> str:
     return aligned(lines, indent=0).rstrip("\n")
 
 
-def markdown(reports: Sequence[Values]) -> str:
-    """Return a Markdown table: a line for each report, prefill and decode of its first engine and
-    of every other runner, by name."""
-    peers = [*dict.fromkeys(run_name(r) for report in reports for r in report["runs"][1:])]
-    head = ["", "prefill, tokens/s", *peers, "decode, ms a token", *peers]
-    lines = [head]
-    for report in reports:
-        runs = {run_name(r): metrics(r) for r in report["runs"] if not r["void"]}
-        first = run_name(report["runs"][0])
-        lines.append([f"{report['model_id']}, {first}"])
-        for metric in ("prefill_throughput", "itl_p50"):
-            stats = (runs.get(n, {}).get(metric, ("", None))[1] for n in (first, *peers))
-            lines[-1] += [stat_text(stat) if stat else "-" for stat in stats]
-    return markdown_table(lines)
-
-
-#: heading of a sweep's table -> metric and factor
-SWEEP = {
+#: heading of a table of reports -> metric and factor
+COLUMNS = {
     "TTFT, ms": ("ttft_p50", 1.0),
     "prompt, tokens/s": ("prefill_throughput", 1.0),
     "ITL, ms": ("itl_p50", 1.0),
@@ -207,14 +191,14 @@ SWEEP = {
 }
 
 
-def sweep_table(reports: Sequence[Values]) -> str:
+def markdown(reports: Sequence[Values]) -> str:
     """Return a Markdown table: a line for each runner of each report's workload."""
-    lines = [["", "input", "batch", *SWEEP]]
+    lines = [["", "input", "batch", *COLUMNS]]
     for report in reports:
         w = report["workload"]
         for run in report["runs"]:
             stats, void = metrics(run), "VOID " * run["void"]
-            cells = ((stats.get(name, ("", None))[1], f) for name, f in SWEEP.values())
+            cells = ((stats.get(name, ("", None))[1], f) for name, f in COLUMNS.values())
             texts = (f"{void}{stat_text(stat, f)}" if stat else "-" for stat, f in cells)
             lines.append([run_name(run), str(w["input_len"]), str(w["batch"]), *texts])
     return markdown_table(lines)
@@ -238,7 +222,8 @@ def plot_bench(path: str | Path, reports: Mapping[str, Values]) -> None:
         for panel, (phase, (metric, title)) in zip(axes, PANELS.items(), strict=True):
             for i, (label, run) in enumerate(runs.items()):
                 _, stat = metrics(run)[metric]
-                hatch, name = "//" if run["void"] else None, label + "\nVOID" * run["void"]
+                hatch = "//" if run["void"] else None
+                name = f"{label}\n{stat_text(stat)}" + "\nVOID" * run["void"]
                 panel.bar(name, stat.value, yerr=stat.spread, color=f"C{i}", hatch=hatch)
                 if run["work"]:
                     panel.plot([name], [run["work"][phase]["floor_ms"]], "k_", markersize=40)

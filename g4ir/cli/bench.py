@@ -71,14 +71,12 @@ class Bench(Verb):
         return None if self.json in (None, STDOUT) else Path(str(self.json))
 
     def __call__(self) -> int:
-        from g4ir.bench.text import markdown, read_reports, sweep_table
+        from g4ir.bench.text import markdown, read_reports
 
         if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
             if extra := ", ".join(map(flag_of, sorted(self.explicit - {"engines", "table"}))):
                 raise InputError(f"{extra}: of reports the table alone is printed; leave it out")
-            files = [read_reports(m) for m in self.engines]
-            several = any(len(reports) > 1 for reports in files)
-            print((sweep_table if several else markdown)([r for reports in files for r in reports]))
+            print(markdown([report for m in self.engines for report in read_reports(m)]))
             return 0
         self._check_arguments()
         reports = self._measured(self._engine_paths())
@@ -155,15 +153,14 @@ class Bench(Verb):
 
     def _write(self, reports: list[Values]) -> None:
         from g4ir.bench.report import SWEEP_KIND
-        from g4ir.bench.text import markdown, plot_bench, sweep_table, text
+        from g4ir.bench.text import markdown, plot_bench, text
 
         several = len(reports) > 1
         values = strict({"kind": SWEEP_KIND, "reports": reports} if several else reports[0])
         if self.json == STDOUT:
             emit(values)
         else:
-            table = sweep_table if several else markdown
-            print(table(reports) if several or self.table else text(reports[0]))
+            print(markdown(reports) if several or self.table else text(reports[0]))
         for warning in dict.fromkeys(w for report in reports for w in report["warnings"]):
             console.say(f"warning: {warning}")
         if self.file:
