@@ -49,7 +49,13 @@ LIMITS = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": ROWS}
 
 @pytest.fixture(scope="module")
 def engine(make_engine: Any) -> Engine:
-    """Per-layer embeddings, shared K and V, rings of 8."""
+    """Per-layer embeddings, shared K and V, rings of 8; steps on the device."""
+    return make_engine("tiny-ple", backend="torch", **LIMITS)
+
+
+@pytest.fixture(scope="module")
+def interpreted(make_engine: Any) -> Engine:
+    """The same without a token loop: each token is chosen by the host."""
     return make_engine("tiny-ple", **LIMITS)
 
 
@@ -100,7 +106,7 @@ def random_jobs(count: int, seed: int) -> list[Request]:
 def test_caches_of_other_forms(make_engine: Any) -> None:
     """Quantised KV caches, and one cache in the place of K and V."""
     caches = {"kv_dtype": "int8", "latent_kv": "value", "max_batch": 3}
-    engine = make_engine("tiny-moe", **LIMITS | caches)
+    engine = make_engine("tiny-moe", backend="torch", **LIMITS | caches)
     jobs = [Request(prompt(n, n), 9, FREE) for n in (20, 7, 33, 12)]
     jobs += [replace(jobs[0], marks=(9,)), replace(jobs[0], tokens=(*jobs[0].tokens[:9], 4, 5))]
     want = [engine.generate([*j.tokens], 9, stop_ids=()) for j in jobs]
@@ -181,21 +187,22 @@ class Machine(RuleBasedStateMachine):
         assert not self.scheduler.num_running and not self.scheduler.waiting
 
 
-def test_any_order_of_admission_steps_and_cancelling(engine: Engine, full: bool) -> None:
+def test_any_order_of_admission_steps_and_cancelling(interpreted: Engine, full: bool) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     jobs = random_jobs(12, 4)
-    made = {"jobs": jobs, "engine": engine, "wanted": {j: alone(engine, j) for j in jobs}}
+    wanted = {j: alone(interpreted, j) for j in jobs}
+    made = {"jobs": jobs, "engine": interpreted, "wanted": wanted}
     machine = type("M", (Machine,), made)
     shape = settings(max_examples=400 if full else 12, stateful_step_count=25, deadline=None)
     run_state_machine_as_test(machine, settings=shape)
 
 
-def test_several_answers_to_one_prompt(engine: Engine) -> None:
+def test_several_answers_to_one_prompt(interpreted: Engine) -> None:
     """The prompt is computed once; answer i has the seed + i; one that is stopped frees its row."""
     s, tokens = replace(FREE, temperature=1.5, seed=7), prompt(21)
-    want = [alone(engine, Request(tokens, 9, replace(s, seed=7 + i))) for i in range(3)]
-    scheduler = Scheduler(engine, SchedulerConfig(patience=1))
+    want = [alone(interpreted, Request(tokens, 9, replace(s, seed=7 + i))) for i in range(3)]
+    scheduler = Scheduler(interpreted, SchedulerConfig(patience=1))
     other = scheduler.submit(Request(prompt(5, 1), 15, FREE))
     handle = scheduler.submit(Request(tokens, 9, s, n=3))
     while len(handle.answers[1].tokens) < 4:
@@ -208,7 +215,7 @@ def test_several_answers_to_one_prompt(engine: Engine) -> None:
     assert [a.tokens for a in handle.answers] == [want[0], want[1][:4], want[2]]
     assert handle.state == FINISHED and handle.counts.generated == 9 + 4 + 9
     assert scheduler.totals.ended[STOP] == 1 and scheduler.totals.computed == 21 + 5
-    assert other.answers[0].tokens == alone(engine, other.request)
+    assert other.answers[0].tokens == alone(interpreted, other.request)
 
 
 def test_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +254,10 @@ def test_sequences_decode_while_a_prompt_is_read(engine: Engine, size: int | Non
     assert {e.handle for e in scheduler.step()} > {late}
 
 
-def test_the_smallest_bucket_is_used(engine: Engine) -> None:
+def test_the_smallest_bucket_is_used(interpreted: Engine) -> None:
     """Upwards at once, for those that wait and at most twice those that run; downwards after a
     while. Prompts that are computed together are so in a session of their number."""
-    scheduler = Scheduler(engine, SchedulerConfig(patience=3))
+    scheduler = Scheduler(interpreted, SchedulerConfig(patience=3))
     scheduler.submit(Request(prompt(3), 40, FREE))
     scheduler.step()
     assert len(scheduler.batch.slots) == 1
@@ -262,7 +269,7 @@ def test_the_smallest_bucket_is_used(engine: Engine) -> None:
     assert all(t.state == FINISHED for t in short)
     assert sizes[:3] == [4, 4, 4] and sizes[-1] == 1 and [*scheduler.batch.sessions] == [1, 4, 2]
     assert sizes == sorted(sizes, reverse=True)
-    burst, sizes = Scheduler(engine), []
+    burst, sizes = Scheduler(interpreted), []
     for i in range(4):
         burst.submit(Request(prompt(13, i), 40, FREE))
     for _ in range(4):
@@ -366,13 +373,15 @@ def poisoned(engine: Engine, patch: pytest.MonkeyPatch, phase: str, held: int) -
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_nan_fails_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+def test_nan_fails_its_row(
+    interpreted: Engine, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     """And leaves nothing for who comes after it in its row."""
     jobs = [Request(prompt(n, n), 12, FREE) for n in (5, 13, 24)]
-    want = [alone(engine, job) for job in jobs]
-    scheduler = Scheduler(engine)
+    want = [alone(interpreted, job) for job in jobs]
+    scheduler = Scheduler(interpreted)
     with monkeypatch.context() as patch:
-        poisoned(engine, patch, phase, 13 if phase == "prefill" else 13 + 8)
+        poisoned(interpreted, patch, phase, 13 if phase == "prefill" else 13 + 8)
         handles = [scheduler.submit(job) for job in jobs]
         events = finished(scheduler)
     assert [t.state for t in handles] == [FINISHED, FAILED, FINISHED]
