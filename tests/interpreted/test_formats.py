@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from g4ir.ops.codecs import FORMATS, dequantize_codes, take_rows
 from .samples import Try, kernel_called, rms
 
 QUANTIZE: Any = OPS["quantize"].reference
+DTYPES = (torch.float32, torch.bfloat16)
 #: columns, codes that share a scale: no multiples of a block of columns, which has 256 and more
 SHAPES = ((1280, 256), (768, 0))
 NARROW = {"int8": (40, 0), "fp8": (48, 16), "int4": (96, 32)}
@@ -39,11 +39,13 @@ def weight(form: str, n: int, k: int, group: int, scale: str) -> tuple[torch.Ten
     return codes, scales, dequantize_codes(codes, scales.double(), torch.float64)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_products(form: str) -> None:
-    """In fp32, and in bf16, where weights of more rows are rounded."""
+@pytest.mark.parametrize(("turn", "form"), enumerate(FORMATS))
+def test_products(turn: int, form: str) -> None:
+    """In fp32, and in bf16, where weights of more rows are rounded: formats take turns in which
+    shape is in which."""
     shapes = (*SHAPES, *([NARROW[form]] if form in NARROW else []))
-    for at, ((k, group), dtype) in enumerate(product(shapes, (torch.float32, torch.bfloat16))):
+    for at, (k, group) in enumerate(shapes, turn):
+        dtype = DTYPES[at % 2]
         codes, scales, exact = weight(form, 21, k, group, ("f32", "bf16", "f16")[at % 3])
         for rows, (block_m, block_n) in TILES.items():
             x = torch.randn(rows, k).to(dtype)
@@ -54,11 +56,11 @@ def test_products(form: str) -> None:
             assert rms(got.double() - want) <= ERROR[dtype, rows] * rms(want), (rows, k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
-def test_rows(form: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("turn", "form"), enumerate(FORMATS))
+def test_rows(turn: int, form: str) -> None:
     """All of a weight, of several experts too, and those of ids, times a factor."""
-    for (k, group), scale in zip(SHAPES, ("bf16", "f32")):
+    for i, ((k, group), scale) in enumerate(zip(SHAPES, ("bf16", "f32")), turn):
+        dtype = DTYPES[i % 2]
         codes, scales, _ = weight(form, 12, k, group, scale)
         data, ids = codes.view(torch.uint8), torch.tensor([[11, 0], [5, 5]])
         want = dequantize_codes(codes, scales, dtype)
