@@ -266,7 +266,8 @@ def test_k_blocks(tmp_path: Path, kind: str, backend: str) -> None:
     table = sum(size for n, size in sizes.items() if n.startswith("embed.table"))
     numbers = meant[TOKEN_TABLE].numel()
     assert table == numbers * HELD[kind][backend == "onnx"]
-    assert verify_engine(engine).ok
+    if backend != "reference":  # which would be compared with itself
+        assert verify_engine(engine).ok
     if (kind, backend) == ("Q6_K", "reference"):
         assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
 
