@@ -180,7 +180,7 @@ def test_a_stale_prefix(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_report(tmp_path: Path, engines: Any, own_home: Any) -> None:
     """JSON and HTML of a command; the second time nothing is computed."""
-    engine = engines("tiny-ple", **FAST, quant="int8")
+    engine = engines("tiny-ple", **FAST | {"backend": "reference", "quant": "int8"})
     words = ("prove", engine.path, "--ctx", "256")
     first = g4ir(*words, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
     assert first.code == 0 and "needles found" in first.out, first
