@@ -1,17 +1,23 @@
 """Embeddings beside sentence-transformers and llama.cpp's server, on the CPU.
 
-    python bench/embeddings.py FOLDER [--tokenizer FILE] [--texts 200] [--rounds 3] [--threads 2]
-                               [--dtypes bfloat16] [--batches 8,32] [--quant Q] [--text FILE]
-                               [--program llama-server] [--save] [--name embeddings]
+    python bench/embeddings.py FOLDER [--tokenizer FILE] [--texts 1000] [--minutes 6] [--threads 2]
+                               [--dtypes bfloat16,float32] [--text FILE]
+                               [--isas native,avx2] [--programs llama-server,FILE] [--save]
+                               [--name embeddings]
 
 FOLDER: an encoder as sentence-transformers stores it (`pip install sentence-transformers`); if it
 is not there, EmbeddingGemma 300M is written with random weights and --tokenizer, which a folder of
-Gemma 3 has. Texts of 16 to 256 tokens, drawn from a file, are embedded in turns: by an engine of
-each of --dtypes; by sentence-transformers in the same dtypes, which sorts them by length, in
-batches of each of --batches; with --program by llama.cpp's server, on a GGUF file of the weights
-(BF16, or Q8_0 with --quant), through requests of 32 sorted texts, four at once. A cosine of the
-embeddings below 0.99 ends the run. The summary has the median seconds, also of CPU time, which
-other processes disturb less.
+Gemma 3 has. Texts of 16 to 256 tokens, drawn from a file, are embedded: by an engine of each of
+--dtypes; by sentence-transformers in the same dtypes, sorted, in batches of 8; and by
+llama.cpp's server, on a GGUF file of the weights in BF16, through requests of 32 texts, four at
+once. A table for each of --isas (of G4IR_ISA, which holds torch too), with its
+program of --programs, if it has one.
+
+The texts are sorted by length and divided into slices of all lengths, in whole batches, so that
+none pads more than over all texts; the programs take turns. After the first slice only the best
+dtype of each program goes on, until --minutes are over or all texts are done. A cosine of
+the embeddings below 0.99 ends the run. Ratios are to the best engine's rate, by wall time and by
+CPU time, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -19,21 +25,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import g4ir  # before torch: it sets how threads wait
 
 import torch  # isort: skip
-from common import arguments, finish, process
+from common import arguments, finish, process, seconds
 
 from g4ir.spec.record import load_spec
 from g4ir.ui.table import aligned
@@ -41,9 +52,12 @@ from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 
 SIZES, SIMILAR, PORT = (16, 256), 0.99, 18_734
-HEAD = ["what", "seconds", "CPU seconds", "tokens/s", "g4ir is faster by", "in CPU time"]
+BATCH, SLICES = 8, 16
+HEAD = ["what", "texts", "seconds", "CPU s", "tokens/s", "g4ir is faster by", "in CPU time"]
 TEXT = Path(__file__).resolve().parents[1] / "tests" / "real" / "english.txt"
 Embed = Callable[[list[str]], torch.Tensor]
+Sample = tuple[int, float, float]
+START = time.monotonic()
 
 
 def folder_of(folder: Path, tokenizer: str | None) -> Path:
@@ -52,21 +66,12 @@ def folder_of(folder: Path, tokenizer: str | None) -> Path:
         if tokenizer is None:
             raise SystemExit(f"{folder}: no such folder; give --tokenizer to write one")
         spec = load_spec("embeddinggemma-300m")
-        values = json.loads(Path(tokenizer).read_text())
-        ends = [{"SpecialToken": {"id": t, "type_id": 0}} for t in ("<bos>", "<eos>")]
-        text = {"Sequence": {"id": "A", "type_id": 0}}
-        ids = {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in (("<bos>", 2), ("<eos>", 1))}
-        single = [ends[0], text, ends[1]]
-        values["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": single,
-            "special_tokens": ids,
-        }
+        words, ends = Tokenizer.from_file(tokenizer), [("<bos>", 2), ("<eos>", 1)]
+        words.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 2048}
         config |= {f"{k}_token": f"<{k}>" for k in ("bos", "eos", "pad", "unk")}
-        files = {"tokenizer.json": values, "tokenizer_config.json": config}
-        raw = {name: json.dumps(v).encode() for name, v in files.items()}
+        files = {"tokenizer.json": words.to_str(), "tokenizer_config.json": json.dumps(config)}
+        raw = {name: text.encode() for name, text in files.items()}
         weights = random_weights(spec, 0, torch.bfloat16)
         write_checkpoint(folder, spec, weights, side_files=raw)
     return folder
@@ -98,37 +103,25 @@ def llama_server(program: str, file: Path, threads: int) -> Iterator[tuple[Embed
             return [row["embedding"] for row in json.load(urllib.request.urlopen(request))["data"]]
 
         def embed(texts: list[str]) -> torch.Tensor:
-            order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-            parts = [order[i : i + 32] for i in range(0, len(order), 32)]
-            out = torch.empty(len(texts), len(post(texts[:1])[0]))
+            parts = [texts[i : i + 32] for i in range(0, len(texts), 32)]
             with ThreadPoolExecutor(4) as pool:
-                for part, rows in zip(
-                    parts, pool.map(post, ([texts[i] for i in p] for p in parts))
-                ):
-                    out[part] = torch.tensor(rows)
-            return out
+                return torch.tensor([row for rows in pool.map(post, parts) for row in rows])
 
         for _ in range(240):
-            try:
+            with suppress(OSError):
                 post(["a"])
                 break
-            except OSError:
-                time.sleep(0.5)
+            time.sleep(0.5)
         yield embed, server.pid
 
 
-def sentence_transformers(folder: Path, dtype: str, batch: int) -> Embed:
-    """Return the embeddings of sentence-transformers in batches of this size."""
+def sentence_transformers(folder: Path, dtype: str) -> Embed:
+    """Return the embeddings of sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
-    options = {"dtype": getattr(torch, dtype)}
-    model = SentenceTransformer(str(folder), device="cpu", model_kwargs=options)
-
-    def embed(texts: list[str]) -> torch.Tensor:
-        out: torch.Tensor = model.encode(texts, batch_size=batch, convert_to_tensor=True)
-        return out.float()
-
-    return embed
+    how: Any = {"device": "cpu", "model_kwargs": {"dtype": getattr(torch, dtype)}}
+    encode = SentenceTransformer(str(folder), **how).encode
+    return lambda texts: encode(texts, batch_size=BATCH, convert_to_tensor=True).float()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -138,65 +131,82 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure(
-    runs: dict[str, tuple[Embed, int]], texts: list[str], rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Return seconds and CPU seconds of each run in each round, after one on some texts."""
-    few, wanted = texts[:: max(1, len(texts) // 8)], None
-    for name, (embed, _) in runs.items():
-        rows = torch.nn.functional.normalize(embed(few), dim=-1)
+    runs: dict[str, tuple[Embed, int]], texts: list[str], limit: float
+) -> dict[str, list[Sample]]:
+    """Return samples of each run: number of texts, seconds and CPU seconds of each slice."""
+    wanted, taken = None, {name: list[Sample]() for name in runs}
+    end = time.monotonic() + limit
+    for name, (embed, _) in runs.items():  # also warms up
+        rows = torch.nn.functional.normalize(embed(texts[:: max(1, len(texts) // 8)]), dim=-1)
         wanted = rows if wanted is None else wanted
         if (worst := float((rows * wanted).sum(-1).min())) < SIMILAR:
             raise SystemExit(f"{name}: a cosine of {worst:.4f} to {next(iter(runs))}")
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for number in range(rounds):
-        for name in [*runs][:: 1 if number % 2 else -1]:
+    texts = sorted(texts, key=len)
+    batches = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)]
+    for turn in range(SLICES):
+        start, part = time.monotonic(), [t for b in batches[turn::SLICES] for t in b]
+        for name in [*runs][:: 1 if turn % 2 else -1] if part else ():
             embed, pid = runs[name]
-            start, cpu = time.perf_counter(), cpu_seconds(pid)
-            embed(texts)
-            taken[name].append((time.perf_counter() - start, cpu_seconds(pid) - cpu))
+            cpu, spent = cpu_seconds(pid), seconds(partial(embed, part))
+            taken[name].append((len(part), spent, cpu_seconds(pid) - cpu))
+        ranked = sorted(runs, key=lambda name: -taken[name][0][2])
+        runs = {n: runs[n] for n in {name.split()[0]: name for name in ranked}.values()}
+        if 2 * time.monotonic() - start > end:
+            break
     return taken
 
 
-def main() -> None:
-    flags = {"texts": 200, "rounds": 3, "threads": 2, "dtypes": ("bfloat16",), "batches": (8, 32)}
-    paths = {"tokenizer": None, "quant": None, "program": None, "text": str(TEXT), "name": None}
-    args = arguments(__doc__, "folder", **flags, **paths)
+def table(taken: dict[str, list[Sample]], tokens: float) -> str:
+    """Return a row for each run; tokens: of a text, on average."""
+    sums = {name: [sum(column) for column in zip(*samples)] for name, samples in taken.items()}
+    costs = {name: [x / n for x in times] for name, (n, *times) in sums.items()}
+    ours = min((c for name, c in costs.items() if name.startswith("g4ir")), key=lambda c: c[1])
+    rows = [
+        [name, str(int(sums[name][0])), *(f"{x:.1f}" for x in sums[name][1:])]
+        + [f"{tokens / cost[0]:.0f}", *(f"{x / best:.2f}" for x, best in zip(cost, ours))]
+        for name, cost in costs.items()
+    ]
+    return aligned([HEAD, *rows])
+
+
+def compared(args: Any) -> str:
+    """Return the table of this process's instruction set."""
     torch.set_num_threads(args.threads)
     folder, runs = folder_of(Path(args.folder), args.tokenizer), dict[str, tuple[Embed, int]]()
     with ExitStack() as stack, TemporaryDirectory() as scratch:
         for dtype in args.dtypes:
-            out = Path(scratch, dtype)
-            engine = g4ir.build(None, out=out, checkpoint=folder, dtype=dtype, quant=args.quant)
+            engine = g4ir.build(None, out=Path(scratch, dtype), checkpoint=folder, dtype=dtype)
             stack.enter_context(engine)
-            tokenizer = engine.embedder.tokenizer
-            label = f"g4ir {dtype}{f', {args.quant}' if args.quant else ''}"
-            runs[label] = partial(engine.embed, task="none"), os.getpid()
-        for dtype in args.dtypes if not args.quant else ():
-            for batch in args.batches:
-                embed = sentence_transformers(folder, dtype, batch)
-                runs[f"sentence-transformers {dtype}, batches of {batch}"] = embed, os.getpid()
-        if args.program:
-            kind = "Q8_0" if args.quant else "BF16"
-            file = g4ir.export(folder, Path(scratch, "e.gguf"), format="gguf", dtype=kind)
-            server = llama_server(args.program, file, args.threads)
-            runs[f"llama.cpp {kind}"] = stack.enter_context(server)
-        texts = texts_of(tokenizer, args.text, args.texts)
-        tokens = sum(len(x) for x in engine.embedder.tokenize(texts))
-        taken = measure(runs, texts, args.rounds)
-    middle = {name: [median(column) for column in zip(*rows)] for name, rows in taken.items()}
-    best = [min(middle[name][i] for name in runs if name.startswith("g4ir")) for i in (0, 1)]
-    rows = [
-        [
-            name,
-            *(f"{x:.1f}" for x in t),
-            f"{tokens / t[0]:.0f}",
-            *(f"{x / b:.2f}" for x, b in zip(t, best)),
-        ]
-        for name, t in middle.items()
-    ]
-    head = f"{args.texts} texts, {tokens} tokens, {args.threads} threads, {args.rounds} rounds"
-    isa = f"; kernels held to {os.environ['G4IR_ISA']}" if "G4IR_ISA" in os.environ else ""
-    finish(args, args.name or "embeddings", f"{head}{isa}\n\n{aligned([HEAD, *rows])}")
+            runs[f"g4ir {dtype}"] = partial(engine.embed, task="none"), os.getpid()
+        for d in args.dtypes:
+            runs[f"sentence-transformers {d}"] = sentence_transformers(folder, d), os.getpid()
+        if args.programs[0]:
+            file = g4ir.export(folder, Path(scratch, "e.gguf"), format="gguf", dtype="BF16")
+            server = llama_server(args.programs[0], file, args.threads)
+            runs["llama.cpp BF16"] = stack.enter_context(server)
+        texts = texts_of(engine.embedder.tokenizer, args.text, args.texts)
+        tokens = sum(map(len, engine.embedder.tokenize(texts))) / len(texts)
+        taken = measure(runs, texts, 60 * args.minutes - (time.monotonic() - START))
+    isa, load = os.environ.get("G4IR_ISA", "native"), os.getloadavg()[0]
+    head = f"{isa}: texts of {tokens:.0f} tokens, {args.threads} threads, load {load:.1f}"
+    return f"{head}\n\n{table(taken, tokens)}"
+
+
+def main() -> None:
+    flags: Any = {"texts": 1000, "minutes": 6.0, "threads": 2, "isas": ("native", "avx2")}
+    flags |= {"dtypes": ("bfloat16", "float32"), "programs": ("",), "tokenizer": None}
+    args = arguments(__doc__, "folder", **flags, text=str(TEXT), name="embeddings")
+    if len(args.isas) == 1:
+        print(compared(args))
+        return
+    tables = []
+    for isa, program in zip_longest(args.isas, args.programs[: len(args.isas)], fillvalue=""):
+        words = [w for w in sys.argv if w != "--save"] + ["--isas", isa, "--programs", program]
+        words += ["--minutes", str(args.minutes / len(args.isas))]
+        env = os.environ | ({} if isa == "native" else {"G4IR_ISA": isa})
+        child = subprocess.run([sys.executable, *words], env=env, stdout=subprocess.PIPE, text=True)
+        tables.append(child.stdout if child.returncode == 0 else f"{isa}: failed\n")
+    finish(args, args.name, "\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from g4ir.builder.load import load_engine
-from g4ir.cli import run
+from g4ir.cli.media import SETTING_KINDS
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.generate.jsonl import FIELDS
@@ -407,5 +407,5 @@ def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_pat
 
 
 def test_flags_and_requests_have_the_same_settings() -> None:
-    assert {*run.SETTING_KINDS, *LISTS} <= {*FIELDS}
+    assert {*SETTING_KINDS, *LISTS} <= {*FIELDS}
     assert (*LISTS.values(),) == (*MEDIA_SETTINGS,) == KINDS

@@ -84,7 +84,7 @@ def expand_placeholders(
             raise count_error(kind, holder, count, len(media), soft_count)
         if count != soft_count and holder is not None:
             pending[holder] = iter(media)
-    return [_placed(row, pending, tokens, encode) for row in rows]
+    return [_placed(row, pending, tokens, encode) if pending else [*row] for row in rows]
 
 
 def _placed(

@@ -411,8 +411,7 @@ class Server:
         """Return the embeddings of texts, or documents ranked by them."""
         self._check_ready()
         if not (model := self.embeddings):
-            message = "this server has no embedding model; start it with --embed MODEL"
-            raise Refused(501, message, code="not_supported")
+            raise Refused(501, "no embedding model here: use --embed MODEL", code="not_supported")
         if api.content_type != JSON:
             self._check_origin(request)
         raw = await self.gate.body(request, api.content_type)
@@ -430,9 +429,8 @@ class Server:
         vectors, tokens = await model.embed(request, asked)
         request.state.said |= {"prompt": tokens}
         self.charge(request.state.salt, tokens)
-        return await run_in_threadpool(
-            lambda: json_response(api.body(asked, vectors, tokens, model.name))
-        )
+        body = partial(api.body, asked, vectors, tokens, model.name)
+        return await run_in_threadpool(lambda: json_response(body()))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Return the tokenizer's settings, for clients that tokenise themselves."""
@@ -774,12 +772,17 @@ def _other_kind(message: str) -> Refused:
     return Refused(400, f"model: {message}", param="model", code="not_supported")
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, check_circular=False)
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 
 def _text(value: Any) -> str:
-    """Return ASCII JSON: model output may contain lone surrogates, escaped."""
-    return _ENCODER.encode(value)
+    """Return ASCII JSON: model output may contain lone surrogates, escaped. The items of long lists
+    are encoded one by one: the encoder holds the interpreter lock, for seconds with all."""
+    if isinstance(value, list) and len(value) > 64:
+        return f"[{', '.join(map(_encode, value))}]"
+    if isinstance(value, dict) and any(isinstance(v, list) for v in value.values()):
+        return f"{{{', '.join(f'{_encode(k)}: {_text(v)}' for k, v in value.items())}}}"
+    return _encode(value)
 
 
 def json_response(

@@ -19,6 +19,7 @@ import torch
 
 import g4ir
 from g4ir.engine.engine import Engine
+from g4ir.serve.app import _text
 from g4ir.serve.embedding_model import EmbeddingModel
 from g4ir.serve.protocols.embeddings import MAX_TEXTS, METHOD
 from tests.serve.running import NAME, Running, eventually, running
@@ -163,6 +164,13 @@ def test_no_such_model_and_no_embedder(world: World, served: Running) -> None:
             assert answer.status_code == 501 and "--embed" in answer.text
 
 
+def test_long_lists_are_encoded_as_others() -> None:
+    """In pieces, so that an answer of thousands of embeddings delays no stream."""
+    rows = [{"embedding": [0.5, 1.0]}] * 70
+    for value in ({"a": rows, "b": {"c": rows}, "d": []}, rows, {"é": "\ud800", "n": [None]}, {}):
+        assert _text(value) == json.dumps(value)
+
+
 def test_an_encoder_alone(world: World) -> None:
     with running(lambda: g4ir.load_engine(world.engine.path)) as r, r.client() as client:
         eventually(lambda: client.get("/health").status_code == 200, 60)
@@ -191,7 +199,7 @@ def test_a_client_that_leaves_ends_its_texts(world: World, monkeypatch: pytest.M
 
     monkeypatch.setattr(embedder, "_run", counted)
     with pytest.raises(Exception, match="timed out"), world.served.client() as client:
-        client.post("/v1/embeddings", json={"input": [[5] * 200] * 4000}, timeout=1)
+        client.post("/v1/embeddings", json={"input": [[5] * 200] * 4000}, timeout=3)
     time.sleep(0.3)
     seen = chunks
     time.sleep(0.3)

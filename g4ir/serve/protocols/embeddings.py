@@ -85,7 +85,7 @@ def embeddings_body(
     rows: Sequence[Any] = (
         [base64.b64encode(v.numpy().tobytes()).decode() for v in vectors]
         if asked.base64
-        else vectors.tolist()
+        else [v.tolist() for v in vectors]  # releases the interpreter lock in between
     )
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -93,7 +93,11 @@ def embeddings_body(
 
 
 def ollama_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, model: str) -> Body:
-    return {"model": model, "embeddings": vectors.tolist(), "prompt_eval_count": tokens}
+    return {
+        "model": model,
+        "embeddings": [v.tolist() for v in vectors],
+        "prompt_eval_count": tokens,
+    }
 
 
 def rerank_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, model: str) -> Body:
