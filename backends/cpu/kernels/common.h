@@ -24,7 +24,8 @@
 #define TOGETHER 8
 /* Functions whose first arguments are compile-time constants at each call: inlined, so that loops unroll and
  * sums stay in registers. */
-#define ALWAYS static inline __attribute__((always_inline)) void
+#define INLINED static inline __attribute__((always_inline))
+#define ALWAYS INLINED void
 #define UNROLLED _Pragma("GCC unroll 8")
 
 /* Values of codes: themselves, those of IQ4 and NL4, of FP4, of NL3, and of NL2 (g4ir/ops/codecs.py). */

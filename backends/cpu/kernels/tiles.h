@@ -166,7 +166,7 @@ static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6]
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
 
 /* The values of the codes, indices of a table, biased. */
-static inline row_words values_listed(const int form, row_words codes) {
+INLINED row_words values_listed(const int form, row_words codes) {
     uint8_t table[TILE] __attribute__((aligned(TILE)));
     UNROLLED for (int i = 0; i < TILE; i++) table[i] = (uint8_t)(TABLE[TABLE_OF(form)][i] + BIAS[form]);
 #if WIDE == 64
@@ -187,7 +187,7 @@ static inline row_words values_listed(const int form, row_words codes) {
 }
 
 /* Word j of block `b` of a nonuniform format. */
-static inline row_words nonuniform_word(const int form, const uint8_t *p, int b, int j) {
+INLINED row_words nonuniform_word(const int form, const uint8_t *p, int b, int j) {
     row_words chosen = words_at(p, WORDS_OF(form) - 1) >> (8 * b) & 1;
     row_words shift = -chosen & 0x01010101u * SHIFT_OF(form);
     row_words codes = form == NL4 ? words_at(p, 8 * (b % 2) + j) >> (4 * (b / 2)) & NIBBLES
@@ -197,7 +197,7 @@ static inline row_words nonuniform_word(const int form, const uint8_t *p, int b,
 }
 
 /* Word j of the (biased, fp8: plain) codes of block `b` of the super-block at `p`. */
-static inline row_words code_word(const int form, const uint8_t *p, int b, int j) {
+INLINED row_words code_word(const int form, const uint8_t *p, int b, int j) {
     if (form == FP8) return words_at(p, 8 * b + j);
     if (NONUNIFORM(form)) return nonuniform_word(form, p, b, j);
     if (form == INT8) return words_at(p, 8 * b + j) ^ (WITH_SIGN ? 0 : 0x80808080u);
@@ -254,7 +254,7 @@ static inline strip strip_of(const coded *p, int64_t tile, int lane, float *out)
 
 /* Decodes e4m3 code t of each word. It is subnormal below 2^-6: decoded as if normal it gives `high`, the true
  * value is smaller. */
-static inline row_floats fp8_number(row_words codes, int t) {
+INLINED row_floats fp8_number(row_words codes, int t) {
     row_words c = codes << (24 - 8 * t);
     row_floats high = (row_floats)((c >> 4 & 0x07f00000u) + (120u << 23));
     row_floats low = multiply_add(high, all_rows(2), all_rows(-0x1p-6f));
@@ -262,7 +262,7 @@ static inline row_floats fp8_number(row_words codes, int t) {
 }
 
 /* Scales of the half blocks of block `b` of the super-block at `p`, and the minima to subtract. */
-static inline void block_factors(const int form, const uint8_t *p, int b, row_floats scale,
+ALWAYS block_factors(const int form, const uint8_t *p, int b, row_floats scale,
                                  row_floats least, row_floats *factor, row_floats *below) {
     factor[0] = factor[1] = scale;
     below[0] = below[1] = MINIMA(form) ? least : (row_floats){0};
