@@ -95,7 +95,8 @@ typedef void tile_dot(const coded *p, const int64_t *tiles, const digits *const 
 ALWAYS strip_products(const int rows, const int tiles_at_once, const int parts, const coded *p,
                       const int64_t *tiles, const digits *const *x, const int8_t *a, float *out) {
     const int amx = on_amx(FORM, parts, rows), each = amx ? rows : ROWS_AT_ONCE(rows);
-    const int sums = each * (IN_16_BITS(FORM) ? 1 : parts), vectors = sums <= 4 ? VECTORS_MOST : 1;
+    const int sums = each * (IN_16_BITS(FORM) ? 1 : parts), sums_most = SUPER(FORM) ? 2 : 4;
+    const int vectors = sums <= sums_most ? VECTORS_MOST : 1;
     const int strips = tiles_at_once * vectors;
     for (int lane = 0; lane < TILE; lane += vectors * WORDS)
         for (int r = 0; r < rows; r += each) {
