@@ -37,8 +37,7 @@ class EmbeddingModel:
     @property
     def facts(self) -> dict[str, Any]:
         """What /v1/models says of it."""
-        spec = self.engine.spec
-        sizes = list(spec.embedding.dims) if spec.embedding else []
+        sizes = [*getattr(self.engine.spec.embedding, "dims", ())]
         return {"max_model_len": self.engine.limits.max_seq, "embedding_sizes": sizes}
 
     async def embed(self, request: Request, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
