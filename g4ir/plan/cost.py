@@ -12,7 +12,7 @@ after. Weights are read once per step. The weight prologue costs nothing: it run
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import add
 from typing import Any
@@ -107,6 +107,11 @@ def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCos
     before and after any pass. Raises InputError for sizes out of range.
     """
     return _Meter(g).nodes(Step(B, S, C))
+
+
+def step_costs(g: Graph) -> Callable[[Step], Cost]:
+    """Return a function from a step to the cost of the whole graph."""
+    return _Meter(g).total
 
 
 def prefill_chunks(g: Graph, tokens: int, chunk: int | None = None, *, B: int = 1) -> list[Cost]:

@@ -22,7 +22,7 @@ from g4ir.ops.codecs import FORMAT_OF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, Packing
 
 from .backend import PlannedBackend
-from .cost import Cost, graph_costs, total
+from .cost import Cost, Step, step_costs
 from .engine_limits import Limits
 from .memory import Needs, param_bytes
 from .options import BuildConfig
@@ -152,9 +152,13 @@ class Footprint:
     def step(self, batch: int, ctx: int) -> Cost | None:
         """Return the cost of a decode step, which is that of a prompt of one token; None for an
         encoder."""
-        if not (g := self.packing.program.graphs.get("prefill")):
+        if "prefill" not in self.packing.program.graphs:
             return None
-        return total(graph_costs(g, B=batch, C=ctx - 1))
+        return self._step_costs(Step(batch, 1, ctx - 1))
+
+    @cached_property
+    def _step_costs(self) -> Callable[[Step], Cost]:
+        return step_costs(self.packing.program.graphs["prefill"])
 
     def need_at(self, batch: int, ctx: int) -> int:
         """Return bytes in the device's memory, without the reserve."""
