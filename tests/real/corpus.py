@@ -61,7 +61,7 @@ def _read(path: Path) -> str:
                 return "\n".join(str(t) for t in vars(GNUTranslations(file))["_catalog"].values())
         raw = path.read_bytes()
         return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):  # IndexError: a catalog without a rule of plurals
         return ""
 
 
