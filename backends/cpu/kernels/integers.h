@@ -129,7 +129,7 @@ static tile_dot *const TILE_DOTS[][TOGETHER + 1] = {{0}, {BY_ROWS(TILE_NAME, 1)}
 typedef struct {
     const coded *p;
     int parts;
-    int64_t together, part, units;
+    int64_t together, part, turns;
 } tiled_product;
 
 static void store_tile(const coded *p, int64_t r, int64_t tile, const float *sums) {
@@ -160,8 +160,9 @@ static int tile_units(void *context, units *left) {
     int8_t *a = (int8_t *)form + bytes;
     if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* all rows are one pass */
     for (int64_t u; (u = take_unit(left)) >= 0;) {
-        int64_t r = u / m->units * m->together, here = least(m->together, p->rows - r);
-        int64_t first = u % m->units * m->part, last = least(first + m->part, tiles);
+        /* units in turn have the same tiles, which are in cache for the later rows */
+        int64_t r = u % m->turns * m->together, here = least(m->together, p->rows - r);
+        int64_t first = u / m->turns * m->part, last = least(first + m->part, tiles);
         const digits *x[TOGETHER];
         int64_t taken = of[here] ? here : here + 1;
         for (int64_t i = 0; i < taken; i++) x[i] = form + (r + least(i, here - 1)) * blocks;
@@ -185,8 +186,8 @@ static int multiply_integers(const coded *p, int parts, int threads) {
     int64_t tiles = p->n / TILE, turns = (p->rows + TOGETHER - 1) / TOGETHER;
     int64_t together = (p->rows + turns - 1) / turns;
     int64_t part = tiles_of_part(tiles, threads, strips_of(FORM, parts, together));
-    tiled_product m = {p, parts, together, part, (tiles + part - 1) / part};
-    return run_region(tile_units, &m, turns * m.units, threads);
+    tiled_product m = {p, parts, together, part, turns};
+    return run_region(tile_units, &m, turns * ((tiles + part - 1) / part), threads);
 }
 #else
 #define HAS_INTEGERS 0
