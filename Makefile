@@ -174,24 +174,25 @@ $(WHEEL_ENV)/.ready: constraints.txt pyproject.toml
 test-versions: $(READY)
 	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
-# Types are checked on one core while the first tests run. Tests of one backend, of
-# formats of checkpoints and of ranks run if their paths have changed since SINCE; in CI (CI=true)
-# and in a fresh clone all run: see tests/selection.py.
-SINCE       = auto
-
+# Types are checked on one core while the first tests run.
 test: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint units
 	@$(MAKE) --no-print-directory lines
 
 units: $(READY)
-	$(PYTEST) --changed-since $(SINCE)
+	$(PYTEST)
 
-# While editing: lint and the tests nearest to what has changed since SINCE, in at most 90 s.
+# While editing: lint, and the tests that have changed since SINCE or name a module that has.
+SINCE       = HEAD
+
 check: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint near
 
 near: $(READY)
-	@files=$$($(BIN)/python -m tests.selection --changed-since $(SINCE)) || exit; \
+	@changed=$$(git diff --name-only --diff-filter=d $(SINCE) -- '*.py'); \
+	    files=$$(echo "$$changed" | grep 'tests/.*test_'; \
+	        echo "$${changed:-none}" | sed 's,/,.,g; s,\.py$$,,' | git grep -lFf - -- 'tests/*test_*.py'); \
+	    files=$$(echo "$$files" | grep -v tests/interpreted | sort -u); \
 	    if [ -n "$$files" ]; then $(PYTEST) $$files; else echo "no tests near the changes"; fi
 
 # Accessibility of the page, in tests of a browser, which are skipped without Chromium and npm.

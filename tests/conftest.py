@@ -5,8 +5,7 @@ draws eighty times as many hypothesis examples; without it those tests are desel
 so a skip always means that something is missing on this machine. `--rewrite-golden` writes the
 golden files of the passes and transcripts anew; read the difference before you keep it.
 `--rewrite-durations` writes how long each file took, by which the next runs are ordered (see
-durations.py). `--changed-since REV` leaves out the tests of selection.yaml, such as those of one
-backend, if nothing they depend on has changed (see selection.py).
+durations.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from hypothesis import HealthCheck, settings
 
 from tests.covering import left_out
 from tests.durations import Durations, longest_first
-from tests.selection import LeaveOut
 
 # What runs in the background of a shell, or under nohup, ignores signals that tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,11 +59,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rewrite-golden", action="store_true", help="write tests/passes and tests/golden anew"
     )
     parser.addoption("--rewrite-durations", action="store_true", help="write tests/durations.json")
-    parser.addoption(
-        "--changed-since",
-        metavar="REV",
-        help="leave out conditional tests whose paths are unchanged; auto: the merge base",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,8 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
     find_torchvision()
     if config.getoption("--rewrite-durations"):
         config.pluginmanager.register(Durations())
-    if since := config.getoption("--changed-since"):
-        config.pluginmanager.register(LeaveOut(since))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
