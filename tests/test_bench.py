@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import re
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from g4ir.bench import llama, measure, roof, run
-from g4ir.bench.agreement import agreement_values, void_roles
-from g4ir.bench.llama import LlamaRunner
-from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, stat
-from g4ir.bench.report import Values, sample_values, speedup, work_values
+import g4ir as g4ir_
+from g4ir.bench import measure, roof, run
+from g4ir.bench.agreement import agreement
+from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
+from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, speedup, void_roles
 from g4ir.bench.roof import Meter, Rates
 from g4ir.bench.run import ENGINE_ROLES, check_specs, run_bench
 from g4ir.bench.runners import (
@@ -41,24 +39,18 @@ from g4ir.bench.text import (
     compare_reports,
     compare_text,
     markdown,
-    read_report,
     read_reports,
     stat_text,
     text,
 )
 from g4ir.bench.work import request_costs, request_runs
-from g4ir.builder.build import build
-from g4ir.builder.load import load_engine
 from g4ir.check.reference import with_run
 from g4ir.engine.engine import Engine
-from g4ir.engine.speculative import StepCosts
-from g4ir.errors import InputError, MissingError
-from g4ir.ir.distance import Agreement, Tolerance, row_errors
 from g4ir.plan.cost import Cost, graph_costs, total
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
-from tests.engines import CHUNK, MAX_SEQ, random_checkpoint
+from tests.engines import CHUNK, MAX_SEQ
 from tests.gguf_files import bare_file
 from tests.llama_double import LlamaDouble
 from tests.small_bench import shifted, small_bench
@@ -88,7 +80,7 @@ def ple(engines: Any) -> Engine:
 @pytest.fixture(scope="module")
 def report(moe: Engine) -> Values:
     """Of one engine against the interpreter."""
-    return run_bench([moe], SMALL, rounds=3, warmup=1, load_s=[0.5])
+    return run_bench([moe], [SMALL], rounds=3, warmup=1)[0]
 
 
 def test_a_value_and_its_spread() -> None:
@@ -101,19 +93,14 @@ def test_a_value_and_its_spread() -> None:
 def test_what_follows_from_samples() -> None:
     w = Workload(4, 3, batch=2)
     slow = [[RequestTiming(0.2, (0.1, 0.3))]] * 2
-    values = sample_values(w, slow)
-    assert values["samples_ms"] == {"ttft": [[200.0]] * 2, "itl": [[[100.0, 300.0]]] * 2}
-    speeds = {name: s.value for name, s in values["tokens_per_s"].items()}
-    assert speeds["prefill"] == pytest.approx(40) and speeds["decode"] == pytest.approx(10)
+    rates = {name: s.value for name, s in speeds(w, slow).items()}
+    assert rates["prefill_throughput"] == pytest.approx(40)
+    assert rates["decode_throughput"] == pytest.approx(10)
     ratios = speedup([[RequestTiming(0.1, (0.05, 0.15))]] * 2, slow)
     assert [s.value for s in ratios.values()] == pytest.approx([2.0] * 3)
     costs = {"prefill": Cost(400, 50), "decode": Cost(10, 60, 40)}
-    work = work_values(w, slow, [Rates(1e3, 1.0, 1e4)] * 2, costs)
-    shares = [work["mbu"], work["mfu"], *work["roof_ratio"].values()]
-    assert [s.value for s in shares] == pytest.approx([0.5, 0.2, 0.25, 0.5])
-    decode = work["work"]["decode"]
-    assert (decode["bound"], work["bytes_per_token"]) == ("memory", 50)
-    assert decode["floor_ms"] == pytest.approx(100)
+    shares = machine_shares(slow, [Rates(1e3, 1.0, 1e4)] * 2, costs)
+    assert [s.value for s in shares.values()] == pytest.approx([0.5, 0.2, 0.25, 0.5])
 
 
 def test_lengths_left_open_fit(moe: Engine) -> None:
@@ -180,15 +167,12 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
     assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
 
 
-@pytest.mark.parametrize("base, other, budget, counts, ok", TABLES["agreement"])
-def test_choices_are_compared(
-    base: Any, other: Any, budget: dict[str, float], counts: list[int], ok: bool
-) -> None:
-    """(equal, close), and whether they agree; what is not a number does not."""
+@pytest.mark.parametrize("base, other, equal, ok", TABLES["agreement"])
+def test_outputs_are_compared(base: Any, other: Any, equal: int, ok: bool) -> None:
+    """Few rows may be far, by a router's choice; what is not a number agrees with nothing."""
     got, want = (torch.tensor(rows, dtype=torch.float32) for rows in (other, base))
-    agreement = Agreement(row_errors(got, want), Tolerance(**budget))
-    found = agreement_values(agreement, got, want)
-    assert ([found["equal"], found["close"]], found["ok"]) == (counts, ok)
+    found = agreement(got, want)
+    assert (found["equal"], found["ok"]) == (equal, ok)
 
 
 def test_void_is_who_agrees_with_nobody() -> None:
@@ -202,7 +186,7 @@ def test_void_is_who_agrees_with_nobody() -> None:
 
 def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a failed check."""
-    both = run_bench([moe, shifted(moe)], SMALL, rounds=2, warmup=0)
+    (both,) = run_bench([moe, shifted(moe)], [SMALL], rounds=2, warmup=0)
     assert not both["outputs_agree"]
     assert [r["void"] for r in both["runs"]] == [False, True]
     assert both["speedup"] == {"engine-b": None}
@@ -217,29 +201,6 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
     keys = json.loads(outcome.out)
     assert outcome.code == 1 and keys["runs"][0]["void"]
     assert [keys[k] for k in ("output_throughput", "mean_ttft_ms", "p99_itl_ms")] == [None] * 3
-
-
-def test_drafts_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside those of the source: drafts that are all rejected, and 70 % right ones."""
-    # Measured costs decide how many tokens are drafted: on a busy machine any number.
-    monkeypatch.setattr(StepCosts, "add", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "known", lambda *_: True)
-    options: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 64}
-    engine = build("tiny-dense", tmp_path / "e", draft_tokens=4, **options)
-    words = ("--input-len", "8", "--output-len", "32", "--rounds", "2", "--warmup", "0")
-    outcome = g4ir("bench", engine.path, *words, "--draft", "ngram", "--json", "-")
-    drafts = json.loads(outcome.out)["drafts"]
-    kinds = drafts["by_kind"]
-    assert drafts["same_text"] and drafts["draft_tokens"] == 4
-    assert [*kinds] == ["none", "ngram", "rejected", "right_70"]
-    assert kinds["rejected"]["tokens_per_round"] == kinds["none"]["tokens_per_round"] == 1
-    assert kinds["rejected"]["accepted"][0] == 0 and kinds["right_70"]["tokens_per_round"] > 1.5
-    assert all(k["tokens_per_second"] > 0 and k["speedup"] > 0 for k in kinds.values())
-    shown = g4ir("bench", engine.path, *words, "--draft", "ngram").out
-    assert re.search(r"tokens/s without; ngram, up to 4 x.*; all rejected x.*70 % right x", shown)
-    plain = build("tiny-dense", tmp_path / "p", **options)
-    outcome = g4ir("bench", plain.path, *words, "--draft", "ngram")
-    assert outcome.code == 2 and "verifies no drafted tokens" in outcome.err
 
 
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:
@@ -275,7 +236,7 @@ def test_damaged_reports(
     report: Values, tmp_path: Path, path: list[Any], value: Any, says: str
 ) -> None:
     at = values = json.loads(json.dumps(report))
-    assert read_report(saved(tmp_path, values)) == report
+    assert read_reports(saved(tmp_path, values)) == [report]
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
@@ -288,26 +249,26 @@ def test_damaged_reports(
 
 def steady(report: Values, ms: float) -> Values:
     """The report with steps that all take as long."""
-    run, times = report["runs"][0], {"value": ms, "spread": 0.02 * ms}
-    stats = {**run["stats"], "itl_ms": dict.fromkeys(STATISTICS, times)}
-    return {**report, "runs": [{**run, "stats": stats}]}
+    run, times = report["runs"][0], {"value": ms, "spread": 0.02 * ms, "unit": "ms"}
+    metrics = {**run["metrics"], **{f"itl_{name}": times for name in STATISTICS}}
+    return {**report, "runs": [{**run, "metrics": metrics}]}
 
 
 def test_differences_beyond_the_spreads_are_marked(report: Values, tmp_path: Path) -> None:
     same = compare_reports(report, report)
     assert same["differ"] == 0 and not same["notes"] and len(same["rows"]) == len(ROWS)
     report, other = steady(report, 1.0), steady(report, 100.0)
-    found = compare_reports(report, other, every=True)
-    marked = {r["metric"] for r in found["rows"] if r["differs"]}
-    assert marked == {f"itl_{name}" for name in STATISTICS}
+    found = compare_reports(report, other)
+    marked = [r["metric"] for r in found["rows"] if r["differs"]]
+    assert marked == [f"itl_{name}" for name in ("p50", "p90", "p99", "mean")]
     assert "differs" in compare_text(found)
     a, b = (saved(tmp_path, r, f"{i}.json") for i, r in enumerate((report, other)))
+    assert json.loads(g4ir("bench-compare", a, b, "--json").out)["differ"] == 4
     assert g4ir("bench-compare", a, b).code == 0
     assert g4ir("bench-compare", a, b, "--check").code == 1
     assert g4ir("bench-compare", a, a, "--check").code == 0
-    outcome = g4ir("bench-compare", a, b, "--json", "--plot", tmp_path / "ab.svg")
-    assert json.loads(outcome.out)["differ"] == 4
-    assert b"<svg" in (tmp_path / "ab.svg").read_bytes()
+    several = saved(tmp_path, {"kind": SWEEP_KIND, "reports": [report, report]}, "s.json")
+    assert "several workloads" in refused("bench-compare", a, several)
 
 
 def test_what_makes_two_reports_incomparable_is_said(report: Values) -> None:
@@ -326,7 +287,7 @@ def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     words = [w for pair in files.items() for w in pair]
     outcome = g4ir("bench", moe.path, *FLAGS, "--context", "9", *words)
     assert outcome.code == 0, outcome.err
-    made = read_report(files["--json"])
+    (made,) = read_reports(files["--json"])
     assert made["workload"]["context"] == 9
     assert text(made).splitlines() == outcome.out.splitlines()
     table = g4ir("bench", files["--json"], files["--json"], "--table").out.splitlines()
@@ -353,8 +314,6 @@ def test_several_sizes_are_one_table(
     assert [a["count"] for r in reports for a in r["agreement"]] == [4, 4, 8, 8]
     assert g4ir("bench", tmp_path / "s.json", "--table").out == done.out
     assert "--batch 9: expected 1 to" in refused("bench", ple.path, "--batch", "1,9")
-    everywhere = g4ir("bench", ple.path, *FLAGS[2:], "--input-len", "33", "--set", "compare_all=on")
-    assert "same token 4 of 4" in everywhere.out and calls[-1][1].input_len == 33
 
 
 def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: Path) -> None:
@@ -375,7 +334,7 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
     rows = markdown([made]).splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [f"| {n}" for n in (*names, "hf", "hf-static")]
     assert {a["base"] for a in made["agreement"]} == {"hf"}
-    assert all(a["ok"] and a["equal"] + a["close"] == 4 for a in made["agreement"])
+    assert all(a["ok"] and a["cosine"] > 0.9999 for a in made["agreement"])
     assert made["speedup"].keys() == {"engine-b", "hf", "hf-static"}
     assert made["peer"] in ("hf", "hf-static")
 
@@ -384,10 +343,10 @@ def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
     """Three rows at a depth beyond the window, against transformers."""
     w = replace(DEEP, batch=3)
     checkpoint = str(engines.checkpoint("tiny-ple"))
-    how: dict[str, Any] = {"peers": ["hf-static"], "checkpoint": checkpoint, "compare_all": True}
-    made = run_bench([ple], w, rounds=2, warmup=0, **how)
-    assert made["outputs_agree"], made["agreement"]
-    assert made["agreement"][0]["count"] == 3 * w.output_len
+    how: dict[str, Any] = {"peers": ["hf-static"], "checkpoint": checkpoint}
+    (made,) = run_bench([ple], [w], rounds=2, warmup=0, **how)
+    assert made["outputs_agree"] and made["agreement"][0]["cosine"] > 0.9999
+    assert made["agreement"][0]["count"] == 3 * 4
     assert made["max_concurrency"] == 3 and made["num_prompts"] == 6
 
 
@@ -397,93 +356,40 @@ def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:
     check_specs({"a": spec, "b": replace(spec, name="other", hub="some/other")})
 
 
-@pytest.fixture
-def gguf(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, LlamaDouble]]:
-    """A GGUF file, and a llama.cpp that computes as the interpreter does; a home of its own."""
-    file = bare_file(own_home / "tiny.gguf", load_spec("tiny-moe"), kind="Q8_0")
-    words = ("--backend", "reference", "--checkpoint", file, "--max-batch", "2", "--max-seq", "64")
-    engine = load_engine(built(own_home / "own", *words))
-    double = LlamaDouble(engine)
-    monkeypatch.setitem(sys.modules, "llama_cpp", double)
-    llama.binding.cache_clear()
-    yield file, double
-    engine.close()
-    llama.binding.cache_clear()
-
-
-@pytest.mark.parametrize("off", [0.0, 30.0])
-def test_llama_cpp_on_the_same_file(off: float, gguf: tuple[Path, LlamaDouble]) -> None:
-    """In one command from the file; two rows at a depth that is held again for each request."""
-    file, double = gguf
-    double.off = off
-    build = ("--backend", "reference", "--max-seq", "64", "--max-batch", "2")
-    words = ("--batch", "2", "--context", "5", "--peer", "llama.cpp", "--json", "-")
-    outcome = g4ir("bench", file, *build, *FLAGS, *words)
-    assert outcome.code == (off > 0), outcome
-    made = json.loads(outcome.out)
-    peer = made["runs"][1]
-    assert [r["role"] for r in made["runs"]] == ["engine", "llama.cpp"]
-    assert peer["label"] == "llama-cpp-python 0.0 (tiny.gguf)"
-    assert len(double.threads) == 1 and threading.get_ident() not in double.threads
-    agree = {a["role"]: a["ok"] for a in made["agreement"]}
-    assert agree == {"engine": True, "llama.cpp": off == 0}
-    assert (made["speedup"]["llama.cpp"] is None) == peer["void"] == (off > 0)
-    assert ("| llama.cpp | 6 | 2 | VOID " in markdown([made])) == (off > 0)
-
-
 @pytest.mark.parametrize("off", [0.0, 1.0])
 def test_a_script_measures_what_agrees(
-    gguf: Any, off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    off: float, own_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """bench/peer_llama.py refuses an engine whose logits are not llama.cpp's."""
-    file, double = gguf
-    double.off = off
-    out = built(tmp_path / "e", "--checkpoint", file, "--max-seq", "64", "--max-batch", "1")
+    file = bare_file(own_home / "tiny.gguf", load_spec("tiny-moe"), kind="Q8_0")
+    out = built(own_home / "e", "--checkpoint", file, "--max-seq", "64", "--max-batch", "2")
     monkeypatch.syspath_prepend(BENCH)
-    words = ("--input-len", "40", "--steps", "2", "--rounds", "1")
+    words = ("--input-len", "40", "--steps", "2", "--rounds", "1", "--sequences", "1,2")
     monkeypatch.setattr(sys, "argv", ["peer_llama.py", str(out), str(file), *words])
-    refused = importlib.import_module("peer_llama").main()
+    with g4ir_.load_engine(out) as engine:
+        double = LlamaDouble(engine, off)
+        monkeypatch.setitem(sys.modules, "llama_cpp", double)
+        refused = importlib.import_module("peer_llama").main()
     if off:
         assert "cosine to llama.cpp's is 0." in refused and "expected 0.98 or more" in refused
+    else:
+        assert len(double.threads) == 1 and threading.get_ident() not in double.threads
     assert (refused is None) == ("prompt of 40, tokens/s" in capsys.readouterr().out) == (not off)
 
 
 def test_noise_is_warned_of(moe: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr and in the report: a busy machine, and rounds that differ."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (99.0, 0.0, 0.0))
     monkeypatch.setattr(measure, "NOISY", 0.001)
     outcome = g4ir("bench", moe.path, *FLAGS, "--json", tmp_path / "a.json")
-    warnings = read_report(tmp_path / "a.json")["warnings"]
+    warnings = read_reports(tmp_path / "a.json")[0]["warnings"]
     assert len(warnings) == 2 and all(f"warning: {x}\n" in outcome.err for x in warnings)
     assert "load average 99.0" in warnings[0] and "prefill ± " in warnings[1]
     assert " ± " in g4ir("bench", tmp_path / "a.json", "--table").out
 
 
-def test_files_that_llama_cpp_does_not_read(
-    gguf: tuple[Path, LlamaDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, double = gguf
-    peer = (*FLAGS, "--peer", "llama.cpp")
-    seeded = built(tmp_path / "seeded", "--variant", "tiny-moe", "--random-weights", "0")
-    assert "random weights, which is no GGUF file; bench one" in refused("bench", seeded, *peer)
-    folder = random_checkpoint(tmp_path / "checkpoint", "tiny-moe")
-    words = ("bench", seeded, *peer, "--checkpoint", folder)
-    assert f"{folder} is no GGUF file; bench one" in refused(*words)
-    with pytest.raises(MissingError, match="runs on CPUs alone"):
-        LlamaRunner(file, 1, 8, "cuda")
-    (tmp_path / "other").write_bytes(b"....")
-    with pytest.raises(InputError, match=r"it cannot load .*other: not GGUF"):
-        LlamaRunner(tmp_path / "other", 1, 8)
-    monkeypatch.setattr(double, "llama_decode", lambda *_: 1)
-    runner = LlamaRunner(file, 1, 8)
-    with pytest.raises(InputError, match="llama_decode of 1 x 2 tokens: 1"):
-        runner.step(torch.tensor([[2, 5]]))
-
-
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    llama.binding.cache_clear()
     for module, words, extra in (
-        ("llama_cpp", ("--peer", "llama.cpp"), "pip install llama-cpp-python"),
         ("transformers", ("--peer", "hf"), "pip install 'g4ir[hf]'"),
         ("matplotlib.figure", ("--plot", "x.png"), "g4ir[plot]"),
     ):

@@ -39,10 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stat:
-    """A value; each round's lies within value - spread and value + spread."""
+    """A value; each round's lies within value - spread and value + spread. unit: "" for rates of
+    the machine and ratios."""
 
     value: float
     spread: float
+    unit: str = ""
 
     @property
     def noisy(self) -> bool:
@@ -69,19 +71,21 @@ STATISTICS: dict[str, Callable[[Samples], float]] = {
 }
 
 
-def stat(rounds: Sequence[Sequence[T]], statistic: Callable[[Sequence[T]], float]) -> Stat:
+def stat(
+    rounds: Sequence[Sequence[T]], statistic: Callable[[Sequence[T]], float], unit: str = ""
+) -> Stat:
     """Return one statistic of the samples of several rounds."""
     value = statistic([x for samples in rounds for x in samples])
-    return around(value, [statistic(samples) for samples in rounds])
+    return around(value, [statistic(samples) for samples in rounds], unit)
 
 
-def around(value: float, rounds: Samples) -> Stat:
+def around(value: float, rounds: Samples, unit: str = "") -> Stat:
     """Return a value with its spread, from its values in each round."""
     interval, count = 0.0, len(rounds)
     if count > 1:
         interval = STUDENT_T[min(count - 1, len(STUDENT_T)) - 1] * statistics.stdev(rounds)
     largest = max(abs(x - value) for x in rounds)
-    return Stat(value, max(largest, interval, FLOOR * abs(value)))
+    return Stat(value, max(largest, interval, FLOOR * abs(value)), unit)
 
 
 def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> RequestTiming:
@@ -110,12 +114,12 @@ LATENCIES: dict[str, Callable[[RequestTiming], Samples]] = {
 }
 
 
-def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
-    """Return every statistic of ttft, itl, tpot and e2el, in milliseconds."""
-    stats = {}
+def latencies(rounds: Rounds) -> dict[str, Stat]:
+    """Return every statistic of ttft, itl, tpot and e2el, in milliseconds: `ttft_p50`."""
+    stats: dict[str, Stat] = {}
     for key, samples_of in LATENCIES.items():
         samples = [[x * 1e3 for r in requests for x in samples_of(r)] for requests in rounds]
-        stats[f"{key}_ms"] = {name: stat(samples, f) for name, f in STATISTICS.items()}
+        stats |= {f"{key}_{name}": stat(samples, f, "ms") for name, f in STATISTICS.items()}
     return stats
 
 
@@ -123,17 +127,19 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
     """Return tokens per second: of prefill (whole batch), of decode (per sequence, whole batch), of
     requests. Decode is tokens over the time of decode steps; prefill is never part of it."""
 
-    def rate(tokens: int, seconds: Callable[[RequestTiming], float]) -> Stat:
-        return stat(rounds, lambda requests: tokens / mean([seconds(r) for r in requests]))
+    def rate(
+        tokens: int, seconds: Callable[[RequestTiming], float], unit: str = "tokens/s"
+    ) -> Stat:
+        return stat(rounds, lambda requests: tokens / mean([seconds(r) for r in requests]), unit)
 
     steps = w.output_len - 1
     return {
-        "prefill": rate(w.batch * w.input_len, lambda r: r.ttft),
-        "decode_per_user": rate(steps, lambda r: r.decode),
-        "decode": rate(w.batch * steps, lambda r: r.decode),
-        "output": rate(w.batch * w.output_len, lambda r: r.e2e),
-        "total": rate(w.batch * (w.input_len + w.output_len), lambda r: r.e2e),
-        "request": rate(w.batch, lambda r: r.e2e),
+        "prefill_throughput": rate(w.batch * w.input_len, lambda r: r.ttft),
+        "decode_per_user_throughput": rate(steps, lambda r: r.decode),
+        "decode_throughput": rate(w.batch * steps, lambda r: r.decode),
+        "output_throughput": rate(w.batch * w.output_len, lambda r: r.e2e),
+        "total_throughput": rate(w.batch * (w.input_len + w.output_len), lambda r: r.e2e),
+        "request_throughput": rate(w.batch, lambda r: r.e2e, "requests/s"),
     }
 
 
@@ -143,7 +149,7 @@ def medians(rounds: Rounds, latency: str) -> list[float]:
     return [median([x for r in part for x in samples_of(r)]) for part in (every, *rounds)]
 
 
-def ratio(a: Samples, b: Samples) -> Stat:
+def ratio(a: Samples, b: Samples, unit: str = "") -> Stat:
     """Return one over the other, each over all rounds and then by round."""
     value, *by_round = (x / y for x, y in zip(a, b, strict=True))
-    return around(value, by_round)
+    return around(value, by_round, unit)

@@ -8,9 +8,9 @@ stat is {value, spread}; see measure.py for the spread.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from statistics import median
 from typing import Any
 
@@ -20,7 +20,6 @@ from g4ir.ops.types import dtype_name
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.cost import Cost, floor
-from g4ir.spec.reader import to_line
 
 from .measure import LATENCIES, Stat, around, latencies, medians, ratio, speeds
 from .roof import Meter, Rates, median_rates
@@ -29,20 +28,19 @@ from .system import busy_text
 from .work import request_costs
 
 #: schema version: incremented when a key changes its meaning or is removed
-VERSION = 2
+VERSION = 3
 KIND = "g4ir bench"
 #: kind of a file with the reports of several workloads
 SWEEP_KIND = "g4ir bench sweep"
-#: vLLM's names: of a statistic and of a throughput -> ours
+#: vLLM's names of statistics -> ours; its throughputs
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
-VLLM_RATES = {"request": "request", "output": "output", "total_token": "total"}
+VLLM_RATES = {"total_token_throughput": "total_throughput"} | {
+    name: name for name in ("request_throughput", "output_throughput")
+}
 #: rate of the machine -> its key
 RATES = {"read": "read_bytes_per_s", "copy": "copy_bytes_per_s", "matmul": "matmul_flops_per_s"}
 #: keys of an engine's run; null for a baseline
-OF_ENGINES = (
-    *("name", "engine", "work", "cache_bytes", "param_bytes"),
-    *("mbu", "mfu", "roof_ratio", "bytes_per_token"),
-)
+OF_ENGINES = ("name", "engine", "work", "cache_bytes", "param_bytes", "bytes_per_token")
 #: phase -> metric whose spread is checked
 SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
 RANDOM_WEIGHTS = (
@@ -54,22 +52,17 @@ Values = dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """Return JSON values, with each text on one line."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(plain, value)]
-    if isinstance(value, str):
-        return to_line(value)
-    return plain(vars(value)) if is_dataclass(value) else value
+    """Return JSON values: records as objects, tuples as lists."""
+    return json.loads(json.dumps(value, default=vars))
 
 
 def build_report(
     engine: Engine, w: Workload, runners: Sequence[BenchRunner], meter: Meter, measured: Values
 ) -> Values:
     """Return the report of measured runners, the first of them an engine's; `measured`: its parts
-    `env`, `agreement`, `void` and `warmup`."""
-    env, void = measured["env"], measured["void"]
+    `env`, `agreement` and `warmup`."""
+    env, agreements = measured["env"], measured["agreement"]
+    void = void_roles(agreements)
     runs = plain([run_values(w, r, meter.rates, r.role in void) for r in runners])
     rounds, requests = len(meter.rates), len(runners[0].rounds[0])
     counts = {"rounds": rounds, "requests_per_round": requests, "warmup": measured["warmup"]}
@@ -82,8 +75,8 @@ def build_report(
         "workload": {**vars(w), **counts},
         "env": env,
         "roof": roof_values(dtype_name(meter.matrix.dtype), meter.rates),
-        "agreement": measured["agreement"],
-        "outputs_agree": all(a["ok"] for a in measured["agreement"]),
+        "agreement": agreements,
+        "outputs_agree": all(a["ok"] for a in agreements),
         "runs": runs,
         "notes": [RANDOM_WEIGHTS] if engine.facts.seed is not None else [],
         "warnings": [*_warnings(env["load_average"], runs)],
@@ -95,17 +88,23 @@ def build_report(
     return dict(plain(values))
 
 
+def void_roles(agreements: Sequence[Values]) -> set[str]:
+    """Return the roles that agree with no other: their speed is that of another computation."""
+    ok = {a[side] for a in agreements if a["ok"] for side in ("role", "base")}
+    return {a[side] for a in agreements for side in ("role", "base")} - ok
+
+
 def _speedup_values(first: BenchRunner, other: BenchRunner, void: set[str]) -> Values | None:
     if {first.role, other.role} & void:
         return None
     return {"over": other.label, **speedup(first.rounds, other.rounds)}
 
 
-def _warnings(load_average: float | None, runs: Sequence[Values]) -> Iterator[str]:
+def _warnings(load_average: float, runs: Sequence[Values]) -> Iterator[str]:
     if busy := busy_text(load_average):
         yield busy
     for run in runs:
-        stats = {phase: metrics(run)[name][1] for phase, name in SPREADS.items()}
+        stats = {phase: metrics(run)[name] for phase, name in SPREADS.items()}
         if noisy := [f"{k} ± {s.spread / s.value:.0%}" for k, s in stats.items() if s.noisy]:
             fix = "rounds differ too much to compare; give more --rounds on a quiet machine"
             yield f"{run_name(run)}: {', '.join(noisy)}: {fix}"
@@ -124,30 +123,30 @@ def roof_values(dtype: str, rates: Sequence[Rates]) -> Values:
 
 
 def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: bool) -> Values:
-    """Return a runner's part of the report."""
-    engine = _engine_values(w, runner, rates) if isinstance(runner, EngineRunner) else {}
-    return {
+    """Return a runner's part of the report: raw samples in milliseconds, and `metrics` of them."""
+    rounds, shares = runner.rounds, dict[str, Stat]()
+    values: Values = {
         "role": runner.role,
         "label": runner.label,
         "void": void,
-        **sample_values(w, runner.rounds),
-        "setup_s": runner.setup_s,
+        "samples_ms": {
+            "ttft": [[r.ttft * 1e3 for r in requests] for requests in rounds],
+            "itl": [[[x * 1e3 for x in r.itl] for r in requests] for requests in rounds],
+        },
+        "first_request_s": runner.first_request_s,
         "peak_memory": runner.peak_memory,
         **dict.fromkeys(OF_ENGINES),
-        **engine,
     }
+    if isinstance(runner, EngineRunner):
+        costs = request_costs(runner.engine, w)
+        shares = machine_shares(rounds, rates, costs)
+        values |= _engine_values(w, runner, rates, costs)
+    return values | {"metrics": latencies(rounds) | speeds(w, rounds) | shares}
 
 
-def sample_values(w: Workload, rounds: Rounds) -> Values:
-    """Return the raw samples in milliseconds, and their statistics."""
-    samples = {
-        "ttft": [[r.ttft * 1e3 for r in requests] for requests in rounds],
-        "itl": [[[x * 1e3 for x in r.itl] for r in requests] for requests in rounds],
-    }
-    return {"samples_ms": samples, "stats": latencies(rounds), "tokens_per_s": speeds(w, rounds)}
-
-
-def _engine_values(w: Workload, runner: EngineRunner, rates: Sequence[Rates]) -> Values:
+def _engine_values(
+    w: Workload, runner: EngineRunner, rates: Sequence[Rates], costs: Mapping[str, Cost]
+) -> Values:
     engine, facts, config = runner.engine, runner.engine.facts, runner.engine.config
     activations = acting(engine).of(ActivationOptions).to
     return {
@@ -165,35 +164,34 @@ def _engine_values(w: Workload, runner: EngineRunner, rates: Sequence[Rates]) ->
         },
         "cache_bytes": runner.session.nbytes(),
         "param_bytes": param_bytes(engine),
-        **work_values(w, runner.rounds, rates, request_costs(engine, w)),
+        "work": {phase: _work(cost, rates) for phase, cost in costs.items()},
+        "bytes_per_token": costs["decode"].needed_bytes // w.batch,
     }
 
 
-def work_values(
-    w: Workload, rounds: Rounds, rates: Sequence[Rates], costs: Mapping[str, Cost]
-) -> Values:
-    """Return an engine's work by phase, and its shares of the machine. mbu: bytes of a decode step
-    / p50 ITL / measured bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT
-    / measured matmul rate; roof_ratio: least time at the measured roofline / p50."""
+def _work(cost: Cost, rates: Sequence[Rates]) -> Values:
+    f = floor(cost, median_rates(rates).roof())
+    return {**vars(cost), "floor_ms": f.seconds * 1e3, "bound": f.bound}
+
+
+def machine_shares(
+    rounds: Rounds, rates: Sequence[Rates], costs: Mapping[str, Cost]
+) -> dict[str, Stat]:
+    """Return an engine's shares of the machine. mbu: bytes of a decode step / p50 ITL / measured
+    bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT / measured matmul
+    rate; roof_ratio: least time at the measured roofline / p50."""
     prefill, decode = costs["prefill"], costs["decode"]
-    typical, p50 = median_rates(rates), {key: medians(rounds, key) for key in ("ttft", "itl")}
-    floors = {phase: floor(cost, typical.roof()) for phase, cost in costs.items()}
+    every = [median_rates(rates), *rates]
+    p50 = {key: medians(rounds, key) for key in ("ttft", "itl")}
 
     def share(latency: str, seconds_at: Callable[[Rates], float]) -> Stat:
-        return ratio([seconds_at(r) for r in (typical, *rates)], p50[latency])
+        return ratio([seconds_at(r) for r in every], p50[latency], "share")
 
     return {
-        "work": {
-            phase: {**vars(cost), "floor_ms": f.seconds * 1e3, "bound": f.bound}
-            for (phase, cost), f in zip(costs.items(), floors.values(), strict=True)
-        },
         "mbu": share("itl", lambda r: decode.needed_bytes / r.bandwidth),
         "mfu": share("ttft", lambda r: prefill.flops / r.matmul),
-        "roof_ratio": {
-            "prefill": share("ttft", lambda r: floor(prefill, r.roof()).seconds),
-            "decode": share("itl", lambda r: floor(decode, r.roof()).seconds),
-        },
-        "bytes_per_token": decode.needed_bytes // w.batch,
+        "roof_ratio_prefill": share("ttft", lambda r: floor(prefill, r.roof()).seconds),
+        "roof_ratio_decode": share("itl", lambda r: floor(decode, r.roof()).seconds),
     }
 
 
@@ -207,28 +205,14 @@ def summary(runs: Sequence[Values]) -> Values:
     """Return the values of the first engine, and the baseline with the fastest decode: `peer`."""
     run, baselines = runs[0], [r for r in runs if not r["engine"]]
     measured = metrics(run)
-    names = {f"{k}_throughput": f"{ours}_throughput" for k, ours in VLLM_RATES.items()} | {
+    names = VLLM_RATES | {
         f"{k}_{key}_ms": f"{key}_{ours}" for key in LATENCIES for k, ours in VLLM_STATISTICS.items()
     }
-    fastest = min(baselines, key=lambda r: metrics(r)["itl_p50"][1].value, default=None)
-    return {
-        **{k: None if run["void"] else measured[ours][1].value for k, ours in names.items()},
-        **{k: run[k]["value"] for k in ("mbu", "mfu")},
-        "roof_ratio": {phase: stat["value"] for phase, stat in run["roof_ratio"].items()},
-        "peer": fastest and fastest["role"],
-    }
+    fastest = min(baselines, key=lambda r: metrics(r)["itl_p50"].value, default=None)
+    values = {k: None if run["void"] else measured[ours].value for k, ours in names.items()}
+    return {**values, "peer": fastest and fastest["role"]}
 
 
-def metrics(run: Values) -> dict[str, tuple[str, Stat]]:
-    """Return name -> unit and value."""
-    stats = {
-        f"{key.removesuffix('_ms')}_{name}": ("ms", stat)
-        for key, statistics in run["stats"].items()
-        for name, stat in statistics.items()
-    }
-    for name, stat in run["tokens_per_s"].items():
-        stats[f"{name}_throughput"] = ("requests/s" if name == "request" else "tokens/s"), stat
-    shares = {f"roof_ratio_{phase}": stat for phase, stat in (run["roof_ratio"] or {}).items()}
-    shares |= {name: run[name] for name in ("mbu", "mfu") if run[name]}
-    stats |= {name: ("share", stat) for name, stat in shares.items()}
-    return {name: (unit, Stat(**stat)) for name, (unit, stat) in stats.items()}
+def metrics(run: Values) -> dict[str, Stat]:
+    """Return the metrics of a run, by name."""
+    return {name: Stat(**stat) for name, stat in run["metrics"].items()}

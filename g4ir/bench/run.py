@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +14,12 @@ from g4ir.backends.inductor.device import find_device
 from g4ir.builder.module import need_transformers
 from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import Engine
-from g4ir.engine.speculative import NONE, resolve_draft
 from g4ir.errors import InputError, check_all
 from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
-from g4ir.ui.progress import Progress, no_progress
+from g4ir.ui.progress import Progress, no_progress, prefixed
 
-from .agreement import compare_outputs, shortened, void_roles
-from .drafts import measure_drafts
-from .llama import LLAMA, LlamaRunner, binding, gguf_file
+from .agreement import compare_outputs, shortened
 from .measure import requests_per_round, timed_request
 from .report import Values, build_report
 from .roof import Meter
@@ -31,37 +27,24 @@ from .runners import MODES, BenchRunner, EngineRunner, HfRunner, Workload, draw_
 from .system import environment, load_average, peak_memory, reset_peak
 
 ENGINE_ROLES = ("engine", "engine-b")
-#: baseline -> raises MissingError if its library is not installed
-BASELINES: dict[str, Callable[[], Any]] = {
-    **{mode: partial(need_transformers, f"--peer {mode}") for mode in MODES},
-    LLAMA: binding,
-}
 
 
 def run_bench(
     engines: Sequence[Engine],
-    w: Workload,
+    workloads: Sequence[Workload],
     *,
     peers: Sequence[str] = (),
     rounds: int = 5,
     warmup: int = 2,
     checkpoint: str | None = None,
-    load_s: Sequence[float] = (),
-    draft: str = NONE,
-    compare_all: bool = False,
-    agreement_cache: dict[Workload, list[Values]] | None = None,
     progress: Progress = no_progress,
-) -> Values:
-    """Measure one engine, or two of the same variant, and baselines (keys of BASELINES); return the
-    report.
+) -> list[Values]:
+    """Measure one engine, or two of the same variant, and baselines (keys of MODES); return the
+    report of each workload.
 
-    w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each (A-B-A-B).
-    warmup: requests of each before them, after the one that its outputs are compared on.
-    checkpoint: what baselines load if the engine does not refer to one. load_s: seconds that
-    loading each engine took. draft: source of drafts that are measured after the rounds, on one
-    sequence of the first engine. compare_all: compare outputs at every position of the request, not
-    at the first ones of a shortened prompt. agreement_cache: agreements of earlier calls with the
-    same engines and baselines, by compared request; those of this one are added.
+    workloads: from `plan_workload`. rounds: at least 2, each runner takes its turn in each
+    (A-B-A-B). warmup: requests of each before them, after the one that its outputs are compared on.
+    checkpoint: what baselines load if the engine does not refer to one.
 
     Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
     report marks their speeds void.
@@ -70,22 +53,38 @@ def run_bench(
     for engine in engines:
         need_decoder(engine, "see the speed that `g4ir embed --input FILE --out FILE.npy` prints")
     check_specs({str(e.path): e.spec for e in engines})
-    engine = engines[0]
-    if draft != NONE:
-        resolve_draft(engine, draft)
-    env = {**environment(engine.device), "load_average": load_average()}
-    if any(MODES[name][2] for name in {*peers} & {*MODES}):
-        check_all(*find_device(engine.device).needs())
-    tokens, runners = draw_tokens(w, engine), list[BenchRunner]()
-    for role, load_time, make in _runners(engines, w, peers, checkpoint, load_s, progress):
-        progress(f"first request of {role}")
-        runners.append(_start(make, load_time, w, tokens, engine.device))
-    cache = {} if agreement_cache is None else agreement_cache
-    compared = w if compare_all else shortened(w)
-    if compared not in cache:
-        progress("comparing outputs")
-        cache[compared] = compare_outputs(engine, compared, tokens, runners)
-    agreements = cache[compared]
+    if any(MODES[name][2] for name in peers):
+        check_all(*find_device(engines[0].device).needs())
+    if peers:
+        progress("loading the peer")
+    model = peer_model(engines[0], checkpoint) if peers else None
+    reports, agreements = list[Values](), dict[Workload, list[Values]]()
+    for w in workloads:
+        size = f"{w.batch} x {w.input_len} tokens"
+        stage = prefixed(progress, size) if len(workloads) > 1 else progress
+        runners = [*_runners(engines, w, peers, model, stage)]
+        tokens, compared = draw_tokens(w, engines[0]), shortened(w)
+        if compared not in agreements:
+            stage("comparing outputs")
+            agreements[compared] = compare_outputs(engines[0], compared, tokens, runners)
+        env = {**environment(engines[0].device), "load_average": load_average()}
+        meter = _measure(runners, w, tokens, rounds, warmup, stage)
+        facts = {"env": env, "agreement": agreements[compared], "warmup": warmup}
+        reports.append(build_report(engines[0], w, runners, meter, facts))
+    return reports
+
+
+def _measure(
+    runners: Sequence[BenchRunner],
+    w: Workload,
+    tokens: torch.Tensor,
+    rounds: int,
+    warmup: int,
+    progress: Progress,
+) -> Meter:
+    """Time the rounds of each runner, which stores them; return the machine's rates."""
+    engine = runners[0].engine
+    assert engine
     meter = Meter(engine.device, torch_dtype(engine.dtype))
     progress("warming up")
     for runner in runners:
@@ -98,13 +97,7 @@ def run_bench(
         for runner in runners:
             gc.collect()
             runner.rounds.append([timed_request(runner, w, tokens) for _ in range(count)])
-    measured = {"env": env, "agreement": agreements, "void": void_roles(agreements)}
-    report = build_report(engine, w, runners, meter, {**measured, "warmup": warmup})
-    if draft == NONE:
-        return report
-    prompt = tokens[0, : w.context + w.input_len].tolist()
-    drafts = measure_drafts(engine, prompt, w.output_len, draft, rounds, progress)
-    return {**report, "drafts": drafts}
+    return meter
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
@@ -116,9 +109,9 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
     if len(set(peers)) < len(peers):
         raise InputError(f"bench: --peer {', '.join(peers)}: each of them once")
     for name in peers:
-        if name not in BASELINES:
-            raise InputError(f"--peer {name!r}: expected one of {', '.join(BASELINES)}")
-        BASELINES[name]()
+        if name not in MODES:
+            raise InputError(f"--peer {name!r}: expected one of {', '.join(MODES)}")
+        need_transformers(f"--peer {name}")
 
 
 def check_specs(specs: Mapping[str, Spec]) -> None:
@@ -133,52 +126,24 @@ def check_specs(specs: Mapping[str, Spec]) -> None:
 
 
 def _runners(
-    engines: Sequence[Engine],
-    w: Workload,
-    peers: Sequence[str],
-    checkpoint: str | None,
-    load_s: Sequence[float],
-    progress: Progress,
-) -> Iterator[tuple[str, float | None, Callable[[], BenchRunner]]]:
-    """Yield role, seconds of loading, and constructor of each runner."""
+    engines: Sequence[Engine], w: Workload, peers: Sequence[str], model: Any, progress: Progress
+) -> Iterator[BenchRunner]:
+    """Yield the runners after their first request, in which a baseline compiles and CUDA graphs are
+    captured; its seconds and the peak memory are stored."""
     names = [e.path.resolve().name for e in engines]
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
-    loads = [*load_s, *[None] * len(engines)]
-    for engine, role, name, load in zip(engines, ENGINE_ROLES, names, loads):
-        yield role, load, partial(EngineRunner, engine, w.batch, role, name)
-    engine = engines[0]
-
-    @cache
-    def loaded_model() -> tuple[Any, float]:
-        progress("loading the peer")
-        start = time.perf_counter()
-        return peer_model(engine, checkpoint), time.perf_counter() - start
-
-    for mode in peers:
-        if mode == LLAMA:
-            file = gguf_file(engine, checkpoint)
-            yield mode, None, partial(LlamaRunner, file, w.batch, w.max_len, engine.device)
-        else:
-            model, seconds = loaded_model()
-            yield mode, seconds, partial(HfRunner, model, w.max_len, mode)
-
-
-def _start(
-    make: Callable[[], BenchRunner],
-    load: float | None,
-    w: Workload,
-    tokens: torch.Tensor,
-    device: str,
-) -> BenchRunner:
-    """Make a runner and run its first request, in which a baseline compiles and CUDA graphs are
-    captured; store the seconds and the peak memory of that."""
-    reset_peak(device)
-    runner = make()
-    start = time.perf_counter()
-    runner.set_context(tokens[:, : w.context])
-    filled = time.perf_counter() - start
-    first = timed_request(runner, w, tokens).e2e
-    runner.setup_s = {"fill_context": filled, "first_request": first, "load": load}
-    runner.peak_memory, runner.rounds = peak_memory(device), []
-    return runner
+    makers: dict[str, Callable[[], BenchRunner]] = {
+        role: partial(EngineRunner, engine, w.batch, role, name)
+        for engine, role, name in zip(engines, ENGINE_ROLES, names)
+    }
+    makers |= {mode: partial(HfRunner, model, w.max_len, mode) for mode in peers}
+    device, tokens = engines[0].device, draw_tokens(w, engines[0])
+    for role, make in makers.items():
+        progress(f"first request of {role}")
+        reset_peak(device)
+        runner = make()
+        runner.set_context(tokens[:, : w.context])
+        runner.first_request_s = timed_request(runner, w, tokens).e2e
+        runner.peak_memory, runner.rounds = peak_memory(device), []
+        yield runner

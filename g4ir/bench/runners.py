@@ -4,8 +4,8 @@ transformers on its weights.
 A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then
 `output_len - 1` single steps: `output_len` choices of a token. The tokens of the single steps are
 inputs too, so that end-of-sequence ends nothing, all runners do the same work, and a text cannot
-loop. They are drawn from a seed, or taken from a text. A transformers model has the same weights,
-process and threads, and computes last logits only.
+loop. They are random, of a fixed seed, or taken from a text. A transformers model has the same
+weights, process and threads, and computes last logits only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.distance import Tolerance
 from g4ir.plan.engine_limits import Limits
 
 from .roof import synchronize
@@ -36,13 +35,12 @@ DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
 @dataclass(frozen=True)
 class Workload:
     """input_len, output_len: tokens of a prompt, and choices per sequence, exactly; context: tokens
-    in the KV cache before the prompt; seed: of the tokens; text: the file they come from."""
+    in the KV cache before the prompt; text: the file that the tokens come from, or random ones."""
 
     input_len: int
     output_len: int
     batch: int = 1
     context: int = 0
-    seed: int = 0
     text: str | None = None
 
     @property
@@ -57,7 +55,6 @@ def plan_workload(
     output_len: int | None = None,
     batch: int = 1,
     context: int = 0,
-    seed: int = 0,
     text: str | None = None,
 ) -> Workload:
     """Return a workload within every engine's limits; lengths of None become 512 and 64, or what
@@ -68,14 +65,13 @@ def plan_workload(
         ("--batch", batch, 1, max_batch, f"--max-batch {max_batch}"),
         ("--input-len", input_len, 1, max_seq, f"--max-seq {max_seq}"),
         ("--output-len", output_len, 2, max_seq, f"--max-seq {max_seq}"),
-        ("--seed", seed, 0, 2**63 - 1, "63 bits"),
     ):
         if size is not None and not low <= size <= high:
             raise InputError(f"bench: {flag} {size}: expected {low} to {high} ({limit})")
     free = max_seq - context
     outputs = output_len or max(2, min(DEFAULT_OUTPUT, free // 4, free - (input_len or 1) + 1))
     inputs = input_len or max(1, min(DEFAULT_INPUT, free - outputs + 1))
-    w = Workload(inputs, outputs, batch, context, seed, text)
+    w = Workload(inputs, outputs, batch, context, text)
     if w.max_len > max_seq:
         raise InputError(
             f"bench: --context {context}, --input-len {inputs} and --output-len {outputs} are "
@@ -87,7 +83,7 @@ def plan_workload(
 def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
     """Return i64[batch, max_len]: the context, the prompt, then the token of each single step."""
     if w.text is None:
-        return random_ids(engine, (w.batch, w.max_len), w.seed)
+        return random_ids(engine, (w.batch, w.max_len))
     source = f"bench: --text {w.text}"
     try:
         ids = text_ids(engine.tokenizer(), [Path(w.text).read_text(encoding="utf-8")])[0]
@@ -129,15 +125,14 @@ Rounds = Sequence[Sequence[RequestTiming]]
 
 class BenchRunner:
     """A batch of sequences of one engine or baseline. role: its name in a report; label: its
-    description; engine, name: None for a baseline; tolerance: None if it rounds as an engine of its
-    dtype does. setup_s, peak_memory: of its first request; rounds: of the measurement."""
+    description; engine, name: None for a baseline. first_request_s, peak_memory: of its first
+    request; rounds: of the measurement."""
 
     role: str
     label: str
-    tolerance: Tolerance | None = None
     engine: Engine | None = None
     name: str | None = None
-    setup_s: dict[str, float | None]
+    first_request_s: float
     peak_memory: dict[str, int]
     rounds: list[list[RequestTiming]]
 

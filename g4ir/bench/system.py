@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from g4ir import __version__
@@ -23,7 +24,6 @@ PACKAGES = ("transformers", "triton")
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Return CPU or GPU model, clocks if they can be read, threads, versions, commit, date."""
-    models, clocks = _cpu_info("model name"), _cpu_info("cpu MHz")
     gpu = {}
     if device == "cuda":
         gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
@@ -31,10 +31,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    clock = psutil.cpu_freq()
     return {
         **gpu,
-        "cpu": models[0] if models else platform.processor(),
-        "cpu_mhz": round(sum(map(float, clocks)) / len(clocks)) if clocks else None,
+        "cpu": _cpu_model(),
+        "cpu_mhz": round(clock.current) if clock else None,
         "cores": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
@@ -47,12 +48,12 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def _cpu_info(key: str) -> list[str]:
-    """Return the values of a key of /proc/cpuinfo, one a core; [] if there are none."""
+def _cpu_model() -> str:
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
-    return []
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def commit() -> str:
@@ -66,17 +67,15 @@ def commit() -> str:
     return "unknown"
 
 
-def load_average() -> float | None:
-    """Return the load average of the last minute; None if the system has none."""
-    with contextlib.suppress(OSError, AttributeError):
-        return os.getloadavg()[0]
-    return None
+def load_average() -> float:
+    """Return the load average of the last minute."""
+    return psutil.getloadavg()[0]
 
 
-def busy_text(load: float | None) -> str | None:
+def busy_text(load: float) -> str | None:
     """Return a warning if the machine was busy at the start."""
     cores = os.cpu_count() or 1
-    if load is None or load <= cores + SPARE:
+    if load <= cores + SPARE:
         return None
     return (
         f"the machine is busy (load average {load:.1f} on {cores} cores at the start): times are "

@@ -41,27 +41,19 @@ UNITS = {"ms": (" ms", 1.0), "share": (" %", 100.0)}
 #: phase -> metric that is plotted, and its title
 PANELS = {"prefill": ("ttft_p50", "TTFT p50, ms"), "decode": ("itl_p50", "ITL p50, ms")}
 #: keys of the workload and of the machine that the metrics depend on
-WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
+WORKLOAD = ("input_len", "output_len", "batch", "context", "text")
 MACHINE = ("cpu", "gpu", "cores", "torch")
 
 
 def read_reports(file: str | Path) -> list[Values]:
-    """Read a report, or those of a sweep."""
-    values = _read(file)
-    several = values.get("kind") == SWEEP_KIND and isinstance(values.get("reports"), list)
-    return [_checked(r, file) for r in (values["reports"] if several else [values])]
-
-
-def read_report(file: str | Path) -> Values:
-    """Read a report of this version; InputError names the file and what is wrong with it."""
-    return _checked(_read(file), file)
-
-
-def _read(file: str | Path) -> Values:
+    """Read a report of this version, or those of a sweep; InputError names the file and what is
+    wrong with it."""
     try:
-        return json_object(Path(file).read_bytes())
+        values = json_object(Path(file).read_bytes())
     except ValueError as e:
         raise InputError(f"{file}: {e}") from e
+    several = values.get("kind") == SWEEP_KIND and isinstance(values.get("reports"), list)
+    return [_checked(r, file) for r in (values["reports"] if several else [values])]
 
 
 def _checked(report: Any, file: str | Path) -> Values:
@@ -75,10 +67,8 @@ def _checked(report: Any, file: str | Path) -> Values:
     report = plain(report)
     try:  # reads every key that is used
         text(report), markdown([report])
-    except KeyError as e:
-        raise InputError(f"{file}: {e} is missing (is it a report of g4ir bench?)") from None
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as e:
-        raise InputError(f"{file}: a damaged report of g4ir bench: {e}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise InputError(f"{file}: a damaged report of g4ir bench: {e!r}") from None
     return report
 
 
@@ -92,8 +82,6 @@ def text(report: Values) -> str:
         speedups = ", ".join(f"{phase} x{stat_text(Stat(**ratios[phase]))}" for phase in phases)
         over = f"{first} over {names[role]}"
         lines.append(f"{over:25} {speedups or 'void: the outputs disagree'}")
-    if report.get("drafts"):
-        lines.append(_draft_text(report["drafts"]))
     lines.append("")
     for run in report["runs"]:
         floors = (f"{k} {_short(run['work'][k]['floor_ms'])} ms" for k in PANELS if run["work"])
@@ -117,34 +105,16 @@ def _head(r: Values) -> Iterator[str]:
     for a in r["agreement"]:
         # NaN is null in a file.
         cosine, relative = (math.nan if a[k] is None else a[k] for k in ("cosine", "relative"))
-        close = f", {a['close']} close calls" if a["close"] else ""
         yield (
-            f"outputs  {a['role']} against {a['base']}: same token {a['equal']} of "
-            f"{a['count']}{close}, cosine at least {cosine:.6f}, relative error at most "
-            f"{relative:.1e}: {'ok' if a['ok'] else 'DISAGREES'} ({a['budget']})"
+            f"outputs  {a['role']} against {a['base']}: same token {a['equal']} of {a['count']}, "
+            f"cosine at least {cosine:.6f}, relative error at most {relative:.1e}: "
+            f"{'ok' if a['ok'] else 'DISAGREES'}"
         )
-
-
-def _draft_text(drafts: Values) -> str:
-    """Return the speed-up by the drafts of the source, and of proposers that know the text."""
-    kinds = drafts["by_kind"]
-    names = {
-        drafts["source"]: f"{drafts['source']}, up to {drafts['draft_tokens']}",
-        "rejected": "all rejected",
-        "right_70": "70 % right",
-    }
-    parts = (
-        f"{name} x{kinds[kind]['speedup']:.2f} ({kinds[kind]['tokens_per_round']:.2f} a round)"
-        for kind, name in names.items()
-    )
-    other = "" if drafts["same_text"] else "; texts differ, as more rows round otherwise"
-    rate = f"{kinds['none']['tokens_per_second']:.1f} tokens/s without"
-    return f"drafts   {rate}; {'; '.join(parts)}{other}"
 
 
 def _workload_text(r: Values) -> str:
     w = r["workload"]
-    source = w["text"] or f"random tokens, seed {w['seed']}"
+    source = w["text"] or "random tokens"
     return (
         f"{r['model_id']}: {w['batch']} x {w['input_len']} tokens in, {w['output_len']} out, "
         f"{w['context']} held before ({source})"
@@ -170,24 +140,29 @@ def _table(runs: Sequence[Values]) -> str:
     lines = [["", *map(run_name, runs)]]
     columns = [(metrics(run), "VOID " * run["void"]) for run in runs]
     for label, name in ROWS:
-        cells = [label]
-        for stats, void in columns:
-            unit, stat = stats.get(name, ("", None))
-            suffix, factor = UNITS.get(unit, ("", 1.0))
-            cells.append(f"{void}{stat_text(stat, factor)}{suffix}" if stat else "-")
-        if {*cells[1:]} != {"-"}:
-            lines.append(cells)
+        cells = [_cell(stats, name, void, suffix=True) for stats, void in columns]
+        if {*cells} != {"-"}:
+            lines.append([label, *cells])
     return aligned(lines, indent=0).rstrip("\n")
 
 
-#: heading of a table of reports -> metric and factor
+def _cell(stats: Mapping[str, Stat], name: str, void: str, suffix: bool = False) -> str:
+    """Return a metric with its spread, with the suffix of its unit or without; `-` if a run has
+    none."""
+    if name not in stats:
+        return "-"
+    ending, factor = UNITS.get(stats[name].unit, ("", 1.0))
+    return f"{void}{stat_text(stats[name], factor)}{ending if suffix else ''}"
+
+
+#: heading of a table of reports -> metric
 COLUMNS = {
-    "TTFT, ms": ("ttft_p50", 1.0),
-    "prompt, tokens/s": ("prefill_throughput", 1.0),
-    "ITL, ms": ("itl_p50", 1.0),
-    "decode, tokens/s": ("decode_throughput", 1.0),
-    "MBU, %": ("mbu", 100.0),
-    "MFU, %": ("mfu", 100.0),
+    "TTFT, ms": "ttft_p50",
+    "prompt, tokens/s": "prefill_throughput",
+    "ITL, ms": "itl_p50",
+    "decode, tokens/s": "decode_throughput",
+    "MBU, %": "mbu",
+    "MFU, %": "mfu",
 }
 
 
@@ -198,9 +173,8 @@ def markdown(reports: Sequence[Values]) -> str:
         w = report["workload"]
         for run in report["runs"]:
             stats, void = metrics(run), "VOID " * run["void"]
-            cells = ((stats.get(name, ("", None))[1], f) for name, f in COLUMNS.values())
-            texts = (f"{void}{stat_text(stat, f)}" if stat else "-" for stat, f in cells)
-            lines.append([run_name(run), str(w["input_len"]), str(w["batch"]), *texts])
+            cells = (_cell(stats, name, void) for name in COLUMNS.values())
+            lines.append([run_name(run), str(w["input_len"]), str(w["batch"]), *cells])
     return markdown_table(lines)
 
 
@@ -214,37 +188,39 @@ def _short(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
-def plot_bench(path: str | Path, reports: Mapping[str, Values]) -> None:
-    """Plot p50 of TTFT and ITL of every run, and the time at the measured roofline as a dash. Keys
-    of `reports` are labels of their runs; void runs are hatched."""
-    runs = {f"{label} {run_name(r)}".strip(): r for label, b in reports.items() for r in b["runs"]}
+def plot_bench(path: str | Path, reports: Sequence[Values]) -> None:
+    """Plot p50 of TTFT and ITL of every run, and the time at the measured roofline as a dash; void
+    runs are hatched."""
+    runs: dict[str, Values] = {}
+    for report in reports:
+        w = report["workload"]
+        size = f"{w['batch']} x {w['input_len']} " * (len(reports) > 1)
+        runs |= {f"{size}{run_name(r)}": r for r in report["runs"]}
     with figure(path, 9, 4.2, columns=2) as axes:
         for panel, (phase, (metric, title)) in zip(axes, PANELS.items(), strict=True):
             for i, (label, run) in enumerate(runs.items()):
-                _, stat = metrics(run)[metric]
+                stat = metrics(run)[metric]
                 hatch = "//" if run["void"] else None
                 name = f"{label}\n{stat_text(stat)}" + "\nVOID" * run["void"]
                 panel.bar(name, stat.value, yerr=stat.spread, color=f"C{i}", hatch=hatch)
                 if run["work"]:
                     panel.plot([name], [run["work"][phase]["floor_ms"]], "k_", markersize=40)
             panel.set(title=f"{phase}: {title}", ylim=(0, None))
-        axes[0].figure.suptitle("; ".join(map(_workload_text, reports.values())), fontsize="small")
+        axes[0].figure.suptitle("; ".join(map(_workload_text, reports)), fontsize="small")
 
 
-def compare_reports(a: Values, b: Values, every: bool = False) -> dict[str, Any]:
-    """Compare the runs that are in both reports, by `every` metric or those of the text. Return
-    `notes`, differences of workload and machine; `rows`, one a metric in both, which `differs` if
-    the distance exceeds the sum of the spreads; and how many `differ`."""
-    runs, printed, rows = {r["role"]: r for r in b["runs"]}, {metric for _, metric in ROWS}, []
+def compare_reports(a: Values, b: Values) -> dict[str, Any]:
+    """Compare the runs that are in both reports, by the metrics of the text. Return `notes`,
+    differences of workload and machine; `rows`, one a metric in both, which `differs` if the
+    distance exceeds the sum of the spreads; and how many `differ`."""
+    runs, rows = {r["role"]: r for r in b["runs"]}, []
     for one, two in ((r, runs[r["role"]]) for r in a["runs"] if r["role"] in runs):
-        stats = metrics(two)
-        for name, (unit, x) in metrics(one).items():
-            if name in stats and (every or name in printed):
-                y = stats[name][1]
-                ratio = y.value / x.value if x.value else None
-                row = {"role": one["role"], "void": one["void"] or two["void"], "metric": name}
-                row |= {"unit": unit, "a": x, "b": y, "ratio": ratio, "differs": x.differs(y)}
-                rows.append(row)
+        stats, others = metrics(one), metrics(two)
+        for name in (m for _, m in ROWS if m in stats and m in others):
+            x, y = stats[name], others[name]
+            row = {"role": one["role"], "void": one["void"] or two["void"], "metric": name}
+            row |= {"a": x, "b": y, "differs": x.differs(y)}
+            rows.append(row | {"ratio": y.value / x.value if x.value else None})
     one, two = _conditions(a), _conditions(b)
     pairs = {key: (one.get(key), two.get(key)) for key in one | two}
     notes = [f"{key}: {x} in A, {y} in B" for key, (x, y) in pairs.items() if x != y]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +18,11 @@ from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
 from g4ir.weights.origin import find_model
 
-from .common import Draft, FirstUse, Load, emit, strict
-from .verb import ANY_MODEL, Counts, Verb, argument, flag, flag_of, setting
+from .common import FirstUse, Load, emit, strict
+from .verb import ANY_MODEL, Counts, Verb, argument, flag, flag_of
 
 if TYPE_CHECKING:
     from g4ir.bench.report import Values
-    from g4ir.bench.runners import Workload
-    from g4ir.engine.engine import Engine
 
 STDOUT = "-"
 TERMS = """\
@@ -44,10 +41,9 @@ class Bench(Verb):
     output_len: int | None = flag("generated tokens per sequence (default 64)", None, "N")
     batch: Counts | None = flag("batch sizes, such as 1,4 (default 1)", None, "N,..")
     context: int = flag("tokens already in the KV cache of each sequence (default 0)", 0, "N")
-    peer: list[str] = flag("baseline: hf, hf-static, hf-compile or llama.cpp (GGUF)", (), "NAME")
+    peer: list[str] = flag("baseline: hf, hf-static or hf-compile", (), "NAME")
     checkpoint: str | None = flag("checkpoint of the baseline (default: MODEL's)", None, "DIR|FILE")
     text: str | None = flag("take prompts from a text, not random tokens", None, "FILE")
-    draft: str = flag("also measure drafts: ngram, or mtp (draft model)", "none", "SOURCE")
     rounds: int = flag("measured rounds (default 5)", 5, "N")
     warmup: int = flag("warm-up requests (default 2)", 2, "N")
     json: str | None = flag(
@@ -55,15 +51,11 @@ class Bench(Verb):
     )
     table: bool = flag("print a Markdown table; of reports A.json .. if they are MODEL", False)
     plot: str | None = flag("plot the results, .png or .svg", None, "FILE")
-    seed: int = setting("seed of the random tokens", 0)
-    compare_all: bool = setting("on: compare outputs at every position", False)
     load: Load
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None and not self.peer:
             raise InputError("--checkpoint is of the baseline: name it with --peer")
-        if self.seed and self.text is not None:
-            raise InputError("--seed is of random tokens: leave it out with --text")
 
     @property
     def file(self) -> Path | None:
@@ -89,7 +81,7 @@ class Bench(Verb):
         if "max_batch" not in self.explicit and not all(is_engine(Path(m)) for m in self.engines):
             largest = max(options.max_batch, *(self.batch or [1]))
             use = replace(use, options=replace(options, max_batch=largest))
-        return use.engines(self.engines, Draft(draft=self.draft, draft_tokens=None))
+        return use.engines(self.engines)
 
     def _check_arguments(self) -> None:
         from g4ir.bench.run import check_options
@@ -100,8 +92,6 @@ class Bench(Verb):
             raise InputError(f"{self.file}: no such directory to write the report to")
         if self.file and self.file.exists() and self.file.suffix != ".json":
             raise InputError(f"--json {self.file}: is there, and no report: give --json last")
-        if self.text and not Path(self.text).is_file():
-            raise InputError(f"--text {self.text}: no such file")
         if self.plot:
             check_plot(self.plot)
         check_options(self.peer, self.rounds, self.warmup)
@@ -110,38 +100,18 @@ class Bench(Verb):
         from g4ir.bench.run import run_bench
         from g4ir.bench.runners import plan_workload
 
-        names = ("output_len", "context", "seed", "text")
-        sizes = {name: vars(self)[name] for name in names}
+        sizes = {name: vars(self)[name] for name in ("output_len", "context", "text")}
         limits = [read_manifest(Path(path)).config.limits for path in paths]
         lengths: Sequence[int | None] = self.input_len or [None]
-        pairs = [(n, batch) for batch in self.batch or [1] for n in lengths]
-        workloads = [plan_workload(limits, n, batch=batch, **sizes) for n, batch in pairs]
-        engines: list[Engine] = []
-        seconds = []
+        pairs = product(self.batch or [1], lengths)
+        workloads = [plan_workload(limits, n, batch=batch, **sizes) for batch, n in pairs]
+        options = {name: vars(self)[name] for name in ("rounds", "warmup")}
         with console.Progress() as progress, ExitStack() as opened:
-            for path in paths:
-                start = time.perf_counter()
-                engines.append(self.load.engine(path, progress))
-                opened.callback(engines[-1].close)
-                seconds.append(time.perf_counter() - start)
-            measure = partial(
-                run_bench,
-                engines,
-                peers=self.peer,
-                rounds=self.rounds,
-                warmup=self.warmup,
-                checkpoint=self._checkpoint(),
-                load_s=seconds,
-                draft=self.draft,
-                compare_all=self.compare_all,
-                agreement_cache={},
-            )
-            several = len(workloads) > 1
-
-            def report(w: Workload, message: str) -> None:
-                progress(f"{w.batch} x {w.input_len} tokens: {message}" if several else message)
-
-            return [measure(w, progress=partial(report, w)) for w in workloads]
+            engines = [
+                opened.enter_context(closing(self.load.engine(path, progress))) for path in paths
+            ]
+            options |= {"peers": self.peer, "checkpoint": self._checkpoint()}
+            return run_bench(engines, workloads, **options, progress=progress)
 
     def _checkpoint(self) -> str | None:
         """Return the checkpoint of a baseline: --checkpoint, or the weights of the first MODEL."""
@@ -166,6 +136,4 @@ class Bench(Verb):
         if self.file:
             write_file(self.file, [(json.dumps(values, indent=1) + "\n").encode()])
         if self.plot:
-            sizes = [report["workload"] for report in reports]
-            labels = [f"{w['batch']} x {w['input_len']}" if several else "" for w in sizes]
-            plot_bench(self.plot, dict(zip(labels, reports)))
+            plot_bench(self.plot, reports)

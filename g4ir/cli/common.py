@@ -34,8 +34,8 @@ V = TypeVar("V", bound="OnEngine")
 
 
 def emit(value: Any, indent: int | None = None) -> None:
-    """Print JSON on stdout; NaN and infinities become null."""
-    print(json.dumps(strict(value), indent=indent), flush=True)
+    """Print JSON on stdout; records are objects, NaN and infinities null."""
+    print(json.dumps(strict(value), indent=indent, default=vars), flush=True)
 
 
 def output(as_json: bool, value: Any, text: str) -> int:

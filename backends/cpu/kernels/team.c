@@ -13,8 +13,8 @@
 
 #include <string.h>
 
-/* Spin time: longer than most gaps between two matmuls of a decode step. Measured with bench/contention.py: 60
- * us cost up to a tenth of the speed on an idle machine, 2 ms as much on a busy one. */
+/* Spin time: longer than most gaps between two matmuls of a decode step. Measured: 60 us cost up to a tenth of
+ * the speed on an idle machine, 2 ms as much on a busy one. */
 #define SPIN_NS 150000
 #define MOST_WORKERS 255
 #define ROUNDS_PER_LOOK 32
