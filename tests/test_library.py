@@ -16,7 +16,6 @@ from unittest.mock import Mock
 import pytest
 
 import g4ir
-from g4ir.backends.trt.kernel_cache import SUFFIX
 from g4ir.builder import library
 from g4ir.builder.library import cached_engines, engines_root, find_engine, keep_below, remove
 from g4ir.errors import EngineError, G4Error
@@ -278,18 +277,6 @@ def test_records(model: Path, monkeypatch: Any) -> None:
     with pytest.raises(EngineError, match=f"record of an engine in {MAKE_ROOM}"):
         find_engine(model, replace(SMALL, max_seq=32))
     assert leftovers() == [path.name, f"{path.name}.json"]
-
-
-def test_kernels_beside_an_engine(model: Path) -> None:
-    """They count as its bytes, and are removed with it."""
-    path = find_engine(model, SMALL)
-    release()
-    (before,) = cached_engines()
-    for rank in ("", ".rank0"):
-        path.with_name(f"{path.name}{rank}{SUFFIX}").write_bytes(bytes(100))
-    (after,) = cached_engines()
-    assert after.bytes == before.bytes + 200
-    assert remove(path) and leftovers() == []
 
 
 def test_wrong_flags_are_refused_before_a_build(model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
-from g4ir.backends.primitives.network import EXPERTS
 from g4ir.builder.build import prepare
 from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
@@ -51,26 +50,21 @@ OP_BUDGET = 2e-6
 
 
 #: what the contract's engines do not have (tests/contract/test_onnx.py)
-OPTIONS: Mapping[str, tuple[Case, str]] = {
-    "no passes": (Case("combined", ROWS, False, PASSES), "auto"),
-    "value rows": (Case("12b-small", ROWS, latent_kv="value"), "auto"),
-    "value rows, no rings": (
-        Case("combined", ROWS, True, ("plan_cache",), latent_kv="value"),
-        "auto",
-    ),
-    "experts gathered": (Case("26b-a4b-small"), "gather"),
-    "all experts, last token": (Case("combined", ROWS, False), "all"),
-    "norms about zero": (Case("tiny-gemma3"), "auto"),
-    "norms about zero, drawn": (Case("random-1000", ROWS), "auto"),
-    "odd scores, last token": (Case("random-1003", ROWS, False), "auto"),
+OPTIONS: Mapping[str, Case] = {
+    "no passes": Case("combined", ROWS, False, PASSES),
+    "value rows": Case("12b-small", ROWS, latent_kv="value"),
+    "value rows, no rings": Case("combined", ROWS, True, ("plan_cache",), latent_kv="value"),
+    "experts": Case("26b-a4b-small"),
+    "norms about zero": Case("tiny-gemma3"),
+    "norms about zero, drawn": Case("random-1000", ROWS),
+    "odd scores, last token": Case("random-1003", ROWS, False),
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option: str, tmp_path_factory: Any) -> None:
     """As transformers, in chunks, for ragged rows."""
-    case, experts = OPTIONS[option]
-    for b in built(case, tmp_path_factory, "onnx", settings={"experts": experts}):
+    for b in built(OPTIONS[option], tmp_path_factory, "onnx"):
         parity.last_tokens(b, 7)
         parity.ragged_rows(b)
 
@@ -166,31 +160,20 @@ def test_tensors_have_the_names_of_values(small: Engine) -> None:
 
 
 @cache
-def full_model(spec: Spec, experts: str = "auto") -> onnx.ModelProto:
+def full_model(spec: Spec) -> onnx.ModelProto:
     """The network of a spec that answers for every token, without weights."""
     program = split_program(built_program(spec, True, dtype="f32")).program
-    _, model = next(export.models(program, Limits(), export.NullStorage(), experts))
+    _, model = next(export.models(program, Limits(), export.NullStorage()))
     return model
 
 
-#: with each form of experts where there are some
-FULL_SIZE = [(v, e) for v in VARIANTS for e in EXPERTS if e == "auto" or load_spec(v).text.moe]
-
-
-@pytest.mark.parametrize(
-    "name, experts",
-    short(
-        *(("26b-a4b", e) for e in EXPERTS),
-        ("combined", "auto"),
-        of=[*FULL_SIZE, *((n, "auto") for n in (*TINY, "combined"))],
-    ),
-)
-def test_full_models(name: str, experts: str) -> None:
+@pytest.mark.parametrize("name", short("26b-a4b", "combined", of=[*VARIANTS, *TINY, "combined"]))
+def test_full_models(name: str) -> None:
     """As many nodes in each layer of a kind, branches too."""
     spec, seen = spec_called(name), dict[Any, set[int]]()
-    model = full_model(spec, experts)
+    model = full_model(spec)
     found = Counter(n.op_type for n in walk(model.graph.node))
-    assert found["If"] == (len(spec.layers()) if spec.text.moe and experts == "auto" else 0)
+    assert found["If"] == (len(spec.layers()) if spec.text.moe else 0)
     counts = export.node_counts(model)
     for layer in spec.layers():
         kind = (layer.kind, layer.donor is None, layer.has_moe)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from g4ir.backends.base import Backend, Setting, Task
+from g4ir.backends.base import Backend, Task
 from g4ir.backends.primitives.graph import text_graph, tower_graphs
-from g4ir.backends.primitives.network import EXPERTS, stored_bytes
+from g4ir.backends.primitives.network import stored_bytes
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
@@ -31,7 +31,6 @@ class Exported:
 
     opset: int
     nodes: int
-    experts: str
 
 
 class OnnxBackend(Backend):
@@ -47,14 +46,6 @@ class OnnxBackend(Backend):
     verifies_in_chunks = True
     packs_weights = True
     record = Exported
-    settings: Mapping[str, Setting] = {
-        "experts": Setting(
-            EXPERTS,
-            "auto",
-            "routed experts: `gather` the weights of the chosen ones (moves three times their "
-            "bytes), multiply `all` of them, or `auto`: gather for single tokens only",
-        ),
-    }
 
     def packages(self, device: str) -> tuple[str, ...]:
         return NEEDS
@@ -71,7 +62,7 @@ class OnnxBackend(Backend):
         from .export import EMBED, MODEL, export, tower_file
 
         task.progress(", ".join((MODEL, EMBED, *map(tower_file, tower_graphs(task.program)))))
-        return export(task.program, task.limits, task.folder, settings["experts"])
+        return export(task.program, task.limits, task.folder)
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(text_graph(program), limits)
@@ -80,8 +71,8 @@ class OnnxBackend(Backend):
         require("onnx")
         from .export import EMBED, MODEL, NullStorage, models, node_counts, summary
 
-        program, experts = prepared.packing.program, prepared.config.settings["experts"]
-        exported = dict(models(program, prepared.config.limits, NullStorage(), experts))
+        program = prepared.packing.program
+        exported = dict(models(program, prepared.config.limits, NullStorage()))
         report: dict[str, Any] = {"onnx": summary(exported.pop(MODEL))}
         del exported[EMBED]
         counts = {

@@ -88,12 +88,10 @@ class NullStorage:
 # --- models -----------------------------------------------------------------------------------
 
 
-def models(
-    program: Program, limits: Limits, storage: Any, experts: str = "auto"
-) -> Iterator[tuple[str, onnx.ModelProto]]:
+def models(program: Program, limits: Limits, storage: Any) -> Iterator[tuple[str, onnx.ModelProto]]:
     """Yield (file name, model), the network of prefill and decode first."""
     kind = ENCODE if ENCODE in program.graphs else "network"
-    yield MODEL, _model(kind, network_graph(program), limits, storage, experts)
+    yield MODEL, _model(kind, network_graph(program), limits, storage)
     yield EMBED, _model("embed", program.graphs["embed"], limits, storage)
     for name, g in tower_graphs(program).items():
         yield tower_file(name), _model("tower", g, limits, storage)
@@ -101,15 +99,13 @@ def models(
         yield DRAFT_FILE, _model("draft", program.graphs[DRAFT], limits, storage)
 
 
-def _model(
-    kind: str, graph: Graph, limits: Limits, storage: Any, experts: str = "auto"
-) -> onnx.ModelProto:
+def _model(kind: str, graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
     e = OnnxEmitter(storage)
     tables: dict[str, Lowering] = {
         "embedding": _embedding,
         "embedding_quantized": _embedding_quantized,
     }
-    net = Network(e, graph, limits, {**LOWERINGS, **tables}, experts)
+    net = Network(e, graph, limits, {**LOWERINGS, **tables})
     net.emit()
     e.name_values({v.name: net.env[v.name] for n in graph.nodes for v in n.outputs})
     facts = {
@@ -154,15 +150,15 @@ def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
 # --- files ------------------------------------------------------------------------------------
 
 
-def export(program: Program, limits: Limits, folder: Path, experts: str = "auto") -> dict[str, Any]:
+def export(program: Program, limits: Limits, folder: Path) -> dict[str, Any]:
     """Write the models into a directory with the weights; return the manifest's record."""
     with open(folder / CONSTANTS, "wb") as file:
-        exported = dict(models(program, limits, Directory(folder, file), experts))
+        exported = dict(models(program, limits, Directory(folder, file)))
     for name, model in exported.items():
         (folder / name).write_bytes(model.SerializeToString(deterministic=True))
         _check_file(folder / name)
     nodes = sum(node_counts(exported[MODEL]).values())
-    return {"opset": OPSET, "nodes": nodes, "experts": experts}
+    return {"opset": OPSET, "nodes": nodes}
 
 
 def tower_file(name: str) -> str:

@@ -33,16 +33,13 @@ def experts(
     index: Operand,
     gate_up: Operand,
     down: Operand,
-    first: Operand | None = None,
     *,
-    mode: str = "",
+    mode: str = "auto",
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times
-    their bytes, so for single tokens only unless asked for; else all experts on all tokens. `mode`
-    is one of EXPERTS, the network's by default."""
-    e, act, both, mode = net.e, n.word("act"), (gate_up, down), mode or net.experts
-    if first is not None:
-        weights, index = local_choices(e, weights, index, first, int(gate_up.shape[0]))
+    their bytes, so for single tokens only; else all experts on all tokens. `mode`: gather, all, or
+    auto, by the number of tokens."""
+    e, act, both = net.e, n.word("act"), (gate_up, down)
 
     def gathered() -> Operand:
         gathered_weights = (gathered_weight(net, w, index) for w in both)
@@ -61,16 +58,6 @@ def experts(
     if mode == "auto" and x.shape[1] != 1:
         return e.when_one(x, 1, gathered, every)
     return every() if mode == "all" else gathered()
-
-
-def local_choices(
-    e: Emitter, weights: Operand, index: Operand, first: Operand, count: int
-) -> tuple[Operand, Operand]:
-    """Map choices to the local experts first .. first + count - 1; choices of other ranks' experts
-    get weight 0 and a valid index."""
-    index = e.binary("sub", index, e.unsqueeze(first, 1, 2))
-    local = e.binary("and", e.binary("gt", index, -1), e.binary("lt", index, count))
-    return e.where(local, weights, 0.0), e.where(local, index, 0)
 
 
 def for_all(e: Emitter, w: Weight) -> Weight:

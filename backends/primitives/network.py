@@ -41,9 +41,6 @@ TURNED = "turned"
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
 #: input i64[B,R] of verification steps: rows of the chunk with logits
 ROWS = "rows"
-#: computation of routed experts: gather for single tokens only, always gather the chosen experts'
-#: weights, or multiply with all experts
-EXPERTS = ("auto", "gather", "all")
 
 Lowering = Callable[..., Any]
 Result = TypeVar("Result")
@@ -57,7 +54,6 @@ class Network:
     graph: Graph
     limits: Limits
     lowerings: Mapping[str, Lowering]
-    experts: str = "auto"
     env: dict[str, Operand] = field(default_factory=dict)
     #: messages for the user about deviations from the requested settings
     notes: list[str] = field(default_factory=list)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from g4ir.errors import LowerError, TrustError
-from g4ir.ir.graph import Graph, Value
+from g4ir.errors import LowerError
+from g4ir.ir.graph import Graph
 from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.console import handled
-from g4ir.ui.files import new_version, write_file
+from g4ir.ui.files import new_version
 from g4ir.ui.memory import device_memory
-from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
@@ -43,11 +41,10 @@ NO_DRIVER = "CUDA driver version is insufficient"
 #: part of the refused layer's name, or of the error message -> remedy
 REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
-    "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq",
     "attn": "--set attention=plain, whose attention is products and the plainest layers",
-    "": "--set attention=plain --set experts=all, the plainest form of the network",
+    "": "--set attention=plain, the plainest form of the network",
 }
 
 
@@ -143,8 +140,6 @@ class Estimate:
 
     host_bytes: int
     device_bytes: int
-    #: host memory of the model cut to its first layers: one, two and so on
-    first_layers: tuple[int, ...] = ()
     #: whether there are 4-bit weights
     four_bits: bool = False
 
@@ -159,45 +154,33 @@ class Estimate:
         has = device_memory("cpu")
         if self.host_bytes <= has:
             return ""
-        count = sum(need <= has for need in self.first_layers)
         smaller = "" if self.four_bits else ", or with --quant int4"
         return (
             f"TensorRT's builder needs {size_text(self.host_bytes)} of host memory, this machine "
-            f"has {size_text(has)}, enough for {count} of {len(self.first_layers)} layers: build "
-            f"on a larger one{smaller}"
+            f"has {size_text(has)}: build on a larger one{smaller}"
         )
 
 
+INT4 = FORMATS["int4"].codes
 #: host memory of a builder in addition to weights, and per layer, as measured with TensorRT-RTX 1.7
 #: (bench/results/rtx-builds.txt)
 HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks built one after another, repeated for each rank; the first
-    is the text model's."""
-    text, *other_graphs = graphs
-    other_bytes = max(map(_host_bytes, other_graphs), default=0)
-    first = [max(other_bytes, _host_bytes(text, n + 1)) for n in range(_layers(text.params))]
-    host = max(other_bytes, _host_bytes(text))
-    device = max(map(weight_bytes, graphs)) + MIN_WORKSPACE
-    four_bits = any(v.type.dtype == FORMATS["int4"].codes for v in text.params)
-    return Estimate(host, device, tuple(first), four_bits)
+    """Return the estimate for networks built one after another; the first is the text model's."""
+    host, device = max(map(_host_bytes, graphs)), max(map(weight_bytes, graphs)) + MIN_WORKSPACE
+    return Estimate(host, device, any(v.type.dtype == INT4 for v in graphs[0].params))
 
 
-def _host_bytes(g: Graph, layers: float = inf) -> int:
-    """Estimate the builder's host memory for the first layers: the plan's weights, a constant per
-    layer, and a second copy of the matrices that it repacks while it writes the plan (quantised
-    ones and those of layers). Params are memory-mapped and count nothing."""
-    params = [v for v in g.params if (layer_of(v.name) or 0) < layers]
-    laid = (v for v in params if v.type.dtype in FORMAT_OF or layer_of(v.name) is not None)
+def _host_bytes(g: Graph) -> int:
+    """Estimate the builder's host memory: the plan's weights, a constant per layer, and a second
+    copy of the matrices that it repacks while it writes the plan (quantised ones and those of
+    layers). Params are memory-mapped and count nothing."""
+    laid = (v for v in g.params if v.type.dtype in FORMAT_OF or layer_of(v.name) is not None)
     again = sum(v.type.nbytes() for v in laid if v.type.rank < 3)
-    weights = sum(v.type.nbytes() for v in params)
-    return weights + again + HOST_BYTES + _layers(params) * LAYER_HOST_BYTES
-
-
-def _layers(params: Iterable[Value]) -> int:
-    return len({layer_of(v.name) for v in params} - {None})
+    layers = len({layer_of(v.name) for v in g.params} - {None})
+    return weight_bytes(g) + again + HOST_BYTES + layers * LAYER_HOST_BYTES
 
 
 def weight_bytes(g: Graph) -> int:
@@ -205,14 +188,9 @@ def weight_bytes(g: Graph) -> int:
     return sum(v.type.nbytes() for v in g.params)
 
 
-def build_plan(
-    api: Api, w: Written, config: Any, timing: Path | None, plan: Path, progress: Progress
-) -> None:
-    """Run the builder, which streams its plan to a file. The timing cache is read first and written
-    at the end, even if the build fails or is interrupted (Ctrl-C, SIGTERM). LowerError with the
-    builder's message if it fails; OSError if the plan cannot be written."""
-    if timing:
-        _begin_with(config, timing)
+def build_plan(api: Api, w: Written, config: Any, plan: Path, progress: Progress) -> None:
+    """Run the builder, which streams its plan to a file; Ctrl-C and SIGTERM cancel it. LowerError
+    with the builder's message if it fails; OSError if the plan cannot be written."""
     w.builder.max_threads = max(1, os.cpu_count() or 1)
     w.log.errors.clear()
     monitor = progress_monitor(api.trt, progress)
@@ -221,8 +199,6 @@ def build_plan(
         writer = stream_writer(api.trt, file)
         with _interruptible(monitor):
             written = w.builder.build_serialized_network_to_stream(w.network, config, writer)
-        if timing:
-            _keep(timing, config.get_timing_cache())
         if monitor.stopped:
             raise KeyboardInterrupt
         if writer.error:
@@ -234,30 +210,6 @@ def build_plan(
 
 class RefusedError(LowerError):
     """The builder accepts every layer, but not the network."""
-
-
-def _begin_with(config: Any, timing: Path) -> None:
-    """Load the timing cache; start an empty one if other users could have written the file or
-    TensorRT rejects it."""
-    timings = b""
-    with suppress(OSError, TrustError):
-        check_private(timing.parent)
-        timings = timing.read_bytes()
-    cache = config.create_timing_cache(timings)
-    if cache is None or not config.set_timing_cache(cache, False):
-        config.set_timing_cache(config.create_timing_cache(b""), False)
-
-
-def _keep(timing: Path, cache: Any) -> None:
-    """Write the timing cache, best effort: a full or read-only folder does not fail a build."""
-    with suppress(OSError, TrustError):
-        write_file(private(timing.parent) / timing.name, [memoryview(cache.serialize())])
-
-
-def timing_file(folder: Path, machine: str) -> Path:
-    """Return the timing cache file for this GPU and TensorRT version: the builder refuses
-    others."""
-    return folder / f"{machine.replace(' ', '-')}.timing"
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:

@@ -37,9 +37,7 @@ def experts(
     weights, and the other tokens (none in a decode step) are sorted by expert; if the sequences
     together choose about as many experts as there are, all experts multiply every token."""
     e, count = net.e, int(params[0].shape[0])
-    if net.experts != "auto":
-        return moe.experts(net, n, x, weights, index, *params)
-    few = gathers(net.experts, net.limits, int(index.shape[2]), count)
+    few = gathers(net.limits, int(index.shape[2]), count)
     if x.shape[1] == 1 or not few:
         mode = "gather" if few else "all"
         return moe.experts(net, n, x, weights, index, *params, mode=mode)
@@ -50,10 +48,9 @@ def experts(
     return e.reshape(e.concat(sums, 1), *x.shape)
 
 
-def gathers(experts: str, limits: Limits, top_k: int, count: int) -> bool:
+def gathers(limits: Limits, top_k: int, count: int) -> bool:
     """Whether a decode step reads only the chosen experts' weights."""
-    few = limits.max_batch * top_k * MOVED < count
-    return experts == "gather" or (experts == "auto" and few)
+    return limits.max_batch * top_k * MOVED < count
 
 
 def _later_tokens(
@@ -67,8 +64,6 @@ def _later_tokens(
     x, weights, index = (e.block(t, 1, 1, chunk - 1) for t in (x, weights, index))
     if not chunked or 2 * sorted_rows(chunk, int(index.shape[2]), count) > count * chunk:
         return moe.experts(net, n, x, weights, index, *params, mode="all")
-    if len(params) > 2:
-        weights, index = moe.local_choices(e, weights, index, params[2], count)
     return Sorted(net, capacity, index, count).sum(x, weights, n.word("act"), params[0], params[1])
 
 

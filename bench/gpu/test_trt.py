@@ -72,17 +72,14 @@ class Form:
         )
 
 
-def _choices(setting: str) -> Iterator[dict[str, str]]:
-    """Yield the choices of a setting but its default."""
-    s = SETTINGS[setting]
-    return ({setting: choice} for choice in s.choices if choice != s.default)
-
-
 FORMS = (
     Form("tiny-dense"),
     Form("tiny-dense", "float32"),
-    *(Form("tiny-dense", settings=s) for s in _choices("attention")),
-    *(Form("tiny-moe", settings=s) for s in _choices("experts")),
+    *(
+        Form("tiny-dense", settings={"attention": kind})
+        for kind in SETTINGS["attention"].choices[1:]
+    ),
+    Form("tiny-moe"),
     Form("tiny-moe", options={"latent_kv": "value"}),
     Form("tiny-ple"),
     Form("tiny-dense", options={"quant": "int8"}),
@@ -99,7 +96,7 @@ def host(out: Path, pytestconfig: pytest.Config) -> Iterator[Host]:
         if pytestconfig.option.dry_run:
             from tests.trt.emulated import emulated, use
 
-            backend = emulated(out)
+            backend = emulated()
             use(patch, backend)
             host = backend.host
         yield host
@@ -188,40 +185,30 @@ def compared(engine: Engine) -> dict[str, Any]:
 
 # --- at full width ----------------------------------------------------------------------------
 
-#: one repeat of the layers; and what may be faster than the default
-CUT = (
-    {},
-    {"experts": "gather"},
-)
-
 
 @pytest.mark.limit(1800)
-@pytest.mark.parametrize("settings", CUT, ids=lambda s: " ".join(s.values()) or "default")
-def test_cut(
-    measure: Any, scale: Scale, host: Host, out: Path, variant: str, settings: dict[str, str]
-) -> None:
+def test_cut(measure: Any, scale: Scale, host: Host, out: Path, variant: str) -> None:
+    """One repeat of the layers."""
     spec = load_spec(variant)
     if spec.text.num_kv_shared_layers:
         pytest.skip("one repeat of its layers is no model: they share the keys of others")
     text = replace(spec.text, num_hidden_layers=len(spec.text.pattern))
     spec = replace(spec, name=f"{spec.name}-cut", text=text)
-    measure_engine(measure, scale, host, out, spec, settings)
+    measure_engine(measure, scale, host, out, spec)
 
 
 @pytest.mark.limit(5400)
 def test_full(measure: Any, scale: Scale, host: Host, out: Path, variant: str) -> None:
-    measure_engine(measure, scale, host, out, load_spec(variant), {})
+    measure_engine(measure, scale, host, out, load_spec(variant))
 
 
-def measure_engine(
-    measure: Any, scale: Scale, host: Host, out: Path, spec: Spec, settings: Mapping[str, str]
-) -> None:
+def measure_engine(measure: Any, scale: Scale, host: Host, out: Path, spec: Spec) -> None:
     """Build an engine, time its steps and prompts, and compare it with the reference."""
-    path = out / "work" / "-".join((spec.name, *settings.values()))
+    path = out / "work" / spec.name
     limits = {"max_seq": max(scale.contexts) + 2 * scale.steps, "prefill_chunk": scale.chunk}
     if "trtexec" in measure.found:  # the last measurement: the plan is gone
         return
-    how = {**limits, "media": "none", "settings": settings}
+    how = {**limits, "media": "none"}
 
     def built() -> dict[str, Any]:
         engine = opened(out, scale, host, spec, path, scale.dtype, **how)

@@ -53,7 +53,7 @@ def check(spec: Any, folder: Path, **options: Any) -> dict[str, float]:
     budget."""
     with pytest.MonkeyPatch.context() as patch, one_thread():
         patch.setattr(interface, "MIN_SPAN", MIN_SPAN)
-        use(patch, emulated(folder))
+        use(patch, emulated())
         limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK}
         engine = build(folder / "engine", spec, **{"media": "none", **limits, **options})
         found = errors_of(engine)
@@ -62,7 +62,7 @@ def check(spec: Any, folder: Path, **options: Any) -> dict[str, float]:
 
 
 def check_row(row: str, folder: Path) -> dict[str, float]:
-    """Do `check` of `tiny-moe quant=int4 experts=all`, of a large variant in small."""
+    """Do `check` of `tiny-moe quant=int4`, of a large variant in small."""
     variant, settings, options = words_of(row)
     spec = spec_called(variant)
     if spec.text.hidden_size > LARGE:

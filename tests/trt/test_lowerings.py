@@ -30,7 +30,7 @@ from tests.configs import short, spec_called
 from tests.network_session import check_op, in_network
 from tests.test_ops import IN_NETWORKS
 from tests.trt.compiled import planned
-from tests.trt.segments import new_emitter, outputs_of
+from tests.trt.execute import new_emitter, outputs_of
 from tests.trt.small import check, check_row
 
 #: of networks that are looked at
@@ -42,7 +42,7 @@ SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
 
 @pytest.mark.parametrize("case", [c for c in IN_NETWORKS if in_network(c)], ids=str)
 def test_op(case: tuple[str, int]) -> None:
-    check_op(case, new_emitter(), lowered.lowerings(), outputs_of, 1e-4, "all")
+    check_op(case, new_emitter(), lowered.lowerings(), outputs_of, 1e-4)
 
 
 class Attention(Node):
@@ -150,7 +150,7 @@ def routed(
     e = new_emitter(held.__getitem__)
     kinds = (f"f32[B,S,{width}]", f"f32[B,S,{k}]", f"i64[B,S,{k}]", "i64[B,S]")
     given = {n: e.input(n, parse_type(t)) for n, t in zip(feeds, kinds, strict=True)}
-    net = Network(e, None, Limits(batch, 64, 13), {}, "auto", given)  # type: ignore[arg-type]
+    net = Network(e, None, Limits(batch, 64, 13), {}, given)  # type: ignore[arg-type]
     params = [e.param(Value(n, Type("f32", tuple(t.shape)))) for n, t in held.items()]
     e.scope = "L0.experts"
     node: Any = SimpleNamespace(word=lambda _: "gelu_pytorch_tanh")
