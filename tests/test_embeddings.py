@@ -37,9 +37,11 @@ from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import short
+from tests.gpu_on_cpu import use_gpu_runtime
 from tests.media_tools import media_files, media_tokenizer
 from tests.test_media_models import inputs_of, medium
 from tests.test_rounding import changed
+from tests.trt.emulated import emulated, use
 
 NAMES = ("tiny-embedding", "tiny-embedding-2")
 SEED, AGREES = 3, 1e-5
@@ -132,11 +134,14 @@ def build(spec: Spec | str, out: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("seed", short(0, 1, 6, of=SEEDS))
 @pytest.mark.parametrize("name", NAMES[: 1 + HAS_SECOND])
-def test_embeddings_are_those_of_transformers(name: str, seed: int, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_transformers(
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, emulated(tmp_path))
     spec, ids = random_encoder(name, seed), drawn_ids(seed)
     oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
     want = torch.stack([oracle(x) for x in ids])
-    for backend in ("reference", "torch", "onnx"):
+    for backend in ("reference", "torch", "onnx", "trt"):
         with build(spec, tmp_path / backend, backend=backend, max_batch=3 + seed) as engine:
             got = engine.embed(ids)
             assert got.dtype == torch.float32 and (got - want).abs().max() < AGREES
@@ -145,9 +150,25 @@ def test_embeddings_are_those_of_transformers(name: str, seed: int, tmp_path: Pa
             assert backend != "torch" or torch.equal(alone, got)
 
 
+@pytest.mark.full
+def test_compiled_programs_embed_as_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's programs, run by the runtime of GPUs."""
+    spec, ids = random_encoder(NAMES[0], 0), drawn_ids(5)
+    oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
+    want = torch.stack([oracle(x) for x in ids])
+    with build(spec, tmp_path / "e", settings={"programs": "inductor"}, max_batch=3) as engine:
+        use_gpu_runtime(engine, monkeypatch)
+        assert (engine.embed(ids) - want).abs().max() < AGREES
+
+
 @pytest.mark.skipif(not HAS_SECOND, reason="transformers has no such model")
 @pytest.mark.parametrize("seed", short(6, of=SEEDS))
-def test_media_embeddings_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
+def test_media_embeddings_are_those_of_transformers(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, emulated(tmp_path))
     spec = random_encoder(NAMES[1], seed, media=True)
     folder = media_checkpoint(tmp_path / "c", spec)
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -161,7 +182,7 @@ def test_media_embeddings_are_those_of_transformers(seed: int, tmp_path: Path) -
     parts = [{"type": k, k: m} for (k, _), m in zip((*sizes, ("audio", 0)), media)]
     inputs = [*parts, "ab w7", ["a", parts[0], parts[1], " w7", parts[3]], [*parts[1:], "ab"]]
     want = torch.stack([media_oracle(model, words, spec.tokens, x) for x in inputs])
-    for backend in ("reference", "torch", "onnx"):
+    for backend in ("reference", "torch", "onnx", "trt"):
         options: Any = {"backend": backend, "max_batch": 4, "audio_seconds": [2.0]}
         with g4ir.build(None, out=tmp_path / backend, checkpoint=folder, **options) as engine:
             got = engine.embed(inputs)

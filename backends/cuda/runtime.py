@@ -37,10 +37,10 @@ class CudaRuntime(ProgramRuntime):
         files: Mapping[str, Sequence[str | None]],
         cuda_graph: bool = True,
     ) -> None:
-        decode = schedule(task.program.graphs["decode"], find_target(task.limits.max_batch))
+        decode, rows = task.program.graphs.get("decode"), task.limits.max_batch
         #: captures a decode step; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
-        self.any_length = any_length(decode)
+        self.any_length = bool(decode and any_length(schedule(decode, find_target(rows))))
         super().__init__(task, steps, files)
 
     def _device_index(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.backends.base import Backend, Setting, Task
 from g4ir.backends.onnx_graph.backend import require
+from g4ir.backends.primitives.graph import text_graph
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.backends.primitives.weights import by_columns, dequantize_at_build
 from g4ir.errors import EngineError
@@ -121,14 +122,14 @@ class TrtBackend(Backend):
         return Make(self.host, task, dict(settings)).run()
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
-        return stored_bytes(program.graphs["prefill"], limits)
+        return stored_bytes(text_graph(program), limits)
 
     def scratch_bytes(
         self, program: Program, device: str, settings: Mapping[str, str]
     ) -> Callable[[Limits], int]:
         """Count the bytes of attention scores, unless attention is one fused layer."""
-        prefill, attention = program.graphs["prefill"], settings["attention"]
-        return lambda limits: score_bytes(prefill, limits, attention)
+        graph, attention = text_graph(program), settings["attention"]
+        return lambda limits: score_bytes(graph, limits, attention)
 
     def short(self, program: Program) -> str:
         return estimate([*networks(program).values()]).short()

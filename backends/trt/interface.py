@@ -14,6 +14,7 @@ from g4ir.backends.primitives.network import FULL, ROWS, SLOTS, full_slots, is_r
 from g4ir.ir.graph import Graph, Program
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.ops.types import Type
 from g4ir.plan.engine_limits import Limits
 
@@ -132,10 +133,10 @@ def spans(limits: Limits) -> tuple[int, ...]:
 
 
 def phases_of(g: Graph) -> tuple[str, ...]:
-    """Return the phases for which a network has profiles; a draft step reads caches only, a tower
-    has none."""
-    if g.name == DRAFT:
-        return (DRAFT,)
+    """Return the phases for which a network has profiles; a draft step only reads caches, an
+    encoder has none, a tower has no profiles."""
+    if g.name in (DRAFT, ENCODE):
+        return (g.name,)
     names = {v.name for v in g.inputs}
     return tuple(p for p in PHASES if g.state and (p != VERIFY or ROWS in names))
 
@@ -143,7 +144,8 @@ def phases_of(g: Graph) -> tuple[str, ...]:
 def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
     """Return a network's profiles, in order: name -> dim -> range."""
     inputs, rows, seq = network_inputs(g, limits), limits.max_batch, limits.max_seq
-    max_tokens = {"prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
+    chunk = limits.prefill_chunk
+    max_tokens = {"prefill": chunk, ENCODE: chunk, VERIFY: _verified(g, limits)}
     profiles: dict[str, dict[str, Range]] = {}
     for phase in phases_of(g):
         tokens = max_tokens.get(phase, 1)

@@ -36,9 +36,12 @@ GATED_ROWS, MAX_GATED_BYTES = 512, 16 << 20
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
-    """Count the bytes of scores of one query per sequence: over a ring cache's slots, or
-    max_seq."""
-    cache, heads = n.caches[0].type, int(n["q"].type.shape[2])
+    """Count the bytes of scores of one query per sequence: over a ring cache's slots, or max_seq;
+    of an encoder, of one query over its chunk."""
+    heads = int(n["q"].type.shape[2])
+    if not n.definition.cache_range:
+        return heads * limits.prefill_chunk * BYTES_PER_SCORE
+    cache = n.caches[0].type
     slots = int(stored_type(cache, limits).shape[2]) if is_ring(cache) else limits.max_seq
     return limits.max_batch * heads * slots * BYTES_PER_SCORE
 
@@ -55,7 +58,9 @@ def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
             for n in g.nodes
-            if n.definition.cache_range and kinds.get(head_size(n) or 0, attention) != "fused"
+            if n.op == "packed_attention"
+            or n.definition.cache_range
+            and kinds.get(head_size(n) or 0, attention) != "fused"
         ),
         default=0,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Task
+from g4ir.backends.primitives.graph import text_graph
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import G4Error, PlanError
 from g4ir.ir.graph import Graph
@@ -124,7 +125,7 @@ class Make:
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
             "weights": sum(map(build.weight_bytes, steps)),
-            "caches": stored_bytes(self.task.program.graphs["prefill"], self.task.limits),
+            "caches": stored_bytes(text_graph(self.task.program), self.task.limits),
             "scratch": self.scratch,
             "reserve": reserve(memory),
         }

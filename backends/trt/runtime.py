@@ -169,6 +169,7 @@ class TrtSteps:
 
     def _outputs(self, feeds: Feeds) -> Feeds:
         batch, size = feeds["positions"].shape
+        batch = len(feeds["ends"]) if "ends" in feeds else batch
         asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
         dims = {"B": batch, "S": size, "R": asked}
         return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.aliased}
