@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -17,10 +17,9 @@ from g4ir.chat import Vocabulary
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END
 from g4ir.errors import InputError
 
-from .http_errors import bad
-from .json_schema import read_schema
+from .http_errors import Refused, bad
+from .json_schema import llguidance, read_schema
 from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
-from .schema_leaves import llguidance
 from .tool_grammar import Called, grammar_of
 
 #: maximum characters of a schema or regular expression, of a request's grammar, and of a generated
@@ -32,7 +31,8 @@ MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
 class _Tokenizer:
     """The bytes of all tokens, in the form that llguidance takes: its own parser of tokenizer.json
-    takes three times as long. Control tokens are special: never matched as text."""
+    takes three times as long. Control tokens are special: never matched as text, nor forced by
+    one that spells them."""
 
     is_tokenizer_wrapper, bos_token_id = True, None
 
@@ -46,7 +46,7 @@ class _Tokenizer:
         self.special_token_ids = [i for i in vocabulary.strings if i < size]
 
     def __call__(self, text: str) -> list[int]:
-        return self._vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._vocabulary.plain(text)  # a text that only one continues is tokenised by this
 
 
 class Grammars:
@@ -102,7 +102,6 @@ class Grammars:
         if c.kind == JSON:
             return str(library.LLMatcher.grammar_from_json_schema(self._schema(c)))
         texts = c.value if c.kind == CHOICE else [c.value]
-        self._check_texts((re.sub(r"\\(.)", r"\1", t) for t in texts), c.field)
         if sum(map(len, texts)) > (MAX_GBNF if c.kind == GRAMMAR else LARGEST):
             raise bad(c.field, "is too long")
         if c.kind == CHOICE:
@@ -116,23 +115,14 @@ class Grammars:
             raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
 
     def _schema(self, c: Constraint) -> str:
-        """Return a schema's grammar, whose JSON has at most one space or newline between two
-        tokens."""
+        """Return a schema, as JSON for llguidance."""
         if len(json.dumps(c.value)) > LARGEST:
             raise bad(c.field, f"the schema has more than {LARGEST} characters")
-        schema = read_schema(
-            c.value,
-            "schema",
-            strict=c.strict,
-            controls=self.vocabulary.controls,
-            refuse=lambda where, why: bad(c.field, f"{where[:200]}: {why}"),
-        )
-        return json.dumps({**schema, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}})
 
-    def _check_texts(self, texts: Iterable[str], field: str) -> None:
-        """Refuse a text that llguidance would take for a control token."""
-        if token := next((c for t in texts for c in self.vocabulary.controls if c in t), None):
-            raise bad(field, f"{token} in a literal text is not supported")
+        def refuse(where: str, why: str) -> Refused:
+            return bad(c.field, f"{where[:200]}: {why}")
+
+        return json.dumps(read_schema(c.value, "schema", strict=c.strict, refuse=refuse))
 
     def _masked(self, grammar: str, field: str, thinking: bool, inside: bool) -> FullMask:
         controls = self.vocabulary.controls

@@ -2,34 +2,23 @@
 
 The grammar is Lark text for llguidance. Keys are bare, strings are enclosed in the delimiter token,
 and there is no white space, so that each value has one spelling. Schemas are read by `read_schema`,
-which drops unsupported constraints. Undeclared keys are never generated if keys are declared.
+which drops unsupported constraints. Undeclared keys are never generated if keys are declared; of
+`oneOf` more than one may hold.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from g4ir.chat.calls import is_bare_key
-from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
+from g4ir.chat.tools import TYPES, resolve_ref
 
 from .http_errors import Refused, missing
-from .json_schema import CONSTRAINTS, read_schema
-from .schema_leaves import (
-    FORMATS,
-    LARK,
-    LIMITS,
-    MATCHED_KEY,
-    OF_TYPE,
-    Node,
-    llguidance,
-    read_pattern,
-    written,
-)
+from .json_schema import LARK, UNIONS, Schema, judge, llguidance, read_pattern, read_schema
 
 #: maximum schemas in one grammar, over all functions
 MAX_SCHEMAS = 1 << 14
@@ -40,7 +29,17 @@ _NUMERIC = {
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
 }
-_COMMA, _KEY = ' "," ', "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+_COMMA, _KEY = ' "," ', "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+#: keywords that imply a type, where there is none
+IMPLIED = {
+    "number": LIMITS,
+    "string": ("minLength", "maxLength", "pattern", LARK),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "object": ("properties", "required", "additionalProperties"),
+}
+#: keywords by which a function without properties has arguments
+OPEN = {"additionalProperties", "patternProperties", "required", "$ref", "allOf", *UNIONS}
 
 
 @dataclass(frozen=True)
@@ -95,20 +94,16 @@ def _call(rules: _Rules, function: Called) -> str:
     if not function.constrained:
         arguments = rules.mapping(rules.anything())
     else:
-        schema = _parameters(function, rules.marks)
-        arguments = _Schema(rules, schema, function.where).arguments()
+        arguments = _Schema(rules, _parameters(function), function.where).arguments()
     return f"{json.dumps(function.name)} {arguments}"
 
 
-def _parameters(function: Called, controls: Collection[str]) -> dict[str, Any]:
+def _parameters(function: Called) -> dict[str, Any]:
     """Return the schema of a function's arguments. A function without a schema has none."""
     schema = {"type": "object", **function.schema, "nullable": False}
-    keywords = schema.keys() & CONSTRAINTS
-    if not keywords or (keywords == {"properties"} and not schema["properties"]):
+    if not schema.keys() & OPEN and not schema.get("properties"):
         schema["additionalProperties"] = False
-    return read_schema(
-        schema, function.where, strict=function.strict, controls=controls, refuse=refused
-    )
+    return read_schema(schema, function.where, strict=function.strict, refuse=refused)
 
 
 def refused(where: str, why: str) -> Refused:
@@ -141,14 +136,10 @@ class _Rules:
     def nested(self, grammar: str, where: str) -> str:
         if error := llguidance().LLMatcher.validate_grammar(grammar, None):
             raise refused(where, f"is no grammar in Lark: {' '.join(error.split())[:200]}")
-        self.plain(re.sub(r"\\(.)", r"\1", grammar))
         return self.rule(f"%lark {{\n{grammar}\n}}")
 
     def plain(self, text: str) -> str:
-        """Return a literal. If it contains the spelling of a control token it is refused, since
-        llguidance would accept the token for a forced text."""
-        if token := next((c for c in self.marks if c in text), None):
-            raise refused("tools", f"{token} in the text {shown(text)} is not supported")
+        """Return a literal."""
         return json.dumps(text, ensure_ascii=False)
 
     def key(self, name: str) -> str:
@@ -174,9 +165,9 @@ class _Rules:
         inner = self.anything(depth - 1)
         return self.rule(f"{plain} | {self.array(inner, 0, None)} | {self.mapping(inner)}")
 
-    def mapping(self, value: str, *keys: str) -> str:
-        """Return the rule of an object with any keys, or keys that match expressions."""
-        entry = self.rule(f'{self.terminal(*(keys or [f"/{_KEY}/"]))} ":" {value}')
+    def mapping(self, value: str) -> str:
+        """Return the rule of an object with any keys."""
+        entry = self.rule(f'{self.terminal(_KEY)} ":" {value}')
         return self.rule(f'"{{" ({entry} ("," {entry})*)? "}}"')
 
     def array(self, item: str, min_items: int, max_items: int | None) -> str:
@@ -189,119 +180,190 @@ class _Rules:
 
 
 class _Schema:
-    """One schema as `read_schema` returns it. Each method returns the name of a rule."""
+    """A schema from `read_schema`. Methods return the name of a rule for the intersection of
+    schemas; "" if it has no values."""
 
-    def __init__(self, rules: _Rules, root: Node, where: str) -> None:
+    def __init__(self, rules: _Rules, root: Mapping[str, Any], where: str) -> None:
         self.rules, self.root, self.where = rules, root, where
         self._names: dict[str, str] = {}
 
     def arguments(self) -> str:
         """Return the rule of a function's arguments."""
-        rule = self.value(self.root)
-        waiting = [*self._names]
-        while waiting:
-            ref = waiting.pop()
-            before = {*self._names}
-            body = self.root["$defs"][ref.rpartition("/")[2]]
-            self.rules.recursive[self._names[ref]] = self.value(body)
-            waiting += self._names.keys() - before
+        try:
+            rule = self.value(self.root)
+        except RecursionError:
+            raise refused(self.where, "the schema is too deep") from None
+        if not rule:
+            raise refused(self.where, "the schema allows nothing")
         return rule
 
-    def value(self, node: Any) -> str:
-        rules = self.rules
-        rules.count += 1
-        if rules.count > MAX_SCHEMAS:
+    def value(self, *nodes: Schema) -> str:
+        self.rules.count += 1
+        if self.rules.count > MAX_SCHEMAS:
             raise refused(self.where, "the schemas of all tools are too large for one grammar")
-        if node is False:
-            raise refused(self.where, "the schema allows nothing")
-        if "$ref" in node:
-            return self._names.setdefault(node["$ref"], f"d{rules.count}")
-        if "anyOf" in node:
-            return rules.rule(" | ".join(map(self.value, node["anyOf"])))
-        if "enum" in node:
-            return rules.rule(" | ".join(map(rules.literal, node["enum"])))
-        if kinds := _kinds(node):
-            return rules.rule(" | ".join(self._of_kind(kind, node) for kind in kinds))
-        return rules.anything()
+        parts = [*_flat(nodes)]
+        if False in parts:
+            return ""
+        if any("$ref" in part for part in parts):
+            return self._reference(parts)
+        for i, part in enumerate(parts):
+            for key in (k for k in UNIONS if k in part):
+                others = [*parts[:i], {k: v for k, v in part.items() if k != key}, *parts[i + 1 :]]
+                return self._union(self.value(*others, branch) for branch in part[key])
+        if any(part.keys() & {"enum", "const"} for part in parts):
+            return self._union(map(self.rules.literal, self._values(parts)))
+        kinds = _kinds(parts)
+        return (
+            self.rules.anything()
+            if kinds is None
+            else self._union(getattr(self, f"_{kind}")(parts) for kind in kinds)
+        )
 
-    def _of_kind(self, kind: str, node: Node) -> str:
-        if kind in ("integer", "number"):
-            return self._number(kind, node)
-        if kind == "string":
-            return self._string(node)
-        if kind in ("array", "object"):
-            return (self._array if kind == "array" else self._object)(node)
-        return {"null": '"null"', "boolean": '"true" | "false"'}[kind]
+    def _union(self, rules: Iterable[str]) -> str:
+        return self.rules.rule(" | ".join(allowed)) if (allowed := [*filter(None, rules)]) else ""
 
-    def _string(self, node: Node) -> str:
-        if LARK in node:
-            return self.rules.string(self.rules.nested(node[LARK], f"{self.where}.{LARK}"))
-        min_len, max_len = node.get("minLength", 0), node.get("maxLength")
-        if max_len == 0:
+    def _reference(self, parts: Sequence[Any]) -> str:
+        """Return the rule of an intersection with references, which may refer to itself."""
+        key = json.dumps(parts, sort_keys=True)
+        if key not in self._names:
+            self._names[key] = name = f"d{self.rules.count}"
+            nodes = [{k: v for k, v in part.items() if k != "$ref"} for part in parts]
+            nodes += [resolve_ref(self.root, part["$ref"]) for part in parts if "$ref" in part]
+            if body := self.value(*filter(lambda node: node != {}, nodes)):
+                self.rules.recursive[name] = body
+            else:
+                self._names[key] = ""
+        return self._names[key]
+
+    def _values(self, parts: Sequence[Any]) -> list[Any]:
+        """Return the listed values that all parts allow."""
+        first = next(part for part in parts if part.keys() & {"enum", "const"})
+        values = [first["const"]] if "const" in first else first["enum"]
+        if len(parts) == 1 and len(first) == 1:
+            return list(values)
+        defs = {k: self.root[k] for k in ("$defs", "definitions") if k in self.root}
+        return [v for v in values if not judge({**defs, "allOf": [{"const": v}, *parts]})[0]]
+
+    def _null(self, parts: Sequence[Any]) -> str:
+        return '"null"'
+
+    def _boolean(self, parts: Sequence[Any]) -> str:
+        return '"true" | "false"'
+
+    def _string(self, parts: Sequence[Any]) -> str:
+        for part in parts:
+            if LARK in part:
+                return self.rules.string(self.rules.nested(part[LARK], f"{self.where}.{LARK}"))
+        low, high = _bounds(parts, "minLength", "maxLength")
+        leaf = [{k: p[k] for k in IMPLIED["string"] if k in p} for p in parts]
+        if judge({"type": "string", "allOf": leaf})[0]:
+            return ""
+        if high == 0:
             return self.rules.string("")
-        terms = [f"/(?s:.{{{max(min_len, 1)},{'' if max_len is None else max_len}}})/"]
-        more = [part for part in node.get("allOf", ()) if "pattern" in part]
-        patterns = [part["pattern"] for part in ([node] if "pattern" in node else []) + more]
-        read = [read_pattern(pattern) for pattern in patterns]
+        read = [read_pattern(p["pattern"]) for p in parts if "pattern" in p]
+        terms = [f"/(?s:.{{{max(low, 1)},{'' if high is None else high}}})/"]
         terms += [expression for expression, _ in filter(None, read)]
-        if "format" in node:
-            terms.append(f"/{FORMATS[node['format']]}/")
-        empty = not min_len and "format" not in node and all(may for _, may in filter(None, read))
+        empty = not low and all(may for _, may in filter(None, read))
         return self.rules.string(self.rules.terminal(*terms) + "?" * empty)
 
-    def _number(self, kind: str, node: Node) -> str:
-        limits = {k: node[k] for k in LIMITS if k in node}
-        if not limits:
-            return self.rules.terminal(_NUMERIC[kind])
-        more = [part for part in node.get("allOf", ()) if "multipleOf" in part]
-        leaf = {"type": kind, **limits, "allOf": more}
-        return self.rules.rule("%json " + json.dumps(written(leaf)))
+    def _integer(self, parts: Sequence[Any]) -> str:
+        return self._number(parts, "integer")
 
-    def _array(self, node: Node) -> str:
-        min_items, max_items = node.get("minItems", 0), node.get("maxItems")
-        first = [self.value(item) for item in node.get("prefixItems", ())]
+    def _number(self, parts: Sequence[Any], kind: str = "number") -> str:
+        limits = [{k: p[k] for k in LIMITS if k in p} for p in parts]
+        if not any(limits):
+            return self.rules.terminal(_NUMERIC[kind])
+        leaf = {"type": kind, "allOf": limits}
+        return "" if judge(leaf)[0] else self.rules.rule(f"%json {json.dumps(leaf)}")
+
+    def _array(self, parts: Sequence[Any]) -> str:
+        low, high = _bounds(parts, "minItems", "maxItems")
+        length = max(len(_prefix(p)) for p in parts)
+        first = list[str]()
+        for i in range(length if high is None else min(length, high)):
+            if not (item := self.value(*_items(parts, i))):
+                high = i
+                break
+            first.append(item)
+        more = "" if high is not None and high <= length else self.value(*_items(parts, length))
+        high = high if more else min(length, length if high is None else high)
+        if high is not None and low > high:
+            return ""
         if not first:
-            item = "" if max_items == 0 else self.value(node.get("items", {}))
-            return self.rules.array(item, min_items, max_items)
-        tail = ""
-        if max_items is None or max_items > len(first):
-            item = self.value(node.get("items", {}))
-            high = "" if max_items is None else max_items - len(first)
-            tail = f'("," {item}){{{max(min_items - len(first), 0)},{high}}}'
+            return self.rules.array(more, low, high)
+        least, most = max(low - len(first), 0), "" if high is None else high - len(first)
+        tail = f'("," {more}){{{least},{most}}}' if more else ""
         for i, item in reversed([*enumerate(first)]):
             tail = f"{item} {tail}" if i == 0 else f'"," {item} {tail}'
-            if i >= min_items:
+            if i >= low:
                 tail = f"({tail})?"
         return self.rules.rule(f'"[" {tail} "]"')
 
-    def _object(self, node: Node) -> str:
-        rules, properties, required = (
-            self.rules,
-            node.get("properties", {}),
-            node.get("required", ()),
-        )
-        for pattern, inner in node.get("patternProperties", {}).items():
-            expression, _ = read_pattern(pattern) or ("", False)
-            return rules.mapping(self.value(inner), f"/{MATCHED_KEY}/", expression)
-        more = node.get("additionalProperties", {})
-        if not properties and more is not False:
-            return rules.mapping(self.value(more))
+    def _object(self, parts: Sequence[Any]) -> str:
+        rules, required = self.rules, {k for p in parts for k in p.get("required", ())}
+        names = dict.fromkeys(k for p in parts for k in p.get("properties", ()))
+        names |= dict.fromkeys(sorted(required - names.keys()))
+        more = [p["additionalProperties"] for p in parts if "additionalProperties" in p]
+        if not names and (rule := self.value(*more)):
+            return rules.mapping(rule)
         # Members are in declared order; each is optional unless required. Two rules for the
         # remainder: as the first member, and after another one (with a comma).
         first = behind = rules.rule('""')
-        for name, inner in reversed(properties.items()):
-            if inner is False:
-                continue
-            member = rules.rule(f"{rules.key(name)} {self.value(inner)}")
-            skips = ("", "") if name in required else (f" | {first}", f" | {behind}")
-            first = rules.rule(f"{member} {behind}{skips[0]}")
-            behind = rules.rule(f'"," {member} {behind}{skips[1]}')
+        for name in reversed(names):
+            value = self.value(*_members(parts, name))
+            if not value and name in required:
+                return ""
+            if value:
+                member = rules.rule(f"{rules.key(name)} {value}")
+                skips = ("", "") if name in required else (f" | {first}", f" | {behind}")
+                first = rules.rule(f"{member} {behind}{skips[0]}")
+                behind = rules.rule(f'"," {member} {behind}{skips[1]}')
         return rules.rule(f'"{{" {first} "}}"')
 
 
-def _kinds(node: Node) -> list[str]:
-    """Return a schema's types, inferred from its keywords if it has none."""
-    kinds = node.get("type")
-    if kinds is None:
-        return [k for k, names in OF_TYPE.items() if k != "integer" and node.keys() & {*names}]
-    return kinds if isinstance(kinds, list) else [kinds]
+def _flat(nodes: Iterable[Schema]) -> Iterator[Any]:
+    """Yield the schemas whose intersection is that of `nodes`, without allOf and true."""
+    for node in nodes:
+        if isinstance(node, dict) and "allOf" in node:
+            yield from _flat([{k: v for k, v in node.items() if k != "allOf"}, *node["allOf"]])
+        elif node not in (True, {}):
+            yield node
+
+
+def _kinds(parts: Sequence[Any]) -> list[str] | None:
+    """Return the types that all parts allow, or those that their keywords imply; None: any."""
+    kinds, typed = {*TYPES}, False
+    for listed in (part["type"] for part in parts if "type" in part):
+        allowed, typed = {listed} if isinstance(listed, str) else {*listed}, True
+        kinds &= allowed | ({"integer"} if "number" in allowed else set())
+    if not typed:
+        kinds = {k for k, words in IMPLIED.items() if any(p.keys() & {*words} for p in parts)}
+        return [k for k in TYPES if k in kinds] or None
+    return [k for k in TYPES if k in kinds and not (k == "integer" and "number" in kinds)]
+
+
+def _bounds(parts: Sequence[Any], low: str, high: str) -> tuple[int, int | None]:
+    """Return the strictest bounds of a length."""
+    lows, highs = ([int(p[k]) for p in parts if k in p] for k in (low, high))
+    return max(lows, default=0), min(highs, default=None)
+
+
+def _prefix(part: Mapping[str, Any]) -> Sequence[Schema]:
+    """Return the schemas of the first items; before 2020-12 `items` was their list."""
+    prefix = part.get("prefixItems", part.get("items"))
+    return prefix if isinstance(prefix, list) else ()
+
+
+def _items(parts: Sequence[Any], index: int) -> Iterator[Schema]:
+    """Yield the schemas that apply to an item."""
+    for part in parts:
+        prefix, rest = _prefix(part), part.get("items", True)
+        rest = part.get("additionalItems", True) if isinstance(rest, list) else rest
+        yield prefix[index] if index < len(prefix) else rest
+
+
+def _members(parts: Sequence[Any], name: str) -> Iterator[Schema]:
+    """Yield the schemas that apply to a property."""
+    for part in parts:
+        declared = part.get("properties", {})
+        yield declared[name] if name in declared else part.get("additionalProperties", True)

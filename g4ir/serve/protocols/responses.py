@@ -16,8 +16,8 @@ from g4ir.engine.output import AnswerStream
 
 from .. import request_schema as schema
 from ..http_errors import SERVER, Refused, bad, missing
+from ..json_schema import LARK
 from ..prompts import ServedRequest
-from ..schema_leaves import LARK
 from .parts import CALL, CONTENT, THOUGHT, JsonText, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
