@@ -87,12 +87,11 @@ def _locate(inputs: PromptInputs, character: str) -> str:
 @dataclass(frozen=True)
 class Prompt:
     """A rendered conversation: `marked` has a mark after each `<` of user content; media in the
-    order of their placeholders; notes on schema keywords that the declarations cannot express."""
+    order of their placeholders."""
 
     marked: str
     mark: str
     media: tuple[Medium, ...] = ()
-    schema_notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

@@ -7,7 +7,6 @@ prompt   = make_prompt(messages, tools, template)     # checked, and safe to be 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -58,13 +57,11 @@ LARGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template. `form`: chat format; `origin`: its file or `built-in`; `sha256` of a file's
-    template; `note`: message for the user."""
+    """A chat template. `form`: chat format; `origin`: its file or `built-in`; `note`: for users."""
 
     form: str
     origin: str
     source: str = field(repr=False)
-    sha256: str | None = None
     note: str | None = None
     #: variables in addition to the conversation and its options
     variables: tuple[tuple[str, Any], ...] = (("bos_token", BOS),)
@@ -112,8 +109,7 @@ class Template:
         named = {k: v for k, v in config.items() if k.endswith("_token")}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
         tokens = {"bos_token": BOS} | {k: v for k, v in texts.items() if v and isinstance(v, str)}
-        digest = hashlib.sha256(source.encode()).hexdigest()
-        template = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
+        template = Template(otherwise, str(path), source, None, (*tokens.items(),))
         return replace(template, form=_detect_form(template))
 
     @property
@@ -146,10 +142,6 @@ class Template:
             return False
         response, _ = self.strings["controls"].get("response", (RESPONSE, ""))
         return response in text.partition("call:f")[2].partition("answer")[0]
-
-    def describe(self) -> dict[str, Any]:
-        """Return the template's identity as a JSON object."""
-        return {"template": self.origin, "sha256": self.sha256, "form": self.form}
 
     def write(
         self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
@@ -298,7 +290,6 @@ def make_prompt(
     """
     checked, declared = joined(read_messages(messages)), read_tools(tools)
     check_pairs(checked)
-    lowered, notes = lower(declared)
     last = checked[-1]
     if continued:
         if last["role"] != ASSISTANT or last.get("tool_calls") or not last["content"]:
@@ -306,7 +297,7 @@ def make_prompt(
             raise InputError(f"messages[-1]: {problem}")
         options["add_generation_prompt"] = False
     template = _template(form)
-    prompt = replace(_prompt(checked, lowered, template, options), schema_notes=notes)
+    prompt = _prompt(checked, lower(declared), template, options)
     prompt.check_media()
     head = prompt.marked.removesuffix(template.turn_end)
     return replace(prompt, marked=head) if continued else prompt
