@@ -368,12 +368,14 @@ T = {"type": "string"}
 
 
 @pytest.mark.parametrize("case", TABLES["lowered"], ids=lambda case: str(case[0]))
-def test_schemas_are_lowered(case: Any) -> None:
-    given, wanted = case
+def test_schemas_are_lowered_and_what_is_lost_is_said(case: Any) -> None:
+    given, wanted, lost = case
     defs = {"t": T | {"description": "D"}, "me": {"items": {"$ref": "#/$defs/me"}}}
     schema = {"type": "object", "$defs": defs, "properties": {"p": given}}
-    (found,) = lower(read_tools([tool(parameters=schema)]))
+    (found,), said = lower(read_tools([tool(parameters=schema)]))
     assert found["function"]["parameters"]["properties"]["p"] == wanted
+    assert len(said) == len(lost) and all(word in line for line, word in zip(said, lost))
+    assert all(line.startswith("f.parameters.p") for line in said)
 
 
 def test_a_schema_that_grows_by_references_is_refused() -> None:

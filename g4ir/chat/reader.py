@@ -96,7 +96,7 @@ class Reader:
         calls: bool = True,
         thinking: bool | None = None,
     ) -> None:
-        functions = [t["function"] for t in lower(read_tools(tools or None), reading=True)]
+        functions = [t["function"] for t in lower(read_tools(tools or None), reading=True)[0]]
         self._schemas: Schemas = {f["name"]: f.get("parameters") or {} for f in functions}
         self._stops, self._lexer = Stops(stop), control.Lexer(prompt_tail)
         self._calls, self._unmarked_reasoning = calls, thinking is not False

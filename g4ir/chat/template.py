@@ -297,7 +297,7 @@ def make_prompt(
             raise InputError(f"messages[-1]: {problem}")
         options["add_generation_prompt"] = False
     template = _template(form)
-    prompt = _prompt(checked, lower(declared), template, options)
+    prompt = _prompt(checked, lower(declared)[0], template, options)
     prompt.check_media()
     head = prompt.marked.removesuffix(template.turn_end)
     return replace(prompt, marked=head) if continued else prompt

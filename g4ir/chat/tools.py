@@ -1,7 +1,7 @@
 """Checks declared tools and lowers their JSON schemas to the keywords of a function declaration.
 
 A declaration has types, descriptions, enums of strings, items, properties, required and nullable.
-Templates drop all other keywords, so schemas are lowered first.
+Templates drop all other keywords silently, so schemas are lowered first and losses are reported.
 """
 
 from __future__ import annotations
@@ -113,22 +113,24 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def lower(tools: Sequence[Mapping[str, Any]], reading: bool = False) -> tuple[dict[str, Any], ...]:
-    """Lower the schemas of checked tools.
+def lower(
+    tools: Sequence[Mapping[str, Any]], reading: bool = False
+) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """Lower the schemas of checked tools; return the tools, and the lost keywords by field.
 
     References inside of a schema are resolved; `anyOf [T, null]` becomes a T that may be null; a
     union of plain types becomes their list, any other its first; `allOf` is merged; texts that are
     `const` become an enum. For `reading` values any other union allows all.
     """
-    out = []
+    out, lost = [], list[str]()
     for tool in tools:
         function = dict(tool["function"])
         for key in ("parameters", "response"):
             if function.get(key):
-                lowering = _Lowering(function[key], reading)
+                lowering = _Lowering(function[key], lost, reading)
                 function[key] = lowering.schema(function[key], f"{function['name']}.{key}", ())
         out.append({**tool, "function": function})
-    return tuple(out)
+    return tuple(out), tuple(dict.fromkeys(lost))
 
 
 def resolve_ref(root: Mapping[str, Any], ref: Any) -> Any:
@@ -150,6 +152,7 @@ class _Lowering:
     """Lowers one schema: references point into `root`; `refs` are those already followed."""
 
     root: Mapping[str, Any]
+    lost: list[str]
     reading: bool = False
     count: int = 0
 
@@ -161,10 +164,13 @@ class _Lowering:
         if not isinstance(schema, Mapping):  # true and false are valid schemas
             return {}
         node, refs = self._flat(schema, where, refs)
+        self.lost += [f"{where}: {key}" for key in node if key not in (*KEYWORDS, *NOTES)]
         out = {k: node[k] for k in KEYWORDS if node.get(k) is not None}
         if "enum" in out and (out.get("type") not in ("string", "STRING") or not out["enum"]):
+            self.lost.append(f"{where}: enum")
             del out["enum"]
         if isinstance(items := out.get("items"), list):
+            self.lost.append(f"{where}: a list of items")
             out["items"] = items[0] if items else {}
         if self.reading and (isinstance(items, list) or "prefixItems" in node):
             out["items"] = {}  # each may have a type of its own
@@ -181,20 +187,35 @@ class _Lowering:
         while True:
             if (ref := node.pop("$ref", None)) is not None:
                 resolved = None if ref in refs else resolve_ref(self.root, ref)
-                if resolved is not None:
+                if resolved is None:
+                    self.lost.append(f"{where}: $ref {shown(ref)}")
+                else:
                     check_schema(resolved, where)
                     inner = resolved if isinstance(resolved, Mapping) else {}
                     node, refs = {**inner, **node}, (*refs, ref)
             elif all_of := node.pop("allOf", None):
                 for branch in all_of:
-                    node = _merged(node, branch)
+                    node = self._merged(node, branch, where)
             elif union := node.pop("anyOf", None) or node.pop("oneOf", None):
-                node = {**self._union(union), **node}
+                node = {**self._union(union, where), **node}
             else:
                 _normalise(node)
                 return node, refs
 
-    def _union(self, branches: Sequence[Any]) -> dict[str, Any]:
+    def _merged(self, node: dict[str, Any], branch: Any, where: str) -> dict[str, Any]:
+        if not isinstance(branch, Mapping):
+            return node
+        if "$ref" in node and "$ref" in branch:  # the second reference is resolved after the first
+            self.lost.append(f"{where}: $ref {shown(branch['$ref'])}")
+            branch = {k: v for k, v in branch.items() if k != "$ref"}
+        out = {**branch, **node}
+        if properties := {**branch.get("properties", {}), **node.get("properties", {})}:
+            out["properties"] = properties
+        if required := [*node.get("required", []), *branch.get("required", [])]:
+            out["required"] = [*dict.fromkeys(required)]
+        return out
+
+    def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
         """Return a union as one schema, exact if the keywords allow it, else its first member."""
         full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
         members = [b for b in full if b.get("type") != "null"]
@@ -206,19 +227,9 @@ class _Lowering:
             return {"type": [*dict.fromkeys(types)], **null}
         if self.reading and len(members) > 1:
             return null  # each form may have a type of its own
+        if len(members) > 1:
+            self.lost.append(f"{where}: {len(members) - 1} of {len(members)} forms of a union")
         return {**(members[0] if members else {}), **null}
-
-
-def _merged(node: dict[str, Any], branch: Any) -> dict[str, Any]:
-    """Return a schema and a branch of its allOf as one; of two references the first counts."""
-    if not isinstance(branch, Mapping):
-        return node
-    out = {**branch, **node}
-    if properties := {**branch.get("properties", {}), **node.get("properties", {})}:
-        out["properties"] = properties
-    if required := [*node.get("required", []), *branch.get("required", [])]:
-        out["required"] = [*dict.fromkeys(required)]
-    return out
 
 
 def _normalise(node: dict[str, Any]) -> None:

@@ -77,13 +77,15 @@ def open_chat(
 
 
 def declare(talk: ChatSession, path: str) -> None:
-    """Declare the tools of a file."""
+    """Declare the tools of a file; report the schema keywords that are lost."""
     from g4ir.chat.messages import decoded
     from g4ir.chat.text_files import read_text
 
     path = str(Path(path))
     try:
-        talk.set_tools(decoded("".join(read_text(Path(path))), path))
+        tools = decoded("".join(read_text(Path(path))), path)
+        for note in talk.set_tools(tools):
+            console.say(f"note: {path}: {note}")
     except InputError as e:
         raise InputError(str(e) if str(e).startswith(path) else f"{path}: {e}") from None
 

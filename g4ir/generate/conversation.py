@@ -27,7 +27,7 @@ from g4ir.chat.messages import an_object, check_pairs, decoded, media_of, read_m
 from g4ir.chat.prompt import with_media
 from g4ir.chat.template import open_chat
 from g4ir.chat.text_files import read_text
-from g4ir.chat.tools import read_tools
+from g4ir.chat.tools import lower, read_tools
 from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import read_local
 from g4ir.engine.output import AnswerStream
@@ -181,13 +181,13 @@ class ChatSession:
         self.attached.append(part)
         return len(tokens)
 
-    def set_tools(self, tools: Any) -> None:
-        """Set tools in OpenAI's format, or None. InputError, without a change, if they are invalid
-        or the template has no tools."""
-        if tools is not None:
-            read_tools(tools)
+    def set_tools(self, tools: Any) -> tuple[str, ...]:
+        """Set tools in OpenAI's format, or None; return the schema parts that the prompt format
+        drops. InputError, without a change, if they are invalid or the template has no tools."""
+        lost = () if tools is None else lower(read_tools(tools))[1]
         self._check_template(tools, self.thinking.on)
         self.tools = tools
+        return lost
 
     def set_thinking(self, on: bool, budget: int | None = None) -> None:
         """Turn reasoning on or off, with a token budget. InputError, without a change, if the
