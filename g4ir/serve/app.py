@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -311,15 +310,11 @@ class Server:
         return json_response(body, refused.status, refused.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
-        """Refuse an unknown path or method, with the nearest path."""
+        """Refuse an unknown path or method."""
         assert isinstance(error, HTTPException)
-        message, path = error.detail, request.url.path.removeprefix(self.root_path)
-        if error.status_code == 404:
-            candidates = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
-            suggestion = next((p for p in candidates if p in self._paths), None)
-            message = f"no such path; did you mean {suggestion}?" if suggestion else "no such path"
-        elif error.status_code == 405:
-            message = "this path has no such method"
+        path = request.url.path.removeprefix(self.root_path)
+        known = {404: "no such path", 405: "this path has no such method"}
+        message = known.get(error.status_code, error.detail)
         try:
             self.gate.check(request, path)
             raise Refused(error.status_code, message, headers=error.headers or {})

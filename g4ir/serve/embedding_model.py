@@ -4,11 +4,11 @@ priority, so that a request of thousands of texts delays neither others nor runn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from starlette.requests import Request
@@ -17,11 +17,10 @@ from g4ir.engine.embeddings import EncoderTokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 
-from .http_errors import Refused, bad
-from .media_queue import lower_thread, wait_for_leaving
+from .http_errors import bad
+from .media_queue import lower_thread, unless_left
 from .protocols.embeddings import SIZE, EmbeddingRequest
 
-T = TypeVar("T")
 #: texts that are tokenised in one turn
 TOKENISED = 128
 
@@ -43,40 +42,27 @@ class EmbeddingModel:
     async def embed(self, request: Request, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
         """Return the embeddings float32 [N, D] of a request's texts, and their tokens. Refused for
         a wrong text, and if the client disconnects."""
-        loop, embedder = asyncio.get_running_loop(), self.embedder
-        leaving = loop.create_task(wait_for_leaving(request))
+        return await unless_left(request, self._embed(asked))
 
-        async def turn(work: Callable[..., T], *args: Any) -> T:
-            """Run a piece of work after those of other requests."""
-            done = loop.run_in_executor(self._thread, work, *args)
-            both: set[asyncio.Future[Any]] = {done, leaving}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done():
-                done.cancel()
-                raise Refused(499, "the client went away")
-            return await done
-
-        try:
-            with named(SIZE):
-                size = embedder.size(asked.dims)
-            with named("task"):
-                prompts = [embedder.prompt(task) for task in asked.tasks]
-            ids = list[EncoderTokens]()
-            # With two prompts the first is the first text's.
-            cuts = {0, *range(len(prompts) - 1, len(asked.texts), TOKENISED), len(asked.texts)}
-            with named(asked.field):
-                for start, end in pairwise(sorted(cuts)):
-                    piece, prompt = asked.texts[start:end], prompts[min(start, len(prompts) - 1)]
-                    ids += await turn(embedder.tokenize, piece, prompt, asked.truncate, start)
-            out, chunks = torch.empty(len(ids), size), embedder.encode(ids)
-            while chunk := await turn(next, chunks, None):
-                rows, vectors = chunk
-                out[rows] = embedder.cut(vectors, size)
-            return out, sum(map(len, ids))
-        finally:
-            leaving.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({leaving})
+    async def _embed(self, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
+        embedder, run = self.embedder, asyncio.get_running_loop().run_in_executor
+        with named(SIZE):
+            size = embedder.size(asked.dims)
+        with named("task"):
+            prompts = [embedder.prompt(task) for task in asked.tasks]
+        ids = list[EncoderTokens]()
+        # With two prompts the first is the first text's.
+        cuts = {0, *range(len(prompts) - 1, len(asked.texts), TOKENISED), len(asked.texts)}
+        with named(asked.field):
+            for start, end in pairwise(sorted(cuts)):
+                piece, prompt = asked.texts[start:end], prompts[min(start, len(prompts) - 1)]
+                how = piece, prompt, asked.truncate, start
+                ids += await run(self._thread, embedder.tokenize, *how)
+        out, chunks = torch.empty(len(ids), size), embedder.encode(ids)
+        while chunk := await run(self._thread, next, chunks, None):
+            rows, vectors = chunk
+            out[rows] = embedder.cut(vectors, size)
+        return out, sum(map(len, ids))
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

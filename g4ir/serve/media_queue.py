@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -45,21 +44,29 @@ class MediaQueue:
             raise BusyError(f"{self.count} requests with media wait already; try again later")
         self.count += 1
         limit, loop = Limit(), asyncio.get_running_loop()
-        leaving = loop.create_task(wait_for_leaving(request))
         try:
-            done = loop.run_in_executor(self._threads[kind], work, limit)
-            both: set[asyncio.Future[Any]] = {done, leaving}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                done.cancel()
-                raise Refused(499, "the client went away")
-            return done.result()
+            return await unless_left(
+                request, loop.run_in_executor(self._threads[kind], work, limit)
+            )
         finally:
             limit.abandoned = True
-            leaving.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({leaving})
             self.count -= 1
+
+
+async def unless_left(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of some work. If the client disconnects first it is cancelled, and Refused
+    raised."""
+    done = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(wait_for_leaving(request))
+    try:
+        await asyncio.wait({done, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise Refused(499, "the client went away")
+        return done.result()
+    finally:
+        done.cancel()
+        leaving.cancel()
+        await asyncio.wait({done, leaving})
 
 
 async def wait_for_leaving(request: Request) -> None:

@@ -21,7 +21,7 @@ from . import request_schema as schema
 from .app import ANY_NAME, Handler, Server, json_response
 from .auth import JSON
 from .http_errors import Refused, ending, later
-from .media_queue import wait_for_leaving
+from .media_queue import unless_left
 from .pool import READY, ModelPool, PooledModel
 from .protocols import ollama, transcriptions
 from .worker import SALT, SECRET
@@ -130,20 +130,12 @@ class Router(Server):
             name = ollama.model_of(body)
         model, request.state.said["forwarded"] = self._named(name), True
         stack = AsyncExitStack()
-        leaving = asyncio.ensure_future(wait_for_leaving(request))
         try:
-            opened = asyncio.ensure_future(self._open(stack, model, request, path, raw))
-            await asyncio.wait({opened, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not opened.done():
-                opened.cancel()
-                with suppress(asyncio.CancelledError):
-                    await opened
-                raise Refused(499, "the client went away")
-            return Forwarded(stack, await opened, leaving)
+            upstream = await unless_left(request, self._open(stack, model, request, path, raw))
         except BaseException:
-            leaving.cancel()
             await stack.aclose()
             raise
+        return Forwarded(stack, upstream)
 
     async def _open(
         self, stack: AsyncExitStack, model: PooledModel, request: Request, path: str, raw: bytes
@@ -227,23 +219,18 @@ class Upstream:
 class Forwarded(Response):
     """A worker's response, sent on as it comes; its model stays loaded until the end."""
 
-    def __init__(
-        self, stack: AsyncExitStack, upstream: Upstream, leaving: asyncio.Future[None]
-    ) -> None:
+    def __init__(self, stack: AsyncExitStack, upstream: Upstream) -> None:
         super().__init__(status_code=upstream.status)
         self.raw_headers = [h for h in upstream.headers if h[0].decode() not in NOT_RETURNED]
-        self._stack, self._upstream, self._leaving = stack, upstream, leaving
+        self._stack, self._upstream = stack, upstream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {"type": "http.response.start", "status": self.status_code}
-        sending = asyncio.ensure_future(self._send({**head, "headers": self.raw_headers}, send))
+        sending = self._send({**head, "headers": self.raw_headers}, send)
         try:
-            await asyncio.wait({sending, self._leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            with suppress(Refused):
+                await unless_left(Request(scope, receive), sending)
         finally:
-            sending.cancel()
-            self._leaving.cancel()
             await self._stack.aclose()
 
     async def _send(self, head: dict[str, Any], send: Send) -> None:
