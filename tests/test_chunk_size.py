@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.backends.sampling import SamplingParams
-from g4ir.cli import parse
 from g4ir.engine.chunk_size import FEWEST_TOKENS, FIRST_TOKENS, ChunkSize
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import FINISHED, Request, RequestHandle
@@ -132,17 +130,6 @@ def test_steps_are_measured_alone_while_prompts_wait(engine: Engine, machine: Ma
     assert 60 <= size.tokens <= 95
 
 
-def test_a_lone_prompt_is_measured(engine: Engine, machine: Machine) -> None:
-    """Its rate bounds the first chunk beside others."""
-    machine.token_s = 1.0
-    scheduler = Scheduler(engine, SchedulerConfig(max_gap_ms=100))
-    scheduler.submit(Request(prompt(100), 50, FREE, reuse=False))
-    scheduler.step()
-    scheduler.submit(Request(prompt(100, 1), 1, FREE, reuse=False))
-    scheduler.step()
-    assert machine.sizes == [100, FEWEST_TOKENS]
-
-
 def test_one_slow_chunk_is_forgotten(engine: Engine, machine: Machine) -> None:
     machine.token_s = 0.5e-3
     streams = Streams(engine, machine, 100)
@@ -196,19 +183,3 @@ def test_a_steady_machine(token_s: float, step_s: float, chunk_s: float, most: i
         assert size.tokens >= min(most, fits / 2) - 1
     else:
         assert size.tokens == FEWEST_TOKENS
-
-
-def test_without_a_bound_nothing_is_measured() -> None:
-    size = ChunkSize(math.inf, 100)
-    size.computed = 100
-    size.record(1e9)
-    assert (size.tokens, size.remaining) == (100, 100) and not size.bounded
-
-
-@pytest.mark.parametrize(
-    ("words", "gap"), [("", 100), ("--max-gap 7.5", 7.5), ("--max-gap inf", math.inf)]
-)
-def test_the_bound_of_a_server(words: str, gap: float) -> None:
-    parser, values = parse(["serve", "engine", *words.split()])
-    app, _ = parser.flags.make(values).make_server()
-    assert app.scheduler_config.max_gap_ms == gap

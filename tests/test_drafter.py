@@ -3,7 +3,6 @@ drafting is expected to gain."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,15 +24,11 @@ from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
 from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig
 from g4ir.errors import G4Error, InputError, WeightsError
-from g4ir.ir.text import parse_graph as parse
-from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN, check_pair
 from g4ir.model.tensors import media_tensors, numel, text_tensors
-from g4ir.model.text import build_graph
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
-from tests.cli_tools import built as built_by_command
 from tests.cli_tools import g4ir as command
 from tests.configs import VARIANTS, short
 from tests.contract.flows import FLOWS, in_a_loop
@@ -477,17 +472,3 @@ def test_plan_counts_slack_and_drafter() -> None:
 def param_bytes(p: Prepared) -> int:
     """The bytes of all packed params."""
     return sum(v.type.nbytes() for v in p.packing.program.params().values())
-
-
-def test_show_and_cost_of_a_verification_step(tmp_path: Path) -> None:
-    words = ("--variant", "tiny-moe", "--random-weights", "0", "--draft-tokens", "3")
-    engine = built_by_command(tmp_path / "e", *words)
-    shown = parse(command("show", engine, "--phase", "verify").out)
-    assert shown.name == VERIFY and {v.type.shape[0] for v in shown.state} == {"C", 11}
-    spec = ("show", "--variant", "tiny-moe", "--phase", "verify")
-    asked = parse(command(*spec, "--set", "draft_tokens=7").out)
-    assert {v.type.shape[0] for v in asked.state} == {"C", 15}
-    plain = parse(command(*spec, "--after", "none").out)
-    assert plain == build_graph(load_spec("tiny-moe"), VERIFY)
-    told = json.loads(command("cost", engine, "--phase", "verify", "--json").out)
-    assert told["new_tokens"] == 4

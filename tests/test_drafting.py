@@ -31,7 +31,6 @@ from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.speculative import (
     COST,
-    LONGEST_PAUSE,
     MAX_MATCH,
     MIN_MATCH,
     AcceptanceStats,
@@ -172,19 +171,6 @@ def test_lookup_finds_the_longest_match(ids: list[int], count: int, cut: int) ->
     assert NgramProposer(ids).propose(count) == want
 
 
-@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=80))
-def test_pace(told: list[tuple[int, int]]) -> None:
-    """It drafts as many tokens as there may be, or pauses; wrong drafts end in a pause, and no
-    pause is longer than the longest."""
-    pace, idle = Pace(8), 0
-    for drafted, right in told:
-        count = pace.count(COSTS)
-        assert 0 <= count <= 8
-        idle = 0 if count else idle + 1
-        assert idle <= LONGEST_PAUSE
-        pace.record(min(drafted, count), min(right, drafted, count), COSTS)
-
-
 #: of steps that are not measured
 COSTS = StepCosts().of(1, 9)
 
@@ -245,15 +231,6 @@ def test_costs_of_steps() -> None:
     assert costs.of(1, 3) == pytest.approx([1, 1 + COST, 2])
 
 
-def test_tally() -> None:
-    tally = AcceptanceStats()
-    for drafted, tokens in ((4, 5), (4, 1), (2, 2), (0, 1)):
-        tally.add(drafted, tokens)
-    want = {"rounds": 4, "tokens_per_round": 2.25, "accepted": [0.6667, 0.3333, 0.5, 0.5]}
-    assert tally.to_dict() == want
-    assert AcceptanceStats().to_dict() == {"rounds": 0, "tokens_per_round": None, "accepted": []}
-
-
 #: what an answer of a server or of a conversation is made to say
 SAID = "abcdef" * 5
 TOLD = re.compile(r"; (\d\.\d\d) tokens a round; ended by")
@@ -286,21 +263,6 @@ def test_run_tells_its_rounds(folder: Path) -> None:
 def counts(err: str) -> list[dict[str, Any]]:
     """What is told in JSON; a slow machine is told of the progress beside it."""
     return [json.loads(line) for line in err.splitlines() if line.startswith("{")]
-
-
-def test_run_of_lines(folder: Path, tmp_path: Path) -> None:
-    """Drawn ones too: the same seed gives the same text."""
-    ids = [int(t) for t in PROMPT.split(",")]
-    lines = [
-        {"tokens": ids[: 4 + i] * 2, "max_new_tokens": 20 + i, "temperature": i % 2, "seed": i}
-        for i in range(5)
-    ]
-    file = tmp_path / "lines.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    want = command("run", folder, "--input-jsonl", file)
-    got = command("run", folder, "--input-jsonl", file, "--draft", "ngram")
-    assert got.code == 0 and got.out == want.out
-    assert any(c.get("drafts") for c in counts(got.err))
 
 
 def test_chat_tells_its_rounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import pydoc
-import re
 import shutil
 import subprocess
 import sys
@@ -329,16 +328,6 @@ def test_public_names_stay_what_they_are() -> None:
 # --- as an object -----------------------------------------------------------------------------
 
 
-def test_objects_show_what_they_are_in_a_line(built: Engine) -> None:
-    said = f"<Engine '{built.path}': checkpoint, reference on cpu, f32, max_batch 1, max_seq 64, "
-    assert repr(built) == f"{said}prefill_chunk 16>"
-    session = built.session()
-    session.prefill([[2, 5]])
-    assert repr(session) == f"<Session of {built!r}: [2] tokens held>"
-    said = "<Spec e2b: gemma4, 35 layers, hidden 1536, bf16, vision, audio>"
-    assert repr(load_spec("e2b")) == said
-
-
 def test_help_shows_the_options_of_a_build() -> None:
     shown = inspect.signature(g4ir.build).parameters
     options = {f.name: f for f in fields(BuildOptions)}
@@ -381,17 +370,6 @@ def test_an_engine_that_could_not_be_read_is_not_written(tmp_path: Path) -> None
     with pytest.raises(EngineError, match=r"could not be read again.*plain names"):
         small(tmp_path / "e", checkpoint=source, link_weights=True)
     assert [p.name for p in tmp_path.iterdir()] == ["so\turce"]
-
-
-def test_a_build_reports_passes_and_weights(tmp_path: Path) -> None:
-    """How often each pass acted, and weights in tenths of their bytes, to the end."""
-    told: list[str] = []
-    checkpoint = random_checkpoint(tmp_path / "hf", "tiny-ple")
-    small(tmp_path / "e", checkpoint=checkpoint, progress=told.append).close()
-    shares = [int(n) for n in re.findall(r"weights (\d+) %", "\n".join(told))]
-    assert shares == sorted(set(shares)) and shares[-1] == 100 and len(shares) > 2
-    (decode,) = [line for line in told if line.startswith("passes of decode: ")]
-    assert "share_rope_tables 8, fuse_qkv 4, fuse_gate_up 8" in decode
 
 
 def test_huge_pages(engines: Any) -> None:

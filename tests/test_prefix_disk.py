@@ -93,23 +93,6 @@ def test_images_are_in_the_key(make_engine: Any, own_home: Path) -> None:
     assert restarted(unified, shown(a, b, b)) == 35 and restarted(unified, shown(a, a, b)) == 19
 
 
-def test_draft_models_find_their_hidden_state(own_home: Path) -> None:
-    """The state of the newest token comes back with the caches."""
-    snapshot = prefix_disk.Snapshot(
-        torch.tensor([3]),
-        torch.tensor([4]),
-        prefix_disk.CacheSnapshot(3, {"k": torch.ones(2, 3)}),
-        prefix_disk.HiddenStates.single(torch.full((1, 1, 4), 2.0), torch.tensor([3])),
-    )
-    part = own_home / "x"
-    content = prefix_disk._write_snapshot(part, snapshot)
-    path = part.rename(own_home / f"00000003-{'0' * 32}-{content}.safetensors")
-    got = prefix_disk._read(path)
-    assert bool(got.hidden.available(got.length)) and got.hidden.of(got.length).mean() == 2
-    assert (int(got.length), int(got.written), got.caches.context) == (3, 4, 3)
-    assert got.caches.tensors["k"].tolist() == torch.ones(2, 3).tolist()
-
-
 def flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-40] ^= 1

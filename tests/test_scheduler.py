@@ -338,15 +338,6 @@ def test_a_joint_chunk_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatc
     assert running.answers[0].tokens == alone(engine, running.request)
 
 
-def test_the_session_of_one_row_is_kept(engine: Engine) -> None:
-    """With the step that was recorded for it."""
-    scheduler = Scheduler(engine)
-    ran(scheduler, Request(prompt(5), 4, FREE))
-    session = scheduler.batch.sessions[1]
-    ran(scheduler, Request(prompt(6, 1), 4, FREE))
-    assert scheduler.batch.sessions[1] is session
-
-
 def test_sizes_of_buckets() -> None:
     assert [checked_buckets(None, n) for n in (1, 3, 8)] == [(1,), (1, 2, 3), (1, 2, 4, 8)]
     assert checked_buckets((4, 2, 4), 4) == (2, 4)

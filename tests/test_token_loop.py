@@ -14,8 +14,6 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends import sampling
-from g4ir.backends.base import DeviceChoice
 from g4ir.backends.cpu import runtime, step_program
 from g4ir.backends.cpu.step_loop import LoopProgram, StepLoop
 from g4ir.backends.cuda import graph as cuda_graph
@@ -238,23 +236,6 @@ def test_sessions_take_turns(engine: Engine, programs: list[LoopProgram]) -> Non
     assert min(seen) >= 16
 
 
-def test_a_late_host_does_not_shorten_steps(engine: Engine) -> None:
-    """Tokens that lie ready say nothing of the time of a step."""
-    session = engine.session()
-    session.prefill(torch.tensor([PROMPTS[0]]))
-    choice = DeviceChoice((sampling.GREEDY,), ())
-    loop = engine.runtime.token_loop(engine.embed_tokens, session.state, 1, choice, engine.tables)
-    held = session.length, torch.ones(1, dtype=torch.bool)
-    loop.start(torch.tensor([5]), *held, torch.zeros(1, 4).double(), [()])
-    loop._step_s, before = 1.0, loop.steps_per_call
-    for _ in range(2):
-        loop.advance(1, None)
-    time.sleep(0.1)
-    for _ in range(2):
-        loop.read()
-    assert before == loop.steps_per_call == 1
-
-
 def test_a_program_maps_tables_that_are_read_row_by_row(
     engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,21 +315,6 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     assert seen == [([0, 5], [0, 1]), ([0, 6], [0, 1])]
     assert [loop.read() for _ in range(loop.unread)] == [[[1], [1]], [[1], [2]]]
     assert loop.lengths.tolist() == [7, 7]
-
-
-def test_a_step_is_recorded_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first run is on the stream on which it is recorded, and others' work goes on."""
-
-    def capture(graph: Any, stream: Any, capture_error_mode: str) -> Any:
-        assert capture_error_mode == "thread_local"
-        return on(stream)
-
-    main = pretend(monkeypatch, capture)
-    seen = Stream.seen
-    cuda_graph.recorded(lambda: seen.append("work"))()
-    waits, (_, side), *others = seen
-    assert waits == ("waits", side, main) and side is not main
-    assert others == ["work", ("waits", main, side), ("on", main), ("on", side), "work", "replay"]
 
 
 @pytest.mark.parametrize(("name", "form", "gpu", "same"), TABLES["token loop"]["any length"])

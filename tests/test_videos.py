@@ -383,32 +383,6 @@ def test_edit_lists_are_followed(tmp_path: Path, b_frames: int, case: str) -> No
         assert numbers(path, count) == [shown[i] for i in sample_frames(len(shown), count)]
 
 
-def cut_out(source: Path, path: Path, start: float) -> Path:
-    """A clip from `start` on without encoding, as `ffmpeg -ss START -c copy` makes it."""
-    with av.open(str(source)) as given, av.open(str(path), "w") as out:
-        (stream,) = given.streams.video
-        packets = [p for p in given.demux(stream) if p.dts is not None]
-        first = round(start / stream.time_base)
-        keys = [i for i, p in enumerate(packets) if p.is_keyframe and p.pts <= first]
-        copy = out.add_stream_from_template(stream)
-        for packet in packets[keys[-1] :]:
-            packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, copy
-            out.mux(packet)
-    return path
-
-
-@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])
-@pytest.mark.parametrize("b_frames", [0, 2])
-def test_clips_cut_without_encoding(tmp_path: Path, ending: str, b_frames: int) -> None:
-    path = cut_out(film(tmp_path / "a.mp4", b_frames=b_frames), tmp_path / f"b.{ending}", 1.5)
-    video = read_video(path, 5)
-    if ending == "mp4":
-        assert [number(f) for f in video.frames] == [15, 20, 25, 30, 35]
-        assert video.seconds == (0, 0.5, 1, 1.5, 2) and numbers(path) == [*range(15, 40)]
-    else:  # which begin at the key frame, as players do
-        assert len(video.frames) == 5 and number(video.frames[0]) <= 15
-
-
 def test_frames_that_begin_after_the_audio(tmp_path: Path) -> None:
     for ending in ("mp4", "mkv"):
         path = film(tmp_path / f"a.{ending}", late=20)

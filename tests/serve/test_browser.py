@@ -228,7 +228,6 @@ $$e^{i x} = 1$$
 | 1 | 2 |
 
 """
-NO_AXE = "no axe-core: npm install --prefix build/axe axe-core@4"
 
 
 @pytest.mark.skipif(

@@ -143,16 +143,6 @@ def test_what_may_follow() -> None:
     assert isinstance(made["needs"], FullMask)
 
 
-@pytest.mark.parametrize("forms", CASES["one_of"])
-def test_forms_of_which_one_holds(forms: Any) -> None:
-    schema = {"type": "object", "properties": {"a": {"oneOf": forms}}, "required": ["a"]}
-    for seed in range(8):
-        answer = read(walk(held(schema), seed), [tool("f", schema)])
-        assert answer.tool_calls and not answer.content
-        for call in answer.tool_calls:
-            jsonschema.validate(call["arguments"], schema)
-
-
 def test_schemas_that_are_too_large() -> None:
     tower: Any = {"type": "boolean"}
     for _ in range(14):
@@ -207,12 +197,3 @@ def test_a_schema_beside_tools(client: openai.OpenAI, word: str) -> None:
     text = called[0].function.arguments if called else choice.message.content
     jsonschema.validate(json.loads(text), SCHEMA)
     assert choice.finish_reason == ("stop" if word == "{" else "tool_calls")
-
-
-def test_strict_tools_hold_the_calls_that_are_made(client: openai.OpenAI) -> None:
-    call = vocabulary().controls["<|tool_call>"]
-    held = tool("f", SCHEMA, strict=True)
-    got = ask(client, tools=[held], max_tokens=200, temperature=1, logit_bias={str(call): 100})
-    for made in got.choices[0].message.tool_calls:
-        assert made.function.name == "f"
-        jsonschema.validate(json.loads(made.function.arguments), SCHEMA)

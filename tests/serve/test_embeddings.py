@@ -19,7 +19,6 @@ import torch
 
 import g4ir
 from g4ir.engine.engine import Engine
-from g4ir.serve.app import _text
 from g4ir.serve.embedding_model import EmbeddingModel
 from g4ir.serve.protocols.embeddings import MAX_TEXTS, METHOD
 from tests.serve.running import NAME, Running, eventually, running
@@ -162,13 +161,6 @@ def test_no_such_model_and_no_embedder(world: World, served: Running) -> None:
         for path in ("/v1/embeddings", "/v1/rerank", "/api/embed"):
             answer = client.post(path, json={"input": "a"})
             assert answer.status_code == 501 and "--embed" in answer.text
-
-
-def test_long_lists_are_encoded_as_others() -> None:
-    """In pieces, so that an answer of thousands of embeddings delays no stream."""
-    rows = [{"embedding": [0.5, 1.0]}] * 70
-    for value in ({"a": rows, "b": {"c": rows}, "d": []}, rows, {"é": "\ud800", "n": [None]}, {}):
-        assert _text(value) == json.dumps(value)
 
 
 def test_an_encoder_alone(world: World) -> None:

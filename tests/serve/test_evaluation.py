@@ -79,22 +79,6 @@ def test_scores_of_echo(evaluated: Running, folder: Path, monkeypatch: pytest.Mo
 NBSP = "a\u00a0b\u200dc\r\nd 🦩"
 
 
-def test_offsets_of_a_text_with_rare_characters(evaluated: Running) -> None:
-    """A character of several byte tokens has one offset; the answer's follow the prompt's."""
-    got = complete(evaluated, prompt=NBSP, echo=True, logprobs=1, max_tokens=4)["choices"][0]
-    starts, text = got["logprobs"]["text_offset"], got["text"]
-    counts = [len(c.encode()) if not c.isalpha() and c not in " \n" else 1 for c in NBSP]
-    expected = [i for i, count in enumerate(counts) for _ in range(count)]
-    assert starts[: len(expected) + 1] == [0, *expected]
-    assert starts[len(expected) + 1] == len(NBSP)
-    check_offsets(got["logprobs"], text)
-    ids = evaluated.ids(NBSP)
-    got = complete(evaluated, prompt=ids[:3], echo=True, logprobs=1)["choices"][0]
-    assert got["text"] == "a\u00a0" and got["logprobs"]["text_offset"] == [0, 1, 1]
-    got = complete(evaluated, prompt=ids[:2], echo=True, logprobs=1)["choices"][0]
-    assert got["text"] == "a\ufffd" and got["logprobs"]["text_offset"] == [0, 1]
-
-
 def units() -> st.SearchStrategy[tuple[str, list[int]]]:
     """One character, or none, and the tokens that it is of."""
     index = vocabulary().tokenizer.token_to_id

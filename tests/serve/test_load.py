@@ -25,17 +25,3 @@ def test_every_request_is_answered_and_counted(served: Running) -> None:
     assert found and 1 < float(found[1]) <= 4 and int(found[2]) >= 6
     for line in ("first text", "between texts", "whole answer"):
         assert re.search(rf"{line} +\d+ +\d+ +\d+", text), text
-
-
-def test_a_stream_goes_on_beside_what_takes_long(served: Running, full: bool) -> None:
-    """Loosely: other work shares these cores. Gaps are compared with those of the stream alone."""
-    size, half, pause = ("2000000", "200", "2") if full else ("500000", "50", "0.4")
-    words = ("--bodies", size, "--half", half, "--pause", pause)
-    text = load(served.url, "--beside", *words)
-    found = re.findall(r"^(\w.*?) +(200|400|-) +[\d.]+ +(\d+)$", text, re.M)
-    gaps = {name: float(gap) for name, _, gap in found}
-    answers = {name: answer for name, answer, _ in found}
-    assert len(found) == 12, text
-    assert answers["first JSON"] == answers[f"{half} half heads"] == "200"
-    assert {a for name, a in answers.items() if name.endswith("MB")} == {"200", "400"}
-    assert max(gaps.values()) < 1500 + 4 * gaps["nothing"], text

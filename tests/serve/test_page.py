@@ -104,30 +104,3 @@ def test_every_control_has_a_name() -> None:
         if tag in ("input", "textarea") and "hidden" not in a:
             assert a["id"] in labelled or a.get("aria-label"), a
     assert dict(ELEMENTS)["html"]["lang"] == "en"
-
-
-def luminance(colour: str) -> float:
-    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def _contrast(a: str, b: str) -> float:
-    """WCAG 2: ratio of the luminances of two colours."""
-    dark, light = sorted((luminance(a), luminance(b)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_contrast_is_enough(scheme: int) -> None:
-    found = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", STYLE)
-    colours = {name: pair[scheme] for name, *pair in found}
-    pairs = [("front", b) for b in ("back", "field", "own", "code")]
-    pairs += [("soft", "back"), ("soft", "field"), ("on-accent", "accent")]
-    pairs += [("bad", "bad-back"), ("bad", "back"), ("soft", "code"), ("soft", "own")]
-    pairs += [("accent", "back")]
-    pairs += [(kind, "code") for kind in ("comment", "string", "number", "keyword", "called")]
-    for front, back in pairs:
-        assert _contrast(colours[front], colours[back]) >= 4.5, (front, back)
-    for mark in ("accent", "edge"):  # of focus, and of a field
-        assert all(_contrast(colours[mark], colours[b]) >= 3 for b in ("back", "field")), mark

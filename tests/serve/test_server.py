@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,14 +26,12 @@ import pytest
 import g4ir
 from g4ir.backends.reference import ReferenceBackend
 from g4ir.builder.load import load_engine
-from g4ir.chat.tokenizer_file import within_vocabulary
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
-from g4ir.errors import CheckError, EngineError, MissingError, TrustError
+from g4ir.errors import CheckError, MissingError, TrustError
 from g4ir.serve import server
 from g4ir.serve.auth import Auth, allowed_hosts
 from g4ir.serve.http_errors import refusal
-from g4ir.serve.server import Address, Server, ServerProcess
 from tests.cases import TABLES
 from tests.cli_tools import refused, tokenizer
 from tests.engines import add_file
@@ -219,14 +216,6 @@ def test_extra_tokens(
         assert got["prompt"] == text
 
 
-def test_more_tokens_than_ids(tmp_path: Path) -> None:
-    """Two of one id are no tokens beyond the vocabulary."""
-    from tokenizers import Tokenizer, models
-
-    made = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 1}, []))
-    assert within_vocabulary(made, 2, tmp_path) is made
-
-
 def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.server, "gate", Auth(hosts=("localhost",), body_s=0.2))
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
@@ -270,26 +259,6 @@ def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
     assert "Traceback" not in process.stderr.read()
 
 
-LOADING = """
-import sys, threading
-from g4ir.cli import main
-from g4ir.cli.common import Load
-
-Load.to_generate = lambda *_, **__: threading.Event().wait(60)
-sys.exit(main(["serve", sys.argv[1], "--port", "0"]))
-"""
-
-
-def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
-    process = launched("-c", LOADING, str(engine_folder))
-    assert process.stderr and "listening at" in process.stderr.readline()
-    began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(WAIT) == 0
-    assert time.monotonic() - began < 10
-    assert process.stderr.read() == "g4ir: ended while the engine was being loaded\n"
-
-
 BUILDING = """
 import sys, time
 from g4ir.cli import main
@@ -316,13 +285,6 @@ def test_while_an_engine_is_built() -> None:
     assert process.wait(WAIT) == 0
     (line,) = map(json.loads, process.stderr)
     assert line["message"] == "ended while the engine was being loaded"
-
-
-def test_an_engine_that_cannot_be_loaded() -> None:
-    loader = Mock(side_effect=EngineError("no such engine"))
-    process = ServerProcess(Server(NAME), Address(port=0), Mock(), loader)
-    process.load(loader)
-    assert process.should_exit and isinstance(process.error, EngineError)
 
 
 def test_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
