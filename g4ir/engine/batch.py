@@ -1,8 +1,9 @@
 """The sequences that decode together, in a session of the smallest bucket with enough slots.
 
 Every row of a session is computed in every step, active or not. So there is one session per bucket
-(1, 2, 4, ... rows), created on first use. Sequences are copied to a larger bucket at once, to a
-smaller one after `patience` steps in which it would have been enough.
+(1, 2, 4, 8, 16, 24, ... rows), created on first use; those used last are kept, of at most twice
+max_batch rows together. Sequences are copied to a larger bucket at once, to a smaller one after
+`patience` steps in which it would have been enough.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ T = TypeVar("T", bound=HasSlot)
 
 
 def checked_buckets(buckets: Sequence[int] | None, max_batch: int) -> tuple[int, ...]:
-    """Return the sorted bucket sizes (default: 1, 2, 4, ... max_batch), or raise InputError."""
-    powers = (1 << i for i in range((max_batch - 1).bit_length()))
-    sizes = (*powers, max_batch) if buckets is None else tuple(sorted({*buckets}))
+    """Return the sorted bucket sizes (default: 1, 2, 4, multiples of 8, max_batch), or raise
+    InputError."""
+    default = (n for n in (1, 2, 4, *range(8, max_batch, 8)) if n < max_batch)
+    sizes = (*default, max_batch) if buckets is None else tuple(sorted({*buckets}))
     if not sizes or sizes[0] < 1 or sizes[-1] != max_batch:
         raise InputError(
             f"buckets {list(sizes)}: expected numbers of rows from 1 on, the largest of which is "
@@ -41,6 +43,7 @@ class Batch(Generic[T]):
 
     def __init__(self, engine: EngineParts, sizes: Sequence[int], patience: int) -> None:
         self.engine, self.sizes, self.patience = engine, sizes, patience
+        #: by rows, the one used last at the end
         self.sessions: dict[int, Session] = {}
         self.slots: list[T | None] = []
         #: consecutive steps in which a smaller bucket would have been enough
@@ -54,11 +57,11 @@ class Batch(Generic[T]):
     def session(self) -> Session:
         return self.sessions[len(self.slots)]
 
-    def put(self, source: Session, sequences: Sequence[T], pending: int = 0, row: int = 0) -> None:
-        """Copy a row of `source` to a free slot for each sequence; `pending` more are expected."""
+    def put(self, source: Session, sequences: Sequence[T], row: int = 0) -> None:
+        """Copy a row of `source` to a free slot for each sequence."""
         count = len(self.sequences) + len(sequences)
         if count == len(sequences) or count > len(self.slots):
-            self._move(self._bucket_for(count + pending))
+            self._move(self._bucket_for(count))
         for sequence in sequences:
             slot = self.slots.index(None)
             self.session.copy_row(source, row, slot)
@@ -72,10 +75,9 @@ class Batch(Generic[T]):
             self.slots = []
         elif count > len(self.slots):
             self._move(self._bucket_for(count))
-        if rows not in self.sessions:
-            self.sessions[rows] = Session(self.engine, rows)
-        self.sessions[rows].reset()
-        return self.sessions[rows]
+        session = self._session_of(rows)
+        session.reset()
+        return session
 
     def take(self, lent: Session, sequences: Sequence[T | None]) -> None:
         """Move the sequences of a lent session into slots: by copy, or without one if the batch is
@@ -113,16 +115,15 @@ class Batch(Generic[T]):
             self.slots[sequence.slot] = None
             sequence.slot = -1
 
-    def should_shrink(self, pending: int = 0) -> bool:
-        """Count a step; return whether a smaller bucket has been enough for `patience` steps, with
-        `pending` more sequences expected."""
-        size = self._bucket_for(len(self.sequences) + pending)
+    def should_shrink(self) -> bool:
+        """Count a step; return whether a smaller bucket has been enough for `patience` steps."""
+        size = self._bucket_for(len(self.sequences))
         self._oversized_calls = self._oversized_calls + 1 if size < len(self.slots) else 0
         return self._oversized_calls > self.patience
 
-    def shrink(self, pending: int = 0) -> None:
+    def shrink(self) -> None:
         """Move to the smallest sufficient bucket."""
-        self._move(self._bucket_for(len(self.sequences) + pending))
+        self._move(self._bucket_for(len(self.sequences)))
 
     def clear(self) -> None:
         """Drop all sequences and sessions: a failed step left them undefined."""
@@ -131,6 +132,14 @@ class Batch(Generic[T]):
         self.slots = []
         self.sessions.clear()
 
+    def _session_of(self, rows: int) -> Session:
+        """Return the session of a bucket; drop those unused for longest, beyond the memory."""
+        self.sessions[rows] = session = self.sessions.pop(rows, None) or Session(self.engine, rows)
+        for other in [n for n in self.sessions if n not in (rows, len(self.slots))]:
+            if sum(self.sessions) > 2 * self.sizes[-1]:
+                del self.sessions[other]
+        return session
+
     def _bucket_for(self, count: int) -> int:
         return next(size for size in self.sizes if size >= count)
 
@@ -138,11 +147,10 @@ class Batch(Generic[T]):
         self._oversized_calls, sequences = 0, self.sequences
         if size == len(self.slots):
             return
-        if size not in self.sessions:
-            self.sessions[size] = Session(self.engine, size)
         before = self.session if self.slots else None
+        session = self._session_of(size)
         for slot, sequence in enumerate(sequences):
-            self.sessions[size].copy_row(self.session, sequence.slot, slot)
+            session.copy_row(self.session, sequence.slot, slot)
         self.slots = [*sequences, *[None] * (size - len(sequences))]
         for slot, sequence in enumerate(sequences):
             sequence.slot = slot

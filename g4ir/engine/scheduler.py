@@ -60,7 +60,7 @@ MINIMUMS = {"chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "prefix_disk": 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`buckets`: batch sizes (default 1, 2, 4, ... max_batch). One chunk of a prompt, at most
+    """`buckets`: batch sizes (default 1, 2, 4, 8, 16, 24, ... max_batch). One chunk of a prompt, at most
     `chunk_tokens` long (default: --prefill-chunk), is prefilled between two decode steps; with
     `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the time between two
     tokens of a running sequence: chunks are shortened to meet it, and several short prompts are
@@ -280,13 +280,12 @@ class Scheduler:
         if not running:
             self._close_loop()
             return
-        start, pending = time.perf_counter(), self._pending()
-        shrinks = self.batch.should_shrink(pending)
+        start, shrinks = time.perf_counter(), self.batch.should_shrink()
         if shrinks or self._loop_sequences != running:
             if self._close_loop():
                 return
             if shrinks:
-                self.batch.shrink(pending)
+                self.batch.shrink()
         new = self._decode_step(running)
         self.totals.steps[len(running)] += self._loop.steps if self._loop else 1
         took, bucket = time.perf_counter() - start, len(self.batch.slots)
@@ -399,13 +398,6 @@ class Scheduler:
             for s in running:
                 drafters[s.slot].record(len(drafts[s.slot]), len(new[s]), session.batch)
         return new
-
-    def _pending(self, joining: int = 0) -> int:
-        """Return how many sequences to expect soon, when choosing a bucket: those waiting, but no
-        more than are running, since every slot costs time in every step."""
-        waiting = [self._prompt[0]] if self._prompt else self.waiting
-        count = self.num_running + joining
-        return min(sum(handle.request.n for handle in waiting), self.max_batch - count, count)
 
     def _accept(self, sequence: SequenceState, choice: Drawn) -> None:
         handle, counts = sequence.handle, sequence.handle.counts
@@ -591,7 +583,7 @@ class Scheduler:
         if len(running) == 1 and not handle.request.reuse and self.batch.adopt(session, running[0]):
             self.prefiller.drop_session()
         else:
-            self.batch.put(session, running, self._pending(len(running)))
+            self.batch.put(session, running)
 
     def close(self) -> None:
         """Free all KV caches; unfinished requests keep their state."""
