@@ -267,7 +267,9 @@ def test_the_smallest_bucket_is_used(interpreted: Engine) -> None:
         scheduler.step()
         sizes.append(len(scheduler.batch.slots))
     assert all(t.state == FINISHED for t in short)
-    assert sizes[:3] == [4, 4, 4] and sizes[-1] == 1 and sorted(scheduler.batch.sessions) == [1, 2, 4]
+    assert (
+        sizes[:3] == [4, 4, 4] and sizes[-1] == 1 and sorted(scheduler.batch.sessions) == [1, 2, 4]
+    )
     assert sizes == sorted(sizes, reverse=True)
     burst, sizes = Scheduler(interpreted), []
     for i in range(4):

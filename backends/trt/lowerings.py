@@ -58,9 +58,8 @@ def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
             for n in g.nodes
-            if n.op == "packed_attention"
-            or n.definition.cache_range
-            and kinds.get(head_size(n) or 0, attention) != "fused"
+            if n.op == PACKED
+            or (n.definition.cache_range and kinds.get(head_size(n), attention) != "fused")
         ),
         default=0,
     )
@@ -282,6 +281,8 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
     }
 
 
+#: attention of encoders, which has no choice
+PACKED = "packed_attention"
 #: ops with a choice of attention kinds
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")
 SETTINGS: Mapping[str, Setting] = {

@@ -60,7 +60,7 @@ MINIMUMS = {"chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "prefix_disk": 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`buckets`: batch sizes (default 1, 2, 4, 8, 16, 24, ... max_batch). One chunk of a prompt, at most
+    """`buckets`: batch sizes (default 1, 2, 4, 8, 16, ...). One chunk of a prompt, at most
     `chunk_tokens` long (default: --prefill-chunk), is prefilled between two decode steps; with
     `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the time between two
     tokens of a running sequence: chunks are shortened to meet it, and several short prompts are
