@@ -59,7 +59,7 @@ def score_bytes(g: Graph, limits: Limits, attention: str) -> int:
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
             for n in g.nodes
             if n.op == PACKED
-            or (n.definition.cache_range and kinds.get(head_size(n), attention) != "fused")
+            or (n.definition.cache_range and kinds.get(head_size(n) or 0, attention) != "fused")
         ),
         default=0,
     )
