@@ -15,7 +15,6 @@ import torch
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
-from g4ir.builder.build import Prepared, prepare
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.engine.engine import Engine
@@ -24,12 +23,10 @@ from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
 from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig
 from g4ir.errors import G4Error, InputError, WeightsError
-from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN, check_pair
+from g4ir.model.draft import NEXT_HIDDEN, TOKEN, check_pair
 from g4ir.model.tensors import media_tensors, numel, text_tensors
-from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
-from tests.cli_tools import g4ir as command
 from tests.configs import VARIANTS, short
 from tests.contract.flows import FLOWS, in_a_loop
 from tests.engines import CASES
@@ -389,20 +386,6 @@ def test_each_pass_and_the_backend(tmp_path: Path) -> None:
     assert culprit and culprit.first and culprit.first.value == "draft.L1.mlp.down"
 
 
-def test_random_weights_are_those_of_the_seed(tmp_path: Path) -> None:
-    options = {"backend": "reference", "random_weights": 4, "max_seq": 64, "drafter": "default"}
-    one, two = (g4ir.build("tiny-ple", tmp_path / n, **options) for n in "ab")
-    for name in one.program.graphs[DRAFT].params:
-        a, b = (e.runtime.resident(name.name) for e in (one, two))
-        assert a is not None and torch.equal(a, b)
-    order = one.runtime.resident("draft.order")
-    assert order is not None and torch.equal(order.sort().values, torch.arange(512))
-    again = g4ir.load_engine(one.path)
-    assert again.drafter == one.drafter and DRAFT in again.program.graphs
-    assert again.draft_tokens == 4
-    assert again.generate([2, 5, 7], 8, draft="mtp") == one.generate([2, 5, 7], 8)
-
-
 @pytest.fixture
 def run_by_torch(full: bool) -> Iterator[None]:
     """Programs are compiled with `--full` alone."""
@@ -453,22 +436,3 @@ def test_rounds_of_changing_batches(built: Build, looped: Any) -> None:
         scheduler.step()
     assert recorded and [h.answers[0].tokens for h in (first, second)] == want
     assert sum(second.tally.accepted.values()) > 0
-
-
-def test_plan_counts_slack_and_drafter() -> None:
-    """As many bytes as an engine gets for them."""
-    options = replace(PLANNED, drafter="default", device="cpu")
-    both = [replace(options, drafter=None, draft_tokens=4), options]
-    plain, made = (make_plan(load_spec("tiny-ple"), o, ctx=64, batch=3) for o in both)
-    bare = make_plan(load_spec("tiny-ple"), replace(options, drafter=None), ctx=64, batch=3)
-    assert made.rows[0].planned == plain.rows[0].planned > bare.rows[0].planned
-    held = [param_bytes(prepare(load_spec("tiny-ple"), replace(o, random_weights=0))) for o in both]
-    more = made.weights[0].device - plain.weights[0].device
-    assert more == held[1] - held[0] > 0 and made.weights[0].decoder == plain.weights[0].decoder
-    told = command("plan", "--variant", "tiny-ple", "--set", "drafter=default").out
-    assert "4 draft tokens, draft model tiny-ple-assistant" in told
-
-
-def param_bytes(p: Prepared) -> int:
-    """The bytes of all packed params."""
-    return sum(v.type.nbytes() for v in p.packing.program.params().values())

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -37,7 +38,7 @@ from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import short
-from tests.gpu_on_cpu import use_gpu_runtime
+from tests.gguf_files import finish, metadata, stored_name, write_values
 from tests.media_tools import media_files, media_tokenizer
 from tests.test_media_models import inputs_of, medium
 from tests.test_rounding import changed
@@ -148,19 +149,6 @@ def test_embeddings_are_those_of_transformers(
             alone = torch.cat([engine.embed(x) for x in ids])
             assert (alone - want).abs().max() < AGREES
             assert backend != "torch" or torch.equal(alone, got)
-
-
-@pytest.mark.full
-def test_compiled_programs_embed_as_transformers_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inductor's programs, run by the runtime of GPUs."""
-    spec, ids = random_encoder(NAMES[0], 0), drawn_ids(5)
-    oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
-    want = torch.stack([oracle(x) for x in ids])
-    with build(spec, tmp_path / "e", settings={"programs": "inductor"}, max_batch=3) as engine:
-        use_gpu_runtime(engine, monkeypatch)
-        assert (engine.embed(ids) - want).abs().max() < AGREES
 
 
 @pytest.mark.skipif(not HAS_SECOND, reason="transformers has no such model")
@@ -397,61 +385,33 @@ def test_a_folder_without_its_dense_layers(tmp_path: Path) -> None:
         g4ir.export(exported, tmp_path / "x.gguf", format="gguf")
 
 
-def gguf_file(path: Path, spec: Spec, **changes: Any) -> Path:
-    """A file as llama.cpp's converter writes one with the dense modules."""
-    import gguf
-
-    names, arch = (
-        gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, spec.text.num_hidden_layers),
-        "gemma-embedding",
-    )
-    weights, text, writer = (
-        random_weights(spec, SEED, torch.float32),
-        spec.text,
-        gguf.GGUFWriter(path, arch),
-    )
-    writer.add_block_count(text.num_hidden_layers)
-    writer.add_context_length(text.max_position_embeddings)
-    writer.add_embedding_length(text.hidden_size)
-    writer.add_feed_forward_length(text.intermediate_size)
-    writer.add_head_count(text.num_attention_heads)
-    writer.add_head_count_kv(text.sliding.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
-    writer.add_key_length(text.sliding.head_dim)
-    writer.add_value_length(text.sliding.head_dim)
+def gguf_file(path: Path, spec: Spec, pooling: int = 1, bare: bool = False) -> Path:
+    """A file as llama.cpp's converter writes one with the dense modules, or `bare` of them."""
+    arch, text, words = "gemma-embedding", spec.text, tokenizer()
+    plain = {k: v for k, v in metadata(spec).items() if not k.startswith("tokenizer.")}
+    values = {k.replace("gemma3.", f"{arch}."): v for k, v in plain.items()}
     assert text.sliding.window
-    writer.add_sliding_window(2 * (text.sliding.window - 1))
-    writer.add_array(
-        f"{arch}.attention.sliding_window_pattern", [k == SLIDING for k in text.layer_types]
-    )
-    writer.add_uint32(f"{arch}.pooling_type", changes.get("pooling_type", 1))
-    made = tokenizer()
-    tokens = [made.id_to_token(i) for i in range(text.vocab_size)]
-    kinds = [
-        3 if t in ("<pad>", "<eos>", "<bos>") else 6 if t.startswith("<0x") else 1 for t in tokens
-    ]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([-float(i) for i in range(len(tokens))])
-    writer.add_token_types(kinds)
-    for key, i in (("bos", 2), ("eos", 1), ("padding", 0), ("unknown", 3)):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", i)
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(True)
-    for bare in text_tensors(spec):
-        if bare.startswith("dense."):
-            if changes.get("bare"):
-                continue
-            name = f"dense_{int(bare.split('.')[1]) + 2}.weight"
-        else:
-            stem = bare.removesuffix(".weight")
-            name = f"{names.get_name(f'model.{stem}')}.weight"
-        t = weights.tensor(bare)
-        writer.add_tensor(name, (t + 1 if "norm" in bare else t).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    values[f"{arch}.attention.sliding_window"] = 2 * (text.sliding.window - 1)
+    values[f"{arch}.attention.sliding_window_pattern"] = [k == SLIDING for k in text.layer_types]
+    values[f"{arch}.pooling_type"] = pooling
+    tokens = [words.id_to_token(i) for i in range(text.vocab_size)]
+    special = ("<pad>", "<eos>", "<bos>")
+    kinds = [3 if t in special else 6 if t.startswith("<0x") else 1 for t in tokens]
+    said = {"model": "llama", "tokens": tokens, "token_type": kinds}
+    said |= {"scores": [-float(i) for i in range(len(tokens))]}
+    said |= {"add_bos_token": True, "add_eos_token": True, "bos_token_id": 2, "eos_token_id": 1}
+    said |= {"padding_token_id": 0, "unknown_token_id": 3}
+    writer = gguf.GGUFWriter(path, arch)
+    write_values(writer, values | {f"tokenizer.ggml.{k}": v for k, v in said.items()})
+    weights = random_weights(spec, SEED, torch.float32)
+    for name in text_tensors(spec):
+        if not name.startswith("dense."):
+            t = weights.tensor(name)
+            writer.add_tensor(stored_name(spec, name), (t + ("norm" in name)).numpy())
+        elif not bare:
+            index = int(name.split(".")[1]) + 2
+            writer.add_tensor(f"dense_{index}.weight", weights.tensor(name).numpy())
+    finish(writer)
     return path
 
 
@@ -475,20 +435,11 @@ def test_gguf_files(model: Any, tmp_path: Path) -> None:
         assert engine.tokenizer().encode("ab w7").ids == model.tokenizer().encode("ab w7").ids
         assert (engine.embed([ids])[0] - oracle(ids)).abs().max() < AGREES
     with pytest.raises(SpecError, match=r"pooling_type: '?2'? is not supported"):
-        read_spec(read_container(gguf_file(tmp_path / "cls.gguf", spec, pooling_type=2)))
+        read_spec(read_container(gguf_file(tmp_path / "cls.gguf", spec, pooling=2)))
     with pytest.raises(G4Error, match=r"dense_2\.weight.*missing"):
         g4ir.build(
             None, out=tmp_path / "b", checkpoint=gguf_file(tmp_path / "b.gguf", spec, bare=True)
         )
-
-
-def test_onnx_is_the_reference(tmp_path: Path) -> None:
-    """Also of the model that an older transformers lacks."""
-    ids = drawn_ids(7)
-    with build(NAMES[1], tmp_path / "r", backend="reference") as engine:
-        want = engine.embed(ids)
-    with build(NAMES[1], tmp_path / "o", backend="onnx", max_batch=3) as engine:
-        assert (engine.embed(ids) - want).abs().max() < AGREES
 
 
 # --- the command line ------------------------------------------------------------------------

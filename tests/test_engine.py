@@ -32,7 +32,6 @@ from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights import pack as packing
-from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import MadeParams, RowTable, StoredParams
 from g4ir.weights.tensorfile import HUGE_PAGE, on_huge_pages, read_header
 from tests.cases import TABLES
@@ -120,18 +119,6 @@ def test_what_is_read_is_what_was_resolved(tmp_path: Path) -> None:
 def test_no_file_names_the_machine_it_was_built_on(built: Engine, checkpoint: Path) -> None:
     for path in built.path.iterdir():
         assert str(checkpoint).encode() not in path.read_bytes()
-
-
-def test_packed_weights_are_what_the_prologue_makes(built: Engine, checkpoint: Path) -> None:
-    prologue = g4ir.parse_graph((built.path / "prologue.g4ir").read_text())
-    kept = packing.Packing(built.program, prologue)
-    made = MadeParams(kept, Checkpoint.open(checkpoint, built.spec))
-    stored = StoredParams.open([built.path / "weights-00000.safetensors"])
-    params = built.program.params()
-    assert {e for h in stored.headers for e in h.entries} == set(params)
-    assert sum(bool(kept.recipe(name).nodes) for name in params) > 8
-    for name in params:
-        assert torch.equal(stored.tensor(name), made.tensor(name)), name
 
 
 def test_weights_in_shards(
@@ -235,17 +222,6 @@ def test_table_placements(
     assert all(torch.equal(x, found["device"]) for x in found.values())
     moved = load_engine(tmp_path / "device", ple_placement="host")
     assert torch.equal(answer(moved), found["device"])
-
-
-@pytest.mark.parametrize("placement", packing.PLACEMENTS)
-def test_device_of_the_table(
-    built: Engine, monkeypatch: pytest.MonkeyPatch, placement: str
-) -> None:
-    """`meta` stands for a device with memory of its own."""
-    monkeypatch.setattr(packing, "TABLE_BYTES", 1000)
-    v = built.program.params()["ple.table"]
-    rows = packing.open_table(built.runtime.source, v, placement, "meta")[torch.tensor([[1, 2]])]
-    assert rows.device.type == ("meta" if placement == "device" else "cpu")
 
 
 # --- what is refused --------------------------------------------------------------------------

@@ -14,17 +14,15 @@ import torch
 import g4ir
 from g4ir.bench.runners import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
-from g4ir.check.media import HEAD, check_media
+from g4ir.check.media import HEAD
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.distance import TOLERANCES, Tolerance
 from g4ir.model.media import KINDS
 from tests import cli_tools as cli
 from tests.cases import TABLES
 from tests.engines import random_checkpoint
-from tests.small_bench import small_bench
 from tests.test_stages import attrs, break_pass, nodes
 
 LIMITS: Mapping[str, Any] = {"backend": "reference", "max_seq": 136, "prefill_chunk": 70}
@@ -71,14 +69,6 @@ def test_verify_against_transformers(built: dict[str, Engine]) -> None:
     assert all(name in said for name in SMALLEST["tiny-media"])
 
 
-def test_bench(built: dict[str, Engine], no_media: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside an engine without media, on the same tokens."""
-    small_bench(monkeypatch)
-    words = ("--input-len", "60", "--output-len", "2", "--rounds", "2", "--warmup", "0")
-    said = cli.ok("bench", built["tiny-media"].path, no_media.path, *words, "--json", "-")
-    assert json.loads(said)["outputs_agree"] is True
-
-
 def test_bench_refuses_placeholders_of_a_text(
     built: dict[str, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,13 +107,6 @@ def test_media_beyond_max_seq(tmp_path: Path, max_seq: int, soft: dict[str, int]
     assert report.media.not_run == ("prefill_media",)
     assert "not checked" in report.text()
     assert (report.media.prompt and dict(report.media.prompt.soft)) == soft
-
-
-def test_tolerance_of_16_bits(tmp_path: Path) -> None:
-    options = {**LIMITS, "dtype": "bfloat16", "audio_seconds": [1]}
-    media = check_media(g4ir.build("tiny-media", tmp_path / "e", random_weights=1, **options))
-    assert media.ok and media.prompt and not media.not_run
-    assert all(t.budget.rounding for t in (*media.towers, media.prompt))
 
 
 @pytest.mark.parametrize("name, param, tower", TABLES["media checks"]["wrong towers"])
@@ -176,26 +159,6 @@ def test_wrong_feeds_are_named(
     if part == "prefill_media":
         assert prompt.first_difference and "%L0.attn.out" in prompt.first_difference
         assert prompt.first_difference in report.text()
-
-
-def test_measured_rounding(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, off: float = 1e-7
-) -> None:
-    """Against float64, in towers and in the prompt."""
-    engine = built["tiny-unified"]
-    monkeypatch.setitem(TOLERANCES, ("f32", "reference"), Tolerance(relative=1e-9))
-    run, encode = engine.runtime.run, engine.runtime.encode
-    monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * (1 + off))
-
-    def scaled(*given: Any) -> Any:
-        made = run(*given)
-        return None if made is None else {"logits": made["logits"] * (1 + off)}
-
-    monkeypatch.setattr(engine.runtime, "run", scaled)
-    media = check_media(engine)
-    assert media.prompt
-    for found in (media.towers[0], media.prompt):
-        assert found.ok and found.budget.relative and 1e-9 < found.budget.relative < 1e-4
 
 
 def test_each_pass(engine: Engine) -> None:

@@ -19,10 +19,8 @@ import torch
 import transformers
 
 from g4ir.builder.load import load_engine
-from g4ir.cli.media import SETTING_KINDS
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.generate.jsonl import FIELDS
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import (
@@ -36,7 +34,7 @@ from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
-from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_supported
+from g4ir.model.media import KINDS, Media, check_budget, check_supported
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES, read_table
@@ -347,16 +345,6 @@ def test_run_without_a_tokenizer(bare: Path, files: Path) -> None:
     assert log["prompt_tokens"] == log["soft_tokens"]["video"] + 6
 
 
-def test_generate_a_batch(loaded: Engine, files: Path) -> None:
-    image, audio = loaded.spec.tokens.image, loaded.spec.tokens.audio
-    rows = [[2, image, 5, audio], [2, 5, 7, image]]
-    got = loaded.generate(rows, 6, images=["a.png", "b.jpg"], audio=["d.wav"])
-    assert got == [
-        generated(loaded, rows[0], images=["a.png"], audio=["d.wav"]),
-        generated(loaded, rows[1], images=["b.jpg"]),
-    ]
-
-
 @pytest.mark.parametrize(("media", "words"), TABLES["media prompts"]["refused"])
 def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -404,8 +392,3 @@ def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_pat
     assert f"no special token {load_spec('tiny-unified').tokens.image}," in message
     message = refused("run", bare, "--prompt", "<image>", "--image", "a.png")
     assert "tokenizer.json" in message and "token ids" in message
-
-
-def test_flags_and_requests_have_the_same_settings() -> None:
-    assert {*SETTING_KINDS, *LISTS} <= {*FIELDS}
-    assert (*LISTS.values(),) == (*MEDIA_SETTINGS,) == KINDS

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,11 +163,9 @@ def soft(kind: str, *shape: int, value: float = 1.0) -> Soft:
     return Soft(kind, (torch.full(shape, float(value)),))
 
 
+NONE = "^soft 0: expected what Engine.encode returns"
 WRONG: list[tuple[list[int], Any, str]] = [
-    ([500], [Soft("image", (ONE.long(),))], r"image 0 .* a tensor of floats .* found int64"),
-    ([500], [Soft("image", (ONE.numpy(),))], r"image 0 .* of floats \[n, 64\], found ndarray"),
-    ([500], [Soft("audio", ONE)], r"audio 0 .* a tuple of tensors, found float32"),
-    ([500], [ONE], r"^soft 0: expected what Engine.encode returns, found float32 \[1, 64\]"),
+    *(([500], [x], NONE) for x in (ONE, Soft("image", (ONE.long(),)), Soft("audio", ONE[0]))),
     ([500], Soft("image", (ONE,)), r"^soft: expected a list, found Soft"),
 ]
 WRONG += [
@@ -183,15 +180,6 @@ def test_wrong_media(engine: Engine, tokens: list[int], softs: Any, message: str
     with pytest.raises(InputError, match=message):
         session.prefill([tokens], soft=softs)
     assert session.length.tolist() == [0]
-
-
-@pytest.mark.parametrize("name", ["images", "videos", "audio"])
-def test_media_are_lists(engine: Engine, name: str) -> None:
-    """A path is not taken letter by letter, nor an array row by row."""
-    for items in ("a.png", Path("a.png"), torch.zeros(2, 4, 4, 3).numpy()):
-        found = type(items).__name__
-        with pytest.raises(InputError, match=f"^{name}: expected a list, found {found}"):
-            engine.session(1).prefill([[500]], **{name: items})
 
 
 def test_kinds_that_an_engine_does_not_take(engine: Engine) -> None:

@@ -240,20 +240,6 @@ def test_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text[at] not in handle.answers[0].tokens[: at + 1]
 
 
-@pytest.mark.parametrize("size", [None, 4])
-def test_sequences_decode_while_a_prompt_is_read(engine: Engine, size: int | None) -> None:
-    """One chunk between two tokens of the others."""
-    scheduler = Scheduler(engine, SchedulerConfig(chunk_tokens=size))
-    scheduler.submit(Request(prompt(3), 40, FREE))
-    scheduler.step()
-    late = scheduler.submit(Request(prompt(5 * (size or CHUNK), 1), 2, FREE))
-    for i in range(1, 5):
-        assert [e.token is not None for e in scheduler.step()] == [True]
-        assert late.state == "prefilling"
-        assert scheduler.totals.computed == 3 + i * (size or CHUNK)
-    assert {e.handle for e in scheduler.step()} > {late}
-
-
 def test_the_smallest_bucket_is_used(interpreted: Engine) -> None:
     """Upwards at once, downwards after a while. Prompts that are computed together are so in a
     session of their number."""

@@ -4,8 +4,7 @@ without a CUDA graph, on the CPU's compiled programs, with everything else as on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import g4ir
 from g4ir.backends.cpu import runtime, step_program
 from g4ir.backends.cpu.step_loop import LoopProgram, StepLoop
-from g4ir.backends.cuda import graph as cuda_graph
 from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.inductor.target import Target
@@ -33,7 +31,7 @@ from g4ir.engine.speculative import (
     NgramProposer,
     StepCosts,
 )
-from g4ir.errors import CheckError, EngineError
+from g4ir.errors import CheckError
 from g4ir.weights.pack import RowTable, StoredParams
 from tests.cases import TABLES
 from tests.contract import flows
@@ -247,54 +245,6 @@ def test_a_program_maps_tables_that_are_read_row_by_row(
     monkeypatch.setattr(engine, "_idle", None)
     assert len(programs) == 1 and engine.generate(PROMPTS[0], 12, stop_ids=()) == want
     assert len(programs) == (2 if isinstance(engine.runtime.source, StoredParams) else 1)
-
-
-class Stream:
-    """One of torch.cuda that notes who waits for it."""
-
-    seen: list[Any] = []
-
-    def wait_stream(self, other: Any) -> None:
-        self.seen.append(("waits", self, other))
-
-
-@contextmanager
-def on(stream: Stream) -> Iterator[None]:
-    Stream.seen.append(("on", stream))
-    yield
-
-
-class Graph:
-    def replay(self) -> None:
-        Stream.seen.append("replay")
-
-
-def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
-    """Has torch.cuda capture so; returns its current stream."""
-    main = Stream()
-    patch.setattr(Stream, "seen", [])
-    for name, value in (
-        ("CUDAGraph", Graph),
-        ("Stream", Stream),
-        ("graph", capture),
-        ("stream", on),
-        ("current_stream", lambda: main),
-    ):
-        patch.setattr(cuda_graph.torch.cuda, name, value)
-    return main
-
-
-def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason and the way out; nothing falls back in silence."""
-
-    def capture(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    pretend(monkeypatch, capture)
-    in_a_loop(engine, monkeypatch)
-    monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
-    with pytest.raises(EngineError, match=r"not permitted.*--set cuda_graph=off"):
-        engine.generate(PROMPTS[0], 4)
 
 
 def test_rows_at_rest_have_nothing_to_attend_to() -> None:

@@ -10,7 +10,7 @@ from serving import CHUNK, ROWS, VOCAB, chat_engine
 
 import g4ir
 from g4ir.errors import EngineError, InputError
-from g4ir_vllm.config import EngineConfig, Options, engine_folder
+from g4ir_vllm.config import EngineConfig, engine_folder
 from g4ir_vllm.prepare import main, prepare
 from tests.serve.running import MAX_SEQ
 
@@ -30,15 +30,6 @@ def test_a_folder(engine_folder: Path, tmp_path: Path) -> None:
 
 def engine_folder_of(out: Path, config: EngineConfig) -> Path:
     return engine_folder(str(out), config)
-
-
-def test_both_may_be_moved_together(tmp_path: Path) -> None:
-    chat_engine(tmp_path / "a" / "engine")
-    prepare(tmp_path / "a" / "engine", tmp_path / "a" / "out")
-    (tmp_path / "a").rename(tmp_path / "b")
-    out = tmp_path / "b" / "out"
-    config = EngineConfig.from_dict(json.loads((out / "config.json").read_text()))
-    assert (engine_folder_of(out, config) / "manifest.json").is_file()
 
 
 def test_placeholders_of_media(tmp_path: Path) -> None:
@@ -67,10 +58,3 @@ def test_the_command(
     assert f"vllm serve {out}" in capsys.readouterr().out
     assert main([str(engine_folder), str(out)]) == 2
     assert "not empty" in capsys.readouterr().err
-
-
-def test_options() -> None:
-    assert Options.read({"prefix_bytes": 0, "trust": True}) == Options(prefix_bytes=0, trust=True)
-    for wrong in ({"trust": 1}, {"patience": True}, {"prefix_bytes": "1"}, {"other": 1}):
-        with pytest.raises(ValueError, match="additional-config"):
-            Options.read(wrong)

@@ -14,7 +14,6 @@ from vllm import LLM, SamplingParams
 
 from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.session import Session
 from g4ir_vllm.prepare import prepare
 
 FREE: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -87,13 +86,6 @@ def test_sixteen_requests_over_four_rows(llm: LLM, engine: Engine, runner: Any) 
     assert found == want
 
 
-def test_a_stop_id_ends_a_row(llm: LLM, engine: Engine, runner: Any) -> None:
-    tokens = engine.generate(prompt(9), 30, stop_ids=())
-    stop = tokens[5]
-    params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop], ignore_eos=True)
-    assert said(llm, [prompt(9)], params) == [tokens[: tokens.index(stop) + 1]]
-
-
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 7},
     {"temperature": 1.5, "seed": 8, "top_k": 20, "top_p": 0.9},
@@ -111,21 +103,6 @@ def test_settings_alone_and_in_company(llm: LLM, runner: Any) -> None:
     alone = [said(llm, [p], s)[0] for p, s in zip(prompts, params, strict=True)]
     assert said(llm, prompts, params) == alone
     assert said(llm, prompts[::-1], params[::-1]) == alone[::-1]
-
-
-def test_penalties_are_those_of_the_engine(llm: LLM, engine: Engine, runner: Any) -> None:
-    """The penalties of vLLM's sampler and of ours mean the same."""
-    from g4ir.backends.sampling import SamplingParams as Ours
-    from g4ir.engine.requests import Request
-    from g4ir.engine.scheduler import Scheduler
-
-    for given in SETTINGS[3:5]:
-        scheduler, tokens = Scheduler(engine), prompt(20, 5)
-        asked = {k: v for k, v in given.items() if k != "temperature"}
-        handle = scheduler.submit(Request(tuple(tokens), 12, Ours(ignore_eos=True, **asked)))
-        while scheduler.busy:
-            scheduler.step()
-        assert said(llm, [tokens], SamplingParams(**FREE | given)) == [handle.answers[0].tokens]
 
 
 def test_what_is_known_of_a_prompt_is_not_computed_again(
@@ -236,30 +213,6 @@ def test_steps_that_leave_rows_out(
             lengths = {len(t) for t in texts.values()}
             assert len(texts) == ROWS and len(lengths) > 1
     assert texts == want
-
-
-def test_a_row_of_nan_harms_no_other(
-    llm: LLM, engine: Engine, runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor whoever gets it next."""
-    verify = Session.verify
-
-    def spoil(self: Any, tokens: Any, lengths: Any) -> torch.Tensor:
-        logits = verify(self, tokens, lengths).clone()
-        if int((lengths > 0).sum()) == ROWS:
-            logits[0] = float("nan")
-            for t in self.state.row(0, engine.limits.max_seq).values():
-                t.fill_(float("nan"))
-        return logits
-
-    params = SamplingParams(temperature=0, **FREE)
-    prompts = [prompt(5 + 20 * i, i) for i in range(ROWS)]
-    want = [engine.generate(p, 12, stop_ids=()) for p in prompts]
-    monkeypatch.setattr(Session, "verify", spoil)
-    found = said(llm, prompts, params)
-    assert sum(a == b for a, b in zip(found, want, strict=True)) == ROWS - 1
-    monkeypatch.undo()
-    assert said(llm, prompts, params) == want
 
 
 def test_ids_that_are_never_drawn(

@@ -139,26 +139,17 @@ def merged(
 def check_softs(softs: Sequence[Any], hidden: int) -> None:
     """Raise InputError unless each is a Soft with finite floats [n, hidden]."""
     for i, soft in enumerate(softs):
-        if not isinstance(soft, Soft):
-            problem = f"expected what Engine.encode returns, found {_describe(soft)}"
-            raise InputError(f"soft {i}: {problem}")
-        label = f"{soft.kind} {i} of the soft tokens"
-        if not isinstance(soft.pieces, list | tuple):
-            problem = f"expected a tuple of tensors, found {_describe(soft.pieces)}"
-            raise InputError(f"{label}: {problem}")
-        for x in soft.pieces:
-            floats = isinstance(x, Tensor) and x.is_floating_point()
-            if not floats or x.dim() != 2 or x.shape[1] != hidden:
-                expected = f"expected a tensor of floats [n, {hidden}]"
-                raise InputError(f"{label}: {expected}, found {_describe(x)}")
-            if not bool(torch.isfinite(x).all()):
-                raise InputError(f"{label} are not finite: NaN or infinity in {_describe(x)}")
+        pieces = soft.pieces if isinstance(soft, Soft) else None
+        if not isinstance(pieces, list | tuple) or not all(_is_rows(x, hidden) for x in pieces):
+            what = f"a Soft with a tuple of floats [n, {hidden}]"
+            raise InputError(f"soft {i}: expected what Engine.encode returns, {what}")
+        if not all(bool(torch.isfinite(x).all()) for x in pieces):
+            raise InputError(f"{soft.kind} {i} of the soft tokens are not finite: NaN or infinity")
 
 
-def _describe(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+def _is_rows(x: Any, hidden: int) -> bool:
+    floats = isinstance(x, Tensor) and x.is_floating_point()
+    return floats and x.dim() == 2 and x.shape[1] == hidden
 
 
 def block_ids(pictures: Tensor) -> Tensor:

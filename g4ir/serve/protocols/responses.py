@@ -3,7 +3,6 @@ Stateless: each request contains the full conversation."""
 
 from __future__ import annotations
 
-import base64
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +17,9 @@ from .. import request_schema as schema
 from ..http_errors import SERVER, Refused, bad, missing
 from ..json_schema import LARK
 from ..prompts import ServedRequest
-from .parts import CALL, CONTENT, THOUGHT, JsonText, PartsFormat
+from .parts import CALL, CONTENT, JsonText, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
-#: prefix of reasoning that is returned as encrypted content (it is not secret)
-OURS = "g4ir:"
 #: the only argument of a custom tool
 INPUT = "input"
 #: types of tools, the type of a group of tools, and ignored types (Codex declares web search by
@@ -90,24 +87,9 @@ def _part(part: Any, where: str) -> Any:
 def _reasoning(out: Translation, item: Body, where: str) -> None:
     parts = schema.LIST(item.get("content") or [], f"{where}.content")
     text = "".join(text_in(schema.OBJECT(p, where), "text", where) for p in parts)
-    if not text and (hidden := item.get("encrypted_content")) is not None:
-        text = _revealed(hidden, f"{where}.encrypted_content")
     if text:
         message = out.assistant(where)
         message["reasoning_content"] = message.get("reasoning_content", "") + text
-
-
-def _hidden(text: str) -> str:
-    return OURS + base64.b64encode(text.encode(errors="replace")).decode()
-
-
-def _revealed(encoded: Any, where: str) -> str:
-    try:
-        if schema.TEXT(encoded, where).startswith(OURS):
-            return base64.b64decode(encoded.removeprefix(OURS), validate=True).decode()
-    except ValueError:
-        pass
-    raise bad(where, "is not of this server; leave the item out")
 
 
 def _call(out: Translation, item: Body, where: str) -> None:
@@ -253,7 +235,6 @@ class ResponsesFormat(PartsFormat):
         self.output: list[Body] = []
         #: tool name in the prompt -> declared tool
         self._tools = {_spaced(tool, where): tool for tool, where in _flat(declared, "tools")}
-        self._hide = "reasoning.encrypted_content" in (original.get("include") or ())
         self._count = 0
         self._input: JsonText | None = None
 
@@ -332,8 +313,6 @@ class ResponsesFormat(PartsFormat):
         out = [self._event(f"{event}.done", **self._at(), **done)]
         if "content" in item:
             out.append(self._event("content_part.done", **self._at(), part=dict(holder)))
-        if self.kind == THOUGHT and self._hide:
-            item["encrypted_content"] = _hidden(holder["text"])
         end = {"output_index": len(self.output) - 1, "item": copied(item)}
         return [*out, self._event("output_item.done", **end)]
 
