@@ -19,7 +19,7 @@ import torch
 import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from g4ir.chat.special_tokens import CONTROLS
+from g4ir.chat.special_tokens import ALIASES, CONTROLS
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.codecs import FORMATS, PAIRS_OF_INTEGERS
 from g4ir.ops.layouts import LAYOUTS
@@ -184,7 +184,7 @@ def write_drafter(
 def with_turns(values: dict[str, Any]) -> None:
     """Replace the last tokens of a vocabulary by the control tokens of a chat that it lacks."""
     words, kinds = (values[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
-    missing = [c for c in CONTROLS if c not in words]
+    missing = [c for c in CONTROLS if c not in (*words, *ALIASES)]
     words[-len(missing) :], kinds[-len(missing) :] = missing, [3] * len(missing)
 
 

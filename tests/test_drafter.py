@@ -221,6 +221,12 @@ def test_every_step_is_the_assistants(built: Build, name: str, last: bool) -> No
         for got, (token, hidden, logits, _) in zip(steps, want, strict=True):
             assert got[0] == token and relative(got[1], hidden) <= pair.oracle.budget
             assert relative(got[2], logits[got[3]]) <= pair.oracle.budget
+    values = engine.values(tokens[: LENGTHS[1]], ["draft.*", "logits"])
+    newest = [int(values["logits"][0, -1].argmax())]
+    want = theirs(pair, tokens[: LENGTHS[1]], *newest, last)
+    assert values[TOKEN][0].tolist() == [step[0] for step in want]
+    hidden = torch.stack([step[1] for step in want])
+    assert relative(values[NEXT_HIDDEN][0], hidden).max() <= pair.oracle.budget
 
 
 def standing_last(engine: Engine) -> Spec:

@@ -29,6 +29,8 @@ ROLES = {
 PARTS: dict[str, str | None] = dict.fromkeys(("text", "refusal"))
 PARTS |= {f"{kind}{end}": kind for kind in ("image", "audio", "video") for end in ("", "_url")}
 PARTS["input_audio"] = "audio"
+#: keys of a text part for TranslateGemma: its languages
+LANGUAGES = ("source_lang_code", "target_lang_code")
 #: maximum nesting of lists and objects
 MAX_DEPTH = 64
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
@@ -81,7 +83,7 @@ def _message(message: Any, where: str) -> Message:
         cure = "; write it as JSON text" if role == TOOL else ""
         expect(content, (list, tuple), at, "text or a list of parts", cure)
         content = [read_part(p, f"{at}[{i}]") for i, p in enumerate(content)]
-    out = {"role": role, "content": content}
+    out = {"role": role, "content": content, **_languages(message.get("content"), at)}
     if role == TOOL:
         return out | _texts(message, where, "tool_call_id", "name")
     if role == ASSISTANT:
@@ -116,6 +118,18 @@ def read_part(part: Any, where: str) -> str | Medium:
     name = part["type"]
     text: str = expect(part.get(name), str, f"{where}.{name}", "text")
     return text
+
+
+def _languages(content: Any, where: str) -> dict[str, str]:
+    """Return the languages that the text parts of a content name; they must name the same."""
+    parts = [p for p in content if isinstance(p, dict)] if isinstance(content, list | tuple) else []
+    found = [(key, part[key]) for key in LANGUAGES for part in parts if part.get(key) is not None]
+    out = dict(found)
+    for key, value in found:
+        expect(value, str, f"{where}: {key}", "text")
+        if value != out[key]:
+            raise InputError(f"{where}: {key} must be the same in all parts")
+    return out
 
 
 def _call(call: Any, where: str) -> Message:

@@ -184,10 +184,15 @@ class Vocabulary:
         chats = set(control.CONTROLS)
         self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
+        if chat_format:
+            chat_format = control.find_format(chat_format, "".join(self.controls))
         rows = [CHAT_FORMATS[chat_format]] if chat_format else [*CHAT_FORMATS.values()]
         row = next((row for row in rows if self.controls.keys() >= {*row["turn"]}), None)
         #: string that begins a turn; None: the tokenizer has no chat turns
         self.turn: str | None = row["turn"][0] if row else None
+        if chat_format:  # the syntax of calls by the names that it has everywhere
+            named = control.aliases(rows[0]).items()
+            self.controls |= {full: self.controls[a] for full, a in named if a in self.controls}
         self._names = frozenset(self.controls)
         ends = (self.controls.get(text) for text in (row or rows[0])["ends"])
         #: ids that end a model's turn

@@ -98,7 +98,7 @@ class Reader:
     ) -> None:
         functions = [t["function"] for t in lower(read_tools(tools or None), reading=True)[0]]
         self._schemas: Schemas = {f["name"]: f.get("parameters") or {} for f in functions}
-        self._stops, self._lexer = Stops(stop), control.Lexer()
+        self._stops, self._lexer = Stops(stop), control.Lexer(prompt_tail)
         self._calls, self._unmarked_reasoning = calls, thinking is not False
         self._state, self._pending, self._opener = START, "", control.CALL
         self._retries = self._sent = 0
@@ -108,7 +108,7 @@ class Reader:
         self._over = False  # whether the last token was an end token
         self._answer: Answer | None = None
         # Parse the prompt's tail to get the initial state.
-        marked = control.Lexer().feed(prompt_tail)
+        marked = control.Lexer(prompt_tail).feed(prompt_tail)
         at = marked.rfind(_CHANNEL)
         if at >= 0 and not control.MARK.search(marked, at + 1):
             self._take(marked[at:])

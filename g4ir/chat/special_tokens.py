@@ -8,7 +8,7 @@ text with spelled-out control tokens, where a partial one is held back until it 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -56,17 +56,36 @@ MARKS = {text: chr(0xD800 + i) for i, text in enumerate(CONTROLS)}
 _SPELLED = str.maketrans({mark: text for text, mark in MARKS.items()})
 
 
+def aliases(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the control tokens by which a format writes tools and their strings, by those of the
+    full format: the syntax is the same, and so is its parser."""
+    shared = _FULL_FORMAT["controls"].keys() & row["controls"].keys() - {"media"}
+    pairs = (zip(_FULL_FORMAT["controls"][name], row["controls"][name]) for name in shared)
+    return {full: text for full, text in chain(*pairs) if text != full}
+
+
+#: control token of a format -> the one that has its place in the full format
+ALIASES = {a: full for row in CHAT_FORMATS.values() for full, a in aliases(row).items()}
+MARKS |= {a: MARKS[full] for a, full in ALIASES.items()}
+
+
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
-_CONTROL = _pattern(CONTROLS)
+_CONTROL, _FULL_CONTROL = _pattern(CONTROLS), _pattern({*CONTROLS} - ALIASES.keys())
 _HEADS = frozenset(text[:n] for text in CONTROLS for n in range(1, len(text)))
 _LONGEST = max(map(len, CONTROLS)) - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 #: matches one control token
 MARK = re.compile(f"[{''.join(MARKS.values())}]")
 END_MARKS = frozenset(MARKS[text] for text in ENDS)
+
+
+def find_format(declared: str, text: str) -> str:
+    """Return the format of models whose spec says `declared`, from a template or a tokenizer."""
+    rows = ((name, row) for name, row in CHAT_FORMATS.items() if row.get("of") == declared)
+    return next((name for name, row in rows if row["marker"] in text), declared)
 
 
 def spelled(marked: str) -> str:
@@ -80,10 +99,11 @@ def replace_surrogates(text: str) -> str:
 
 
 class Lexer:
-    """Pieces of text in, marked text out."""
+    """Pieces of text in, marked text out. `prompt_tail`: its turns tell the format."""
 
-    def __init__(self) -> None:
-        self._pending = ""
+    def __init__(self, prompt_tail: str = TURN) -> None:
+        others = any(turn in prompt_tail for turn in TURNS if turn != TURN)
+        self._pending, self._control = "", _CONTROL if others else _FULL_CONTROL
 
     def feed(self, text: str) -> str:
         """Return the marked text that is final."""
@@ -91,7 +111,7 @@ class Lexer:
         at = text.rfind("<", max(0, len(text) - _LONGEST))
         self._pending = text[at:] if at >= 0 and text[at:] in _HEADS else ""
         certain = text[: len(text) - len(self._pending)]
-        return _CONTROL.sub(lambda match: MARKS[match[0]], certain)
+        return self._control.sub(lambda match: MARKS[match[0]], certain)
 
     def flush(self) -> str:
         """Return the held text, a prefix of a control token that was not completed."""

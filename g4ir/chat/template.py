@@ -8,6 +8,7 @@ prompt   = make_prompt(messages, tools, template)     # checked, and safe to be 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +20,11 @@ from g4ir.weights.tensorfile import parse_json
 
 from .messages import (
     ASSISTANT,
+    LANGUAGES,
     TOOL,
     Message,
     check_pairs,
+    decoded,
     joined,
     kind_of,
     media_of,
@@ -35,10 +38,14 @@ from .special_tokens import (
     CHANNEL_END,
     RESPONSE,
     THOUGHT,
+    TURN,
+    TURN_END,
+    aliases,
+    find_format,
 )
 from .tools import lower, read_tools
 
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+FILE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 BUILT_IN = "built-in"
 #: `large` closes an empty reasoning channel in the generation prompt if thinking is off
 SMALL, LARGE = CHAT_FORMS[0], "large"
@@ -67,6 +74,10 @@ class Template:
             raise InputError(f"chat form {chat_format!r}: must be one of {allowed}, or a Template")
         row = CHAT_FORMATS[chat_format]
         source = Path(__file__).with_name(row["template"]).read_text(encoding="utf-8")
+        for full, text in zip(
+            (TURN, TURN_END, *aliases(row)), (*row["turn"], *aliases(row).values())
+        ):
+            source = source.replace(full, text)
         variables = (("bos_token", BOS), *row["variables"].items())
         return Template(chat_format, BUILT_IN, source, note=note, variables=variables)
 
@@ -90,7 +101,11 @@ class Template:
                 "trained for conversations: take an instruction-tuned one (-it), or continue "
                 f"texts with `g4ir run`; the built-in format {otherwise!r} is used"
             )
-            return Template.built_in(otherwise, note)
+            tokenizer = folder / TOKENIZER
+            text = tokenizer.read_text("utf-8", "replace") if tokenizer.is_file() else ""
+            form = find_format(otherwise, text)
+            return Template.built_in(form, note if form == otherwise else None)
+        otherwise = find_format(otherwise, source)
         named = {k: v for k, v in config.items() if k.endswith("_token")}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
         tokens = {"bos_token": BOS} | {k: v for k, v in texts.items() if v and isinstance(v, str)}
@@ -112,7 +127,7 @@ class Template:
         """Whether tool results go into `tool_responses` of the calling message: templates older
         than the role `tool` support only that."""
         if self.origin == BUILT_IN:
-            return False
+            return "json_results" in self.strings
         call = {"type": "function", "function": {"name": "f", "arguments": {}}, "id": "1"}
         asked = {"role": ASSISTANT, "content": None, "tool_calls": [call]}
         answer = {"role": TOOL, "content": "answer", "tool_call_id": "1", "name": "f"}
@@ -140,7 +155,9 @@ class Template:
             where = "the built-in template" if self.origin == "built-in" else self.origin
             raise InputError(f"tools: {where} has no place for them; leave them out")
         if self.folds:
-            messages = _folded(messages)
+            messages = _folded(messages, "json_results" in self.strings)
+        elif "json_results" in self.strings:
+            messages = _named(messages)
         text = self._text(messages, {"tools": [*tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(self.turn_end):
             return text
@@ -205,30 +222,46 @@ def _of_config(value: Any, path: Path) -> str:
     return value
 
 
-def _folded(messages: Sequence[Message]) -> list[Message]:
-    """Move tool results into the calling messages."""
+def _folded(messages: Sequence[Message], decode: bool = False) -> list[Message]:
+    """Move tool results into the calling messages; `decode` those that are JSON objects."""
     out = list[Message]()
     for message, answers in turns(messages):
         if message.get("tool_calls") and not message.get("tool_responses"):
-            responses = [_response(message["tool_calls"], a) for a in answers]
+            responses = [_response(message["tool_calls"], a, decode) for a in answers]
             message = message | {"tool_responses": responses}
         out.append(message)
     return out
 
 
-def _response(calls: Sequence[Message], answer: Message) -> dict[str, Any]:
+def _named(messages: Sequence[Message]) -> list[Message]:
+    """Give tool results the names of their calls."""
+    calls = {c.get("id"): c["function"] for m in messages for c in m.get("tool_calls") or ()}
+    names = {id: function["name"] for id, function in calls.items()}
+    return [
+        m if m["role"] != TOOL else {"name": names.get(m.get("tool_call_id"), "unknown"), **m}
+        for m in messages
+    ]
+
+
+def _response(calls: Sequence[Message], answer: Message, decode: bool) -> dict[str, Any]:
     """Return a tool result with the name of its call; without ids the last call's."""
     matching = [c for c in calls if c.get("id") == answer.get("tool_call_id")]
     name = matching[-1]["function"]["name"] if matching else answer.get("name") or "unknown"
     content = answer["content"] or ""
-    return {"name": name, "response": "".join(p for p in content if isinstance(p, str))}
+    response: Any = "".join(part for part in content if isinstance(part, str))
+    if decode and response.lstrip().startswith("{"):
+        with suppress(InputError):
+            response = decoded(response, "content")
+    return {"name": name, "response": response}
 
 
 def _parts(message: Message) -> Any:
-    content = message["content"]
+    content, languages = message["content"], {k: message[k] for k in LANGUAGES if k in message}
+    if languages and isinstance(content, str):
+        content = [content]
     if not isinstance(content, list):
         return content
-    text = {"type": "text"}
+    text = {"type": "text", **languages}
     return [{**text, "text": p} if isinstance(p, str) else {"type": p.kind} for p in content]
 
 

@@ -32,7 +32,7 @@ from .scheduler import Scheduler, SchedulerConfig
 from .session import Session
 from .speculative import NONE, AcceptanceStats, SpeculativeConfig, resolve_draft
 from .tokenizer_index import INDEX, IndexedTokenizer
-from .values import Inspection, compute_values, inspect_values
+from .values import Inspection, TowerValues, compute_values, inspect_values
 
 log = logging.getLogger(__name__)
 
@@ -148,13 +148,14 @@ class Engine(EngineParts):
     def inspect(
         self, tokens: Any, names: Sequence[str], phase: str = "prefill", **media: Sequence[Any]
     ) -> Inspection:
-        """Return the plan of `values`."""
+        """Return the plan of `values`; its towers have run."""
+        towers: Any = TowerValues(self, names)
         prompts, _ = _prompts(tokens)
         if len(prompts) != 1 or not prompts[0]:
             raise InputError(f"values: {len(prompts)} prompts: expected one sequence of token ids")
         items = list_media(self.media, self.spec, **media)
-        prompts, soft = _with_media(self, prompts, items)
-        return inspect_values(self, prompts[0], names, phase, soft)
+        prompts, soft = _with_media(replace(self, runtime=towers), prompts, items)
+        return inspect_values(towers, prompts[0], phase, soft)
 
     def values(
         self, tokens: Any, names: Sequence[str], phase: str = "prefill", **media: Sequence[Any]
@@ -165,8 +166,10 @@ class Engine(EngineParts):
         tokens: ids [S] or [1, S]. names: such as `L*.out` (`*`: no dots) and `L3.attn.out`, which
         `g4ir show --after none` prints; also `L3.attn.probs`, the attention's probabilities
         [1, S, heads, S]. phase: prefill, decode (token by token), or verify. media: `images`,
-        `videos`, `audio`, as in `generate`. Raises InputError for a name that matches nothing, and
-        for values that do not fit in memory.
+        `videos`, `audio`, as in `generate`; values of the towers begin with `vision.` and `audio.`,
+        of a second item they end with `[1]`. Those of the draft model begin with `draft.`,
+        [1, steps, ...] after the text. Raises InputError for a name that matches nothing, and for
+        values that do not fit in memory.
         """
         return compute_values(self.inspect(tokens, names, phase, **media))
 

@@ -1,8 +1,9 @@
-"""Values of the plain graphs of the text model, by name: hidden states, attention outputs and
-probabilities.
+"""Values of the plain graphs, by name: hidden states, attention outputs and probabilities of the
+text model; of its towers (`vision.L0.out`) and of its draft model (`draft.L0.out`).
 
 The graphs are those of the model as written, before any pass, in the engine's dtype; their weights
 are the engine's, dequantised. The KV cache is not quantised. Weights are unpacked one at a time.
+Towers run as the engine's graphs, after its passes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from g4ir.ir.interpret import empty_state
 from g4ir.ir.rewrite import pruned
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS, CHUNK, VERIFY
+from g4ir.model.draft import DRAFT, build_draft
+from g4ir.model.names import DRAFTER_PREFIX
 from g4ir.model.text import build_graph
+from g4ir.model.towers import PARTS
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui.memory import free_memory
@@ -39,15 +43,39 @@ TOKEN_DIMS = (CHUNK, "M", "C")
 Sink = Callable[[str, int, Tensor], None]
 
 
+class TowerValues(WatchedRuntime):
+    """Runs towers. `values` are those that `names` match, of a second image, frame or clip as
+    `vision.L0.out[1]`."""
+
+    def __init__(self, engine: EngineParts, names: Sequence[str]) -> None:
+        source = engine.runtime.source
+        super().__init__(engine.device, self._take, source.tensor, {}, source)
+        if isinstance(names, str) or not names or {*map(type, names)} != {str}:
+            raise InputError(f"values: names {names!r}: expected a list such as ['L*.out']")
+        self.engine, self.patterns = engine, [*names]
+        self.values, self.types = dict[str, Tensor](), dict[str, Type]()
+
+    def encode(self, tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
+        graph = self.engine.program.graphs[tower]
+        return torch.no_grad()(self.interpret)(graph, feeds, {})["soft"]
+
+    def _take(self, v: Value, t: Any) -> None:
+        name, named = v.name, v.name.startswith(tuple(f"{part}." for part in PARTS))
+        if named and t.dim() > 1 and any(re.fullmatch(_regex(p), name) for p in self.patterns):
+            before = sum(k.partition("[")[0] == name for k in self.values)
+            name += f"[{before}]" * bool(before)
+            self.values[name], self.types[name] = t.cpu(), Type(v.type.dtype, tuple(t.shape))
+
+
 class TextValues(WatchedRuntime):
-    """Runs the text graphs for one text; `sink` receives the named values chunk by chunk, caches
-    after the last one."""
+    """Runs the text graphs and the draft model for one text; `sink` receives the named values chunk
+    by chunk, caches after the last one."""
 
     def __init__(self, plan: Inspection, sink: Sink) -> None:
-        engine = plan.engine
+        engine = plan.towers.engine
         source, folded = engine.runtime.source, engine.program.params()
         super().__init__(engine.device, self._take, engine.param, folded, source)
-        self.plan, self.sink, self.start = plan, sink, 0
+        self.plan, self.sink, self.start, self.drafted = plan, sink, 0, 0
 
     def new_state(self, batch: int) -> dict[str, Tensor]:
         dims = {"B": batch, "C": len(self.plan.ids)}
@@ -56,6 +84,8 @@ class TextValues(WatchedRuntime):
 
     def run(self, phase: str, feeds: Any, state: Any, context: int, *_: Any) -> Any:
         graph, self.start = self.plan.graphs[phase], int(feeds["positions"][0, 0])
+        if phase == DRAFT:
+            self.start, self.drafted = self.drafted, self.drafted + 1
         outputs = self.interpret(graph, feeds, state)
         for name, v in graph.next.items() if context == len(self.plan.ids) else ():
             if v.name in self.plan.types:
@@ -63,18 +93,22 @@ class TextValues(WatchedRuntime):
         return {"logits": torch.zeros(1, 1, 1), **outputs}
 
     def _take(self, v: Value, t: Any) -> None:
-        if v.name in self.plan.types and "C" not in v.type.shape:
-            t = t if isinstance(t, Tensor) else t()
+        if v.name not in self.plan.types or "C" in v.type.shape:
+            return
+        t = t if isinstance(t, Tensor) else t()
+        if _drafts(v.name):
+            t = t.reshape(1, 1, *t.shape[2:])
+        else:
             t = t.movedim((v.type.shape.index("B"), token_axis(v.type) or 0), (0, 1))
-            self.sink(v.name, self.start, t)
+        self.sink(v.name, self.start, t)
 
 
 @dataclass(frozen=True)
 class Inspection:
     """Named values to compute for a text. `types`: value name -> its type for the whole text,
-    [1, tokens, ...]; `chunk`: tokens per step; None: those of a prefill."""
+    [1, tokens or draft steps, ...]; `chunk`: tokens per step; None: those of a prefill."""
 
-    engine: EngineParts
+    towers: TowerValues
     ids: Sequence[int]
     soft: Sequence[Soft]
     chunk: int | None
@@ -84,67 +118,76 @@ class Inspection:
 
     def run(self, sink: Sink) -> None:
         """Compute the values; `sink` receives them."""
+        for name, t in self.towers.values.items():
+            sink(name, 0, t)
+        engine, ids = self.towers.engine, torch.tensor([self.ids])
         runtime: Any = TextValues(self, sink)
-        ids = torch.tensor([self.ids])
-        session = Session(replace(self.engine, runtime=runtime, adapters=None))
+        session = Session(replace(engine, runtime=runtime, adapters=None))
         if self.chunk is None:
-            session.prefill(ids, soft=self.soft)
+            logits = session.prefill(ids, soft=self.soft)
         for step in ids.split(self.chunk, 1) if self.chunk else ():
             session.verify(step)
+        if DRAFT in self.graphs:
+            session.draft({0: int(logits.argmax())}, {0: engine.draft_tokens})
 
 
 def inspect_values(
-    engine: EngineParts,
-    ids: Sequence[int],
-    names: Sequence[str],
-    phase: str,
-    soft: Sequence[Soft] = (),
+    towers: TowerValues, ids: Sequence[int], phase: str, soft: Sequence[Soft] = ()
 ) -> Inspection:
-    """Plan the values of one text that `names` match, in which `*` stands for any characters but
-    dots and `**` for any. ids: token ids, with a placeholder for each of the `soft` tokens; phase:
-    prefill (in the engine's chunks), decode (token by token) or verify (as draft tokens, if the
-    engine has them). Raises InputError for other tokens, another phase, and a name without a value
-    (with the nearest one)."""
-    if isinstance(names, str) or not names or {*map(type, names)} != {str}:
-        raise InputError(f"values: names {names!r}: expected a list such as ['L*.out']")
+    """Plan the values of one text, those that the names of `towers` match, in which `*` stands for
+    any characters but dots and `**` for any. ids: token ids, with a placeholder for each of the
+    `soft` tokens, which `towers` encoded; phase: prefill (in the engine's chunks), decode
+    (token by token) or verify (as draft tokens, if the engine has them). Raises InputError for
+    other tokens, another phase, and a name without a value (with the nearest one)."""
+    engine = towers.engine
     row_prompt(engine, ids, soft)
     chunks = {"prefill": None, "decode": 1}
     chunks |= {VERIFY: engine.draft_tokens + 1} if engine.draft_tokens else {}
     if phase not in chunks or (soft and chunks[phase]):
-        allowed = ", ".join(chunks)
-        raise InputError(f"values: phase {phase!r}: this engine has {allowed}; with media, prefill")
+        names = ", ".join(chunks)
+        raise InputError(f"values: phase {phase!r}: this engine has {names}; with media, prefill")
     graphs = _plain_graphs(engine, phase)
-    values = {p: _named_values(g, len(ids)) for p, g in graphs.items()}
-    types = {name: t for named in values.values() for name, (_, t) in named.items()}
-    picked = dict.fromkeys(name for p in names for name in _matching(p, types))
-    graphs = {
-        p: pruned(g, [v for name, (v, _) in values[p].items() if name in picked])
-        for p, g in graphs.items()
-    }
-    return Inspection(engine, ids, soft, chunks[phase], graphs, {k: types[k] for k in picked})
+    values = {p: _named_values(g, len(ids), engine.draft_tokens) for p, g in graphs.items()}
+    types = {name: t for named in values.values() for name, (_, t) in named.items()} | towers.types
+    picked = dict.fromkeys(name for p in towers.patterns for name in _matching(p, types))
+    if not any(map(_drafts, picked)):
+        graphs.pop(DRAFT, None)
+        graphs = {
+            p: pruned(g, [v for name, (v, _) in values[p].items() if name in picked])
+            for p, g in graphs.items()
+        }
+    return Inspection(towers, ids, soft, chunks[phase], graphs, {k: types[k] for k in picked})
 
 
 def _plain_graphs(engine: EngineParts, phase: str) -> dict[str, Graph]:
     """Return phase of a session -> its graph. A decode step is a chunk of one token, in which the
     dim of tokens has a name."""
-    build = partial(build_graph, engine.spec, all_logits=True, dtype=engine.dtype)
+    hidden = engine.drafter is not None and phase == "prefill"
+    build = partial(build_graph, engine.spec, all_logits=True, dtype=engine.dtype, hidden=hidden)
     graphs = dict.fromkeys((phase, "decode"), build("prefill" if phase == "prefill" else VERIFY))
     if BLOCKS in engine.program.graphs:
         graphs[BLOCKS] = build(BLOCKS)
+    if engine.drafter and hidden:
+        graphs[DRAFT] = build_draft(engine.spec, engine.drafter, engine.dtype)
     return graphs
 
 
-def _named_values(graph: Graph, count: int) -> dict[str, tuple[Value, Type]]:
+def _named_values(graph: Graph, count: int, steps: int) -> dict[str, tuple[Value, Type]]:
     """Return name -> the graph's value, and its type for the whole text."""
-    out = dict[str, tuple[Value, Type]]()
+    out, drafts = dict[str, tuple[Value, Type]](), graph.name == DRAFT
+    head = (1, steps if drafts else count)
     for v in (*graph.inputs, *(v for n in graph.nodes for v in n.outputs)):
-        dims = [d for d in v.type.shape if d != "B" and d not in TOKEN_DIMS]
-        if token_axis(v.type) is not None:
-            out[v.name] = v, Type(v.type.dtype, (1, count, *dims))
+        dims = [d for d in v.type.shape if d != "B" and d not in TOKEN_DIMS][drafts:]
+        if _drafts(v.name) and "B" in v.type.shape if drafts else token_axis(v.type) is not None:
+            out[v.name] = v, Type(v.type.dtype, (*head, *dims))
     for n in graph.find("attention"):
         v = probs_of(n)
-        out[v.name] = n.out, Type(v.type.dtype, (1, count, v.type.shape[2], count))
+        out[v.name] = n.out, Type(v.type.dtype, (*head, v.type.shape[2], count))
     return out
+
+
+def _drafts(name: str) -> bool:
+    return name.startswith(DRAFTER_PREFIX)
 
 
 def token_axis(t: Type) -> int | None:
@@ -152,11 +195,14 @@ def token_axis(t: Type) -> int | None:
     return next((i for i, d in enumerate(t.shape) if d in TOKEN_DIMS), None)
 
 
-def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+def _regex(pattern: str) -> str:
     words = re.split(r"(\*+)", pattern.removeprefix("%"))
     globs = {"*": "[^.]*"}
-    regex = "".join(globs.get(w, ".*") if w[:1] == "*" else re.escape(w) for w in words)
-    if matches := [name for name in names if re.fullmatch(regex, name)]:
+    return "".join(globs.get(w, ".*") if w[:1] == "*" else re.escape(w) for w in words)
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    if matches := [name for name in names if re.fullmatch(_regex(pattern), name.partition("[")[0])]:
         return matches
     near = did_you_mean(pattern.removeprefix("%").replace("*", "0"), names)
     raise InputError(f"values: no value of the plain graph is called {pattern!r}{near}")

@@ -15,7 +15,7 @@ import httpx
 import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.builder.load import load_engine
-from g4ir.chat.special_tokens import CONTROLS
+from g4ir.chat.special_tokens import ALIASES, CONTROLS
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import SchedulerConfig
@@ -36,7 +36,7 @@ def chat_tokenizer() -> Any:
     """512 tokens: control tokens, those of media where tiny-media has them, and every byte."""
     media = ("<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>")
     first = ("<pad>", "<eos>", "<bos>", "<unk>")
-    controls = [c for c in CONTROLS if c not in (*media, *first)]
+    controls = [c for c in CONTROLS if c not in (*media, *first, *ALIASES)]
     words = [*first, *controls, *(f"<0x{i:02X}>" for i in range(256)), "▁"]
     words += [*"abcdefghijklmnopqrstuvwxyz0123456789:{}\n", *(f"w{i}_" for i in range(512))]
     words = [*words[:500], *media, *words[500:505]]

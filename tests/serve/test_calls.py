@@ -143,6 +143,16 @@ def test_what_may_follow() -> None:
     assert isinstance(made["needs"], FullMask)
 
 
+@pytest.mark.parametrize("forms", CASES["one_of"])
+def test_forms_of_which_one_holds(forms: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"oneOf": forms}}, "required": ["a"]}
+    for seed in range(8):
+        answer = read(walk(held(schema), seed), [tool("f", schema)])
+        assert answer.tool_calls and not answer.content
+        for call in answer.tool_calls:
+            jsonschema.validate(call["arguments"], schema)
+
+
 def test_schemas_that_are_too_large() -> None:
     tower: Any = {"type": "boolean"}
     for _ in range(14):
