@@ -38,9 +38,10 @@ class ChunkSize:
 
     @property
     def remaining(self) -> int:
-        """Tokens of the chunk not computed yet; 0 if fewer than the minimum."""
+        """Tokens of the chunk not computed yet; 0 if fewer than half or than the minimum: a short
+        chunk takes almost as long, since each reads all weights."""
         remaining = self.tokens - self.computed
-        return remaining if remaining >= self._fewest else 0
+        return remaining if remaining >= max(self._fewest, self._size / 2) else 0
 
     @property
     def probes(self) -> bool:
@@ -63,5 +64,7 @@ class ChunkSize:
         bound = max(self.gap_s, 2 * min(self._steps_s) / AIM)  # one of two may be disturbed
         if seconds > 0 and (full or seconds > bound):
             change = computed * AIM * bound / seconds / self._size
-            change = min(max(change if change < 1 else change**0.5, 1 / MAX_CHANGE), MAX_CHANGE)
+            if seconds < AIM * bound:
+                change = max(change, 1.0) ** 0.5
+            change = min(max(change, 1 / MAX_CHANGE), MAX_CHANGE)
             self._size = min(max(self._size * change, self._fewest), self.max_tokens)

@@ -56,6 +56,8 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCost
 
 #: field of SchedulerConfig -> its minimum
 MINIMUMS = {"chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "prefix_disk": 0, "draft_rows": 1}
+#: max size of a prompt's last chunk beside running sequences, of the size of the others
+LAST = 1.25
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class Scheduler:
         self.waiting = deque[RequestHandle]()
         #: the request in prefill, and its remaining chunks
         self._prompt: tuple[RequestHandle, Chunks] | None = None
+        #: the batch's size at the last step
+        self._bucket = 0
         #: decode loop on the device, and its sequences
         self._loop: TokenSteps | None = None
         self._loop_sequences: list[SequenceState] = []
@@ -343,7 +347,9 @@ class Scheduler:
         """Append the events of new tokens; finished sequences free their slots."""
         steps = [new]
         if new:
-            self.chunk_size.record(time.perf_counter())
+            bucket, size = len(self.batch.slots), self.chunk_size
+            moved, self._bucket = bucket != self._bucket, bucket  # what a move takes says nothing
+            (size.start if moved else size.record)(time.perf_counter())
         if any(None in choices or s.complete for s, choices in new.items()):
             steps += self._drain_loop()
         for step in steps:
@@ -562,9 +568,13 @@ class Scheduler:
         return handle
 
     def _chunk_end(self, start: int) -> int:
-        """Return the end of a chunk from `start`: shorter while sequences decode."""
+        """Return the end of a chunk from `start`: shorter while sequences decode, but a few tokens
+        longer if that ends the prompt."""
+        if not self.num_running or not self._prompt:
+            return start + self.engine.limits.prefill_chunk
+        rest = len(self._prompt[0].keys) - start
         size = self.chunk_size.remaining or self.chunk_size.tokens
-        return start + (size if self.num_running else self.engine.limits.prefill_chunk)
+        return start + (rest if rest <= LAST * size else size)
 
     def _start_decoding(self, handle: RequestHandle, logits: torch.Tensor) -> None:
         """Sample the first token of each answer; unfinished sequences join the batch."""
