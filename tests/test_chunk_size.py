@@ -32,9 +32,10 @@ class Machine:
 
     def __init__(self, token_s: float, step_s: float) -> None:
         self.now, self.token_s, self.step_s, self.sizes = 0.0, token_s, step_s, list[int]()
+        self.chunk_s = 0.0
 
     def chunk(self, tokens: int) -> None:
-        self.now += tokens * self.token_s
+        self.now += self.chunk_s + tokens * self.token_s
         self.sizes.append(tokens)
 
     def step(self) -> None:
@@ -105,6 +106,20 @@ def test_chunks_grow_where_there_is_time(engine: Engine, machine: Machine) -> No
     streams.read(300)
     assert machine.sizes[-3:] == [CHUNK, CHUNK, 300 - 2 * CHUNK]
     assert max(streams.gaps) <= 0.1
+
+
+@pytest.mark.parametrize("count", [40, 120])
+def test_prompts_are_read_in_few_pieces(engine: Engine, machine: Machine, count: int) -> None:
+    """A chunk takes as long as 37 tokens whatever its size, and 44 tokens fit beside a step."""
+    machine.token_s, machine.chunk_s, machine.step_s = 0.46e-3, 17e-3, 36e-3
+    streams = Streams(engine, machine, 100)
+    jobs = [Request(prompt(count, i), 1, FREE, reuse=False) for i in range(40)]
+    late = [streams.scheduler.submit(job) for job in jobs]
+    while not late[-1].done:
+        events = streams.scheduler.step()
+        streams.times += [machine.now] * sum(e.handle is streams.stream for e in events)
+    pieces = machine.sizes[-30:]
+    assert sum(pieces) / len(pieces) >= 36 and max(streams.gaps) <= 0.1
 
 
 def test_chunks_take_as_long_as_slow_steps(engine: Engine, machine: Machine) -> None:
