@@ -101,21 +101,6 @@ def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.Monkey
     assert len(long.text()) == 6
 
 
-def test_drain(engine: Engine) -> None:
-    """What runs and waits is answered, nothing more is taken."""
-    with AsyncEngine(engine) as service:
-        asked = [Asked(service, job(seed=i, new=20)) for i in range(7)]
-        done: list[bool] = []
-        thread = threading.Thread(target=lambda: done.append(service.drain(WAIT)))
-        thread.start()
-        eventually(lambda: not service.alive)
-        assert not service.drain(0.001)
-        with pytest.raises(BusyError, match="takes no more requests"):
-            Asked(service, job())
-        thread.join(WAIT)
-        assert done == [True] and all(len(a.text()) == 20 for a in asked)
-
-
 def test_close_cancels(engine: Engine) -> None:
     before = threading.active_count()
     service = AsyncEngine(engine)
@@ -139,6 +124,5 @@ def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         for one in asked:
             last = [*one.events()][-1]
             assert last.finish == FAILED and isinstance(last.error, EngineError)
-        assert not service.drain(WAIT)
         with pytest.raises(EngineError, match="the service ended: gone"):
             Asked(service, job())

@@ -120,7 +120,7 @@ def test_the_format_of_gemma_3(tmp_path: Path) -> None:
     template = Template.open(tmp_path, "gemma3")
     assert make_prompt(messages[:2], None, template).text == text
     prompt = make_prompt(messages, None, template, continued=True)
-    assert prompt.text == f"{text}Hello <end_of_turn>" and prompt.head == "Hello <end_of_turn>"
+    assert prompt.text == f"{text}Hello <end_of_turn>"
     assert [p.text for p in prompt.pieces() if p.control].count("<end_of_turn>") == 1
     assert make_prompt(HI, None, template).tail == "<start_of_turn>model\n"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]

@@ -104,13 +104,6 @@ class Prompt:
         start = max(0, *map(self.marked.rfind, (*control.TURNS, control.RESPONSE_END)))
         return self.marked[start:].replace(self.mark, "")
 
-    @property
-    def head(self) -> str:
-        """The model turn's text so far, without reasoning."""
-        before, last = [Piece(""), *self.pieces()][-2:]
-        text = "" if last.control else last.text
-        return text.removeprefix(control.MODEL) if before.text in control.TURNS else text
-
     def pieces(self, controls: Strings = control.CONTROLS) -> list[Piece]:
         """Split the text into the template's control tokens and the text between them."""
         out, start = list[Piece](), 0

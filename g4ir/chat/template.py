@@ -317,18 +317,13 @@ def _prompt(
     return Prompt(template.write(*marked), mark, media_of(messages))
 
 
-def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
-    """Raise InputError if a folder's tokenizer has no chat turns."""
-    if not vocabulary.chats:
-        why = "its tokenizer has no turns of a chat: this model was not made for chats"
-        raise InputError(f"{folder}: {why}")
-
-
 def open_chat(folder: Path, tokenizer: Any, chat_format: str) -> tuple[Template, Vocabulary]:
     """Read a folder's template, or the built-in one of `chat_format`, for a tokenizer. InputError
     if the tokenizer has no chat turns."""
     vocabulary = Vocabulary(tokenizer, chat_format)
-    check_chats(vocabulary, folder)
+    if not vocabulary.chats:
+        why = "its tokenizer has no turns of a chat: this model was not made for chats"
+        raise InputError(f"{folder}: {why}")
     return Template.open(folder, chat_format), vocabulary
 
 

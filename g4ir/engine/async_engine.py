@@ -51,7 +51,7 @@ class AsyncEngine:
         #: callback of each unfinished request, and the indices of its unfinished answers
         self._running: dict[RequestHandle, tuple[Callable[[Event], None], set[int]]] = {}
         self._lock = threading.Condition()
-        self._draining = self._closing = False
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="g4ir-scheduler", daemon=True)
         self._thread.start()
 
@@ -64,8 +64,7 @@ class AsyncEngine:
     def submit(self, request: Request, callback: Callable[[Event], None]) -> RequestHandle:
         """Check a request and put it in the queue. The callback gets its events on the scheduler's
         thread and must not block; if it raises, the request is cancelled. InputError for a request
-        that this engine can never serve; BusyError if the queue is full, while draining and after
-        closing."""
+        that this engine can never serve; BusyError if the queue is full, and after closing."""
         handle = self.scheduler.handle(request)
         with self._lock:
             self._check_capacity(request)
@@ -77,7 +76,7 @@ class AsyncEngine:
     @property
     def alive(self) -> bool:
         """Whether requests are accepted."""
-        return self._thread.is_alive() and not (self.error or self._draining or self._closing)
+        return self._thread.is_alive() and not (self.error or self._closing)
 
     @property
     def waiting(self) -> int:
@@ -89,18 +88,11 @@ class AsyncEngine:
         """Return the estimated seconds until all waiting requests have slots."""
         return self.waiting * self.totals.row_s / self.scheduler.max_batch
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait until all have ended; return whether they did in time."""
-        with self._lock:
-            self._draining = True
-            ended = self._lock.wait_for(lambda: not self._running, timeout)
-        return ended and self.error is None
-
     def close(self, timeout: float | None = None) -> None:
         """Cancel all requests, end the thread, and free the KV caches. TimeoutError if the current
         step takes longer than `timeout` seconds."""
         with self._lock:
-            self._draining = self._closing = True
+            self._closing = True
             for handle in self._running:
                 handle.cancel()
             self._lock.notify_all()
@@ -113,7 +105,7 @@ class AsyncEngine:
         """Raise EngineError or BusyError if the request is refused; one may always wait."""
         if self.error is not None:
             raise EngineError(f"{self.engine.path}: the service ended: {self.error}; start another")
-        if self._draining or self._closing:
+        if self._closing:
             raise BusyError("the service is ending and takes no more requests; ask another one")
         waiting = [handle for handle in self._running if not handle.started]
         tokens, s = sum(handle.counts.prompt for handle in waiting), self.settings

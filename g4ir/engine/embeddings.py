@@ -48,28 +48,11 @@ WINDOW, MEDIA_WINDOW = 4096, 64
 MAX_CHARACTERS = 64
 
 
-def need_encoder(engine: EngineParts) -> None:
-    """Raise InputError unless the engine is an encoder's."""
-    if not engine.spec.embedding:
-        why = f"{engine.spec.name} generates text and has no embeddings"
-        raise InputError(f"{engine.path}: {why}; give an encoder, such as embeddinggemma-300m")
-
-
 def need_decoder(engine: EngineParts, use: str = "use `g4ir embed`") -> None:
     """Raise InputError, with what to use, if the engine is an encoder's."""
     if engine.spec.embedding:
         why = f"{engine.spec.name} is an encoder: it embeds texts and generates none"
         raise InputError(f"{engine.path}: {why}; {use}, or give a model that generates")
-
-
-def find_dims(spec: Variant, dims: int | None) -> int:
-    """Return the size of embeddings; InputError for one that the model was not trained for."""
-    assert spec.embedding
-    sizes = spec.embedding.dims
-    if dims is not None and (type(dims) is not int or dims not in sizes):
-        trained = ", ".join(map(str, sizes))
-        raise InputError(f"dims {dims}: {spec.name} was trained for {trained}")
-    return sizes[0] if dims is None else dims
 
 
 def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | None]:
@@ -105,7 +88,10 @@ class Embedder:
     """Embeds texts on an encoder's engine; several threads take turns, a chunk each."""
 
     def __init__(self, engine: Any) -> None:
-        need_encoder(engine)
+        if not engine.spec.embedding:
+            why = f"{engine.spec.name} generates text and has no embeddings"
+            fix = "give an encoder, such as embeddinggemma-300m"
+            raise InputError(f"{engine.path}: {why}; {fix}")
         self.engine = engine
         self.prompts, self.default_task = read_prompts(engine.path, engine.spec)
         self._state = engine.runtime.new_state(engine.limits.max_batch)
@@ -128,7 +114,11 @@ class Embedder:
 
     def size(self, dims: int | None) -> int:
         """Return the size of embeddings; InputError for one that the model was not trained for."""
-        return find_dims(self.engine.spec, dims)
+        spec = self.engine.spec
+        if dims is not None and (type(dims) is not int or dims not in spec.embedding.dims):
+            trained = ", ".join(map(str, spec.embedding.dims))
+            raise InputError(f"dims {dims}: {spec.name} was trained for {trained}")
+        return dims or int(spec.embedding.dims[0])
 
     def check(self, task: str | None = None, dims: int | None = None) -> None:
         """Raise InputError for a task or a size that the model does not have."""

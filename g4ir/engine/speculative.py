@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -41,16 +41,6 @@ PLAIN_STEPS = 3
 CREDIT, CREDIT_PER_STEP = 0.4, 0.015
 
 
-class Proposer(Protocol):
-    """Drafts from a sequence's tokens alone."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the sequence."""
-
-    def propose(self, count: int) -> list[int]:
-        """Return up to `count` tokens that may follow."""
-
-
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """Source of drafts, and the maximum draft tokens per round. `proposer`: makes the proposer of a
@@ -58,7 +48,7 @@ class SpeculativeConfig:
 
     source: str = NONE
     tokens: int = 0
-    proposer: Callable[[Sequence[int]], Proposer] | None = None
+    proposer: Callable[[Sequence[int]], Any] | None = None
 
     def __bool__(self) -> bool:
         return self.source != NONE

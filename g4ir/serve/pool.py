@@ -125,22 +125,16 @@ class ModelPool:
     def _release(self, model: PooledModel | None) -> None:
         if model:
             model.active -= 1
-            if model.worker and not model.worker.alive:
-                model.state, model.worker = UNLOADED, None
         self._serve_line()
 
     def _serve_line(self) -> None:
         """Grant what can be granted, in order, and begin to load and unload."""
+        for m in self.models:
+            if m.state == READY and m.worker and not m.worker.alive and not m.active:
+                m.state, m.worker = UNLOADED, None
         leaving, reserved = set[PooledModel](), False
         for ticket in [*self.line]:
             model = ticket.model
-            if (
-                model.state == READY
-                and model.worker
-                and not model.worker.alive
-                and not model.active
-            ):
-                model.state, model.worker = UNLOADED, None
             if model.state == READY and model not in leaving:
                 self._grant(ticket)
             elif model.state == UNLOADED and not reserved:

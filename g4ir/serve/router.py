@@ -9,9 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import h11
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -240,31 +244,15 @@ class Forwarded(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def merged_metrics(texts: list[tuple[str | None, str]]) -> str:
+def merged_metrics(texts: list[tuple[str | None, str]]) -> bytes:
     """Join metrics of several models, each family once, its samples with a label `model`."""
-    heads, samples = dict[str, list[str]](), dict[str, list[str]]()
+    merged = dict[str, Metric]()
     for model, text in texts:
-        name = ""
-        for line in text.splitlines():
-            if line.startswith("#"):
-                name = line.split()[2]
-                if model is None or not OWN_METRICS.match(name):
-                    heads.setdefault(name, [])
-                    if line not in heads[name]:
-                        heads[name].append(line)
-            elif model is None:
-                samples.setdefault(name, []).append(line)
-            elif not OWN_METRICS.match(name):
-                samples.setdefault(name, []).append(_labelled(line, model))
-    lines = (line for name, head in heads.items() for line in (*head, *samples.get(name, ())))
-    return "\n".join([*lines, ""])
-
-
-def _labelled(line: str, model: str) -> str:
-    """Add the label `model` to a sample."""
-    text = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    name, brace, rest = line.partition("{")
-    if brace:
-        return f'{name}{{model="{text}",{rest}'
-    name, _, value = line.partition(" ")
-    return f'{name}{{model="{text}"}} {value}'
+        for family in text_string_to_metric_families(text):
+            if model is None or not OWN_METRICS.match(family.name):
+                head = Metric(family.name, family.documentation, family.type)
+                for s in family.samples:
+                    labels = s.labels if model is None else {"model": model, **s.labels}
+                    merged.setdefault(family.name, head).add_sample(s.name, labels, s.value)
+    registry: Any = SimpleNamespace(collect=merged.values)
+    return generate_latest(registry)

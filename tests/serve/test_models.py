@@ -157,9 +157,9 @@ def test_names_of_models(
 def test_metrics_of_several_models() -> None:
     own = "# HELP g4ir_x X.\n# TYPE g4ir_x gauge\ng4ir_x 1.0\n"
     text = own + '# HELP g4ir_y Y.\n# TYPE g4ir_y counter\ng4ir_y_total{le="2"} 3.0\n'
-    merged = merged_metrics([(None, own), ("a", text), ('b"', text)]).splitlines()
+    merged = merged_metrics([(None, own), ("a", text), ('b"', text)]).decode().splitlines()
     assert merged[:5] == [*own.splitlines(), 'g4ir_x{model="a"} 1.0', 'g4ir_x{model="b\\""} 1.0']
-    assert 'g4ir_y_total{model="a",le="2"} 3.0' in merged
+    assert 'g4ir_y_total{le="2",model="a"} 3.0' in merged
     assert sum(line.startswith("# HELP g4ir_x") for line in merged) == 1
 
 

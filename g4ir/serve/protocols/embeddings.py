@@ -23,6 +23,7 @@ METHOD = "cosine similarity of embeddings"
 FLOAT, BASE64 = "float", "base64"
 #: names of a body's texts and of the sizes asked for
 TEXTS, DOCUMENTS, SIZE = "input", "documents", "dimensions"
+SIZES = schema.integer(1)
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class EmbeddingRequest:
 
 def read_embeddings(body: Body) -> EmbeddingRequest:
     """Read a body of /v1/embeddings. Refused for a wrong field, by name."""
-    how = _choice(body, "encoding_format", (FLOAT, BASE64), FLOAT)
+    how = _optional(body, "encoding_format", schema.one_of(FLOAT, BASE64), FLOAT)
     return EmbeddingRequest(
         _inputs(body.get(TEXTS), TEXTS),
         TEXTS,
-        (_text(body, "task"),),
-        _whole(body, SIZE),
-        _flag(body, "truncate"),
+        (_optional(body, "task", schema.TEXT),),
+        _optional(body, SIZE, SIZES),
+        _optional(body, "truncate", schema.FLAG, False),
         base64=how == BASE64,
     )
 
@@ -55,14 +56,13 @@ def read_embeddings(body: Body) -> EmbeddingRequest:
 def read_ollama(body: Body) -> EmbeddingRequest:
     """Read a body of /api/embed, which cuts long texts by default."""
     texts = _inputs(body.get(TEXTS), TEXTS) if body.get(TEXTS) != [] else []
-    return EmbeddingRequest(
-        texts, TEXTS, dims=_whole(body, SIZE), truncate=_flag(body, "truncate", True)
-    )
+    cut = _optional(body, "truncate", schema.FLAG, True)
+    return EmbeddingRequest(texts, TEXTS, dims=_optional(body, SIZE, SIZES), truncate=cut)
 
 
 def read_rerank(body: Body) -> EmbeddingRequest:
     """Read a body of /v1/rerank: the query is the first text."""
-    query, given = _text(body, "query"), body.get(DOCUMENTS)
+    query, given = _optional(body, "query", schema.TEXT), body.get(DOCUMENTS)
     if query is None:
         raise bad("query", "is missing; give a text")
     documents = given if isinstance(given, list) else []
@@ -73,8 +73,8 @@ def read_rerank(body: Body) -> EmbeddingRequest:
         _bounded([query, *texts], DOCUMENTS),
         DOCUMENTS,
         ("query", "document"),
-        top_n=_whole(body, "top_n"),
-        returned=_flag(body, "return_documents"),
+        top_n=_optional(body, "top_n", SIZES),
+        returned=_optional(body, "return_documents", schema.FLAG, False),
     )
 
 
@@ -131,26 +131,5 @@ def _bounded(texts: list[Any], name: str) -> list[Any]:
     return texts
 
 
-def _text(body: Mapping[str, Any], name: str) -> str | None:
-    return None if body.get(name) is None else str(schema.TEXT(body[name], name))
-
-
-def _whole(body: Mapping[str, Any], name: str) -> int | None:
-    value = body.get(name)
-    if value is not None and (type(value) is not int or value < 1):
-        raise bad(name, "expected a whole number above 0")
-    return value
-
-
-def _flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    value = default if body.get(name) is None else body[name]
-    if type(value) is not bool:
-        raise bad(name, "expected true or false")
-    return value
-
-
-def _choice(body: Mapping[str, Any], name: str, known: Sequence[str], default: str) -> str:
-    value = default if body.get(name) is None else body[name]
-    if value not in known:
-        raise bad(name, f"expected one of {', '.join(known)}")
-    return str(value)
+def _optional(body: Mapping[str, Any], name: str, read: schema.Read, default: Any = None) -> Any:
+    return default if body.get(name) is None else read(body[name], name)
