@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import random
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,12 +42,11 @@ from g4ir.model.decoder import VERIFY
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.cost import Cost, graph_costs, total
-from tests.cli_tools import Outcome, refused
 from tests.cli_tools import g4ir as command
+from tests.cli_tools import refused
 from tests.contract.session import AnyOrder
 from tests.engines import some_tokens
 from tests.serve.running import chat_engine, eventually, running
-from tests.talking import dictate
 from tests.test_stages import break_pass, smaller_rings
 from tests.test_verify import turned
 
@@ -263,28 +260,6 @@ def test_run_tells_its_rounds(folder: Path) -> None:
 def counts(err: str) -> list[dict[str, Any]]:
     """What is told in JSON; a slow machine is told of the progress beside it."""
     return [json.loads(line) for line in err.splitlines() if line.startswith("{")]
-
-
-def test_chat_tells_its_rounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Measured costs decide how many tokens are drafted: on a busy machine any number.
-    monkeypatch.setattr(StepCosts, "add", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "known", lambda *_: True)
-
-    def said(*words: str) -> Outcome:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\nhi\n")))
-        with monkeypatch.context() as patch:
-            dictate(patch.setattr, [[SAID], [SAID]])
-            return command(*words)
-
-    want = said("chat", folder, "--json")
-    got = said("chat", folder, "--json", "--draft", "ngram")
-    for a, b in zip(want.out.splitlines(), got.out.splitlines(), strict=True):
-        plain, drafted = json.loads(a), json.loads(b)
-        told = drafted["drafts"]
-        assert plain["content"] == drafted["content"] == SAID and "drafts" not in plain
-        assert told["tokens_per_round"] > 2 and len(told["accepted"]) == 4
-    one = said("run", folder, "--chat", "--prompt", "hi", "--draft", "ngram")
-    assert one.out.strip() == SAID and float(TOLD.search(one.err)[1]) > 2  # type: ignore[index]
 
 
 def test_usage_and_counts_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

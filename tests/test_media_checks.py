@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from g4ir.check.media import HEAD
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
 from g4ir.model.media import KINDS
 from tests import cli_tools as cli
 from tests.cases import TABLES
@@ -69,17 +67,6 @@ def test_verify_against_transformers(built: dict[str, Engine]) -> None:
     assert all(name in said for name in SMALLEST["tiny-media"])
 
 
-def test_bench_refuses_placeholders_of_a_text(
-    built: dict[str, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = Mock(return_value=[Mock(ids=[5, 500, 6, 7])])
-    monkeypatch.setattr(Engine, "tokenizer", lambda _: Mock(encode_batch_fast=ids))
-    (tmp_path / "t.txt").write_text("a picture")
-    workload = Workload(3, 2, text=str(tmp_path / "t.txt"))
-    with pytest.raises(InputError, match=r"--text .*t\.txt: token 500 at index 1"):
-        draw_tokens(workload, built["tiny-media"])
-
-
 def test_report(engine: Engine) -> None:
     report = verify_engine(engine)
     media, name = report.media, engine.spec.name
@@ -95,18 +82,6 @@ def test_report(engine: Engine) -> None:
     assert plain["towers"][0]["tower"] == "vision_70" and plain["towers"][0]["rows"] == 60
     assert plain["towers"][0]["budget"] == {"relative": 1e-4, "cosine": None, "rounding": None}
     assert all(len(line) <= 100 for line in report.text().splitlines())
-
-
-@pytest.mark.parametrize("max_seq, soft", [(64, {"audio": 48}), (32, None)])
-def test_media_beyond_max_seq(tmp_path: Path, max_seq: int, soft: dict[str, int] | None) -> None:
-    """The prompt holds what max_seq has room for."""
-    options = {**LIMITS, "max_seq": max_seq}
-    engine = g4ir.build("tiny-unified", tmp_path / "e", random_weights=1, **options)
-    report = verify_engine(engine, tokens=FEW)
-    assert report.ok and report.media
-    assert report.media.not_run == ("prefill_media",)
-    assert "not checked" in report.text()
-    assert (report.media.prompt and dict(report.media.prompt.soft)) == soft
 
 
 @pytest.mark.parametrize("name, param, tower", TABLES["media checks"]["wrong towers"])

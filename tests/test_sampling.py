@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from g4ir.backends.sampling import (
     choose,
     draw,
     largest,
-    read_logprobs,
     sample,
     uniform,
 )
@@ -150,14 +148,6 @@ def test_random_numbers_next_to_the_ends(settings: dict[str, Any]) -> None:
         assert set(chosen(logits, uniforms, temperature=1.0, **settings).tolist()) <= allowed
 
 
-def test_what_is_no_number_draws_a_token() -> None:
-    """Which token does not matter: the step is refused. It has to be one that exists."""
-    logits = torch.full((1, 9), torch.nan)
-    for more in ({}, {"top_k": 3}, {"top_p": 0.5}):
-        found = chosen(logits, torch.tensor([0.5]).double(), temperature=1.0, **more)
-        assert 0 <= int(found) < 9
-
-
 @pytest.mark.parametrize("values, fields", CASES["defaults"])
 def test_read_defaults(tmp_path: Path, values: Any, fields: dict[str, Any]) -> None:
     file = tmp_path / "generation_config.json"
@@ -208,14 +198,6 @@ def numpy_shaped(
     for token, count in Counter(done).items():
         out[token] -= s.frequency_penalty * count + s.presence_penalty
     return out
-
-
-def test_greedy_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "shaped", Mock(side_effect=AssertionError("a copy")))
-    logits = logits_of(0, 3)
-    rows = {i: Sampler(SamplingParams(suppress=(int(logits[i].argmin()),)), []) for i in range(3)}
-    found = sample(logits, rows)
-    assert found == {i: Choice(int(logits[i].argmax())) for i in range(3)}
 
 
 TOKENS = st.integers(0, VOCAB - 1)
@@ -343,10 +325,3 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     order = np.argsort(-want)[:4]
     assert [t for t, _ in found.logprobs.top] == order.tolist()
     assert [p for _, p in found.logprobs.top] == pytest.approx(want[order], abs=1e-6)
-
-
-def test_logprobs_of_equal_logits_and_of_few() -> None:
-    found = read_logprobs(torch.zeros(4), 2, 3)
-    assert [t for t, _ in found.top] == [0, 1, 2] and found.chosen == pytest.approx(-math.log(4))
-    assert read_logprobs(torch.zeros(4), 2, 0).top == ()
-    assert len(read_logprobs(torch.zeros(4), 2, 9).top) == 4

@@ -204,11 +204,6 @@ def test_splits_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == len(splits.token) > 1000 and tokens.collide == (case == "collisions")
 
 
-@pytest.mark.parametrize("texts", [[], ["a"], ["", "ab"]])
-def test_vocabularies_without_splits(texts: list[str]) -> None:
-    assert not len(HashedTokens(texts).splits().token)
-
-
 @pytest.mark.parametrize(
     "edit",
     [

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-import random
 import shutil
 import struct
 import tracemalloc
@@ -406,14 +405,6 @@ def test_frames_by_presentation_time(tmp_path: Path, ending: str, b_frames: int,
     even = [times[-1] * i / (len(times) - 1) for i in sample_frames(len(times), count)]
     if case == "three at once, then few":
         assert max(abs(times[i] - t) for i, t in zip(chosen, even, strict=True)) <= 35
-
-
-@given(st.integers(1, 300), st.integers(1, 40), st.floats(0.01, 100), st.randoms())
-def test_constant_frame_rates(total: int, frames: int, step: float, draw: random.Random) -> None:
-    frames = min(frames, total)
-    rounded = [i * step + draw.uniform(-0.24, 0.24) * step for i in range(total)]
-    for times in ([i * step for i in range(total)], rounded, range(total)):
-        assert spread_frames(times, frames) == sample_frames(total, frames)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=80), st.integers(1, 80))

@@ -121,15 +121,10 @@ def read_part(part: Any, where: str) -> str | Medium:
 
 
 def _languages(content: Any, where: str) -> dict[str, str]:
-    """Return the languages that the text parts of a content name; they must name the same."""
+    """Return the languages that the text parts of a content name."""
     parts = [p for p in content if isinstance(p, dict)] if isinstance(content, list | tuple) else []
     found = [(key, part[key]) for key in LANGUAGES for part in parts if part.get(key) is not None]
-    out = dict(found)
-    for key, value in found:
-        expect(value, str, f"{where}: {key}", "text")
-        if value != out[key]:
-            raise InputError(f"{where}: {key} must be the same in all parts")
-    return out
+    return {key: expect(value, str, f"{where}: {key}", "text") for key, value in found}
 
 
 def _call(call: Any, where: str) -> Message:

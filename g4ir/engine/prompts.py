@@ -9,6 +9,7 @@ from typing import Any
 
 from g4ir.backends.sampling import SEEDS, SamplingParams
 from g4ir.errors import InputError, WeightsError
+from g4ir.ui.files import read_table
 from g4ir.weights.tensorfile import parse_json, quoted
 
 
@@ -39,32 +40,12 @@ def checked_prompt(
     return out
 
 
+TABLE = read_table(Path(__file__).with_name("generation_config.yaml"))
 #: key of generation_config.json -> (setting, whether it applies only with do_sample, neutral value)
-SETTINGS: Mapping[str, tuple[str, bool, Any]] = {
-    "temperature": ("temperature", True, None),
-    "top_k": ("top_k", True, 0),
-    "top_p": ("top_p", True, None),
-    "min_p": ("min_p", True, 0.0),
-    "repetition_penalty": ("repetition_penalty", False, 1.0),
-    "presence_penalty": ("presence_penalty", False, 0.0),
-    "frequency_penalty": ("frequency_penalty", False, 0.0),
-    "min_new_tokens": ("min_tokens", False, 0),
-}
-#: keys that do not affect sampling, or are read elsewhere
-_OTHER_KEYS = """
-    _from_model_config bos_token_id cache_config cache_implementation compile_config
-    decoder_start_token_id disable_compile do_sample eos_token_id is_assistant
-    num_return_sequences pad_token_id return_dict_in_generate suppress_tokens token_healing
-    transformers_version trust_remote_code use_cache
-"""
-_NEUTRAL_KEYS = frozenset(_OTHER_KEYS.split())
-#: unsupported keys of transformers that affect generation -> neutral value
-_NEUTRAL: Mapping[str, Any] = {
-    **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "length_penalty"), 1.0),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), 1),
-}
+SETTINGS: Mapping[str, tuple[str, bool, Any]] = TABLE["settings"]
+#: keys that do not affect sampling, or are read elsewhere; unsupported keys that affect
+#: generation -> neutral value
+_OTHERS, _NEUTRAL = frozenset(TABLE["others"]), TABLE["neutral"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +112,7 @@ def _wrong(path: Path, key: str, problem: str, stated: Mapping[str, str]) -> Wei
 
 
 def _is_unused(key: str, value: Any) -> bool:
-    supported = key in SETTINGS or key in _NEUTRAL_KEYS or key.startswith(("output_", "assistant_"))
+    supported = key in SETTINGS or key in _OTHERS or key.startswith(("output_", "assistant_"))
     return not supported and value not in (None, False, [], {}, _NEUTRAL.get(key))
 
 

@@ -190,14 +190,12 @@ class Server:
         """Read the key file (again), and return the number of keys. InputError if it is wrong: the
         keys stay."""
         keys = read_keys(self.key_file) if self.key_file else {}
-        default = vars(self.key_limits)
-        own = {salt_of(key): vars(limits) for key, limits in keys.items()}
-        self.limits.replace(
-            {
-                salt: KeyLimits(**{k: default[k] if n is None else n for k, n in limits.items()})
-                for salt, limits in own.items()
-            }
+        default = self.key_limits
+        both = (
+            (k, (n.requests or default.requests, n.tokens or default.tokens))
+            for k, n in keys.items()
         )
+        self.limits.replace({salt_of(key): KeyLimits(*limits) for key, limits in both})
         self.gate = replace(self.gate, keys=keys)
         return len(keys)
 

@@ -162,8 +162,11 @@ class Prompts:
         """Encode media to soft tokens; InputError if they exceed the limit."""
         engine, fields = self.engine, {"audio_too_long": REFUSE, **request.fields}
         with limited(limit):
-            each = [(m, raw, setting(engine, m, fields)) for m, raw in items]
-            return tuple(_soft(engine, m, raw, settings, limit) for m, raw, settings in each)
+            out = []
+            for medium, raw, options in [(m, raw, setting(engine, m, fields)) for m, raw in items]:
+                limit.name = medium.where
+                out.append(soft_of(engine, medium, raw, **options))
+            return tuple(out)
 
     def _mask(self, fields: Mapping[str, Any], prompt: Prompt, thinking: bool) -> LogitsMask | None:
         """Return the logits mask for a request's tool choice, response format and reasoning."""
@@ -274,10 +277,3 @@ class Prompts:
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends
         return sampling_params(self.defaults, {**sampling, "stop": stop, "logprobs": top})
-
-
-def _soft(
-    engine: Engine, medium: Medium, raw: bytes, options: Mapping[str, Any], limit: Limit
-) -> Soft:
-    limit.name = medium.where
-    return soft_of(engine, medium, raw, **options)

@@ -117,13 +117,6 @@ def test_unknown_fields(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
     assert [r.args for r in caplog.records] == [("'temprature'",)]
 
 
-def test_null_means_not_given() -> None:
-    for name in CHAT.keys() - {"messages"}:
-        assert read_fields({**BASE, name: None}, CHAT).keys() == BASE.keys() - {name}
-    with pytest.raises(Refused, match="missing"):
-        read_fields({**BASE, "messages": None}, CHAT)
-
-
 def test_a_body_in_parts_is_measured_too(keyed: Running) -> None:
     headers = {**JSON, "Authorization": f"Bearer {KEY.decode()}"}
     with keyed.client() as client:
