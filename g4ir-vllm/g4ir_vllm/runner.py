@@ -67,9 +67,8 @@ class Runner:
         """Append a token to the row of each; return logits [vocab] of each."""
         if not tokens:
             return {}
-        coming = sum(r.slot < 0 for r in self.requests.values())
-        if self.batch.should_shrink(coming):
-            self.batch.shrink(coming)
+        if self.batch.should_shrink():
+            self.batch.shrink()
         rows = {name: self.requests[name].slot for name in tokens}
         newest = {rows[name]: [token] for name, token in tokens.items()}
         logits = self.batch.session.verify(*padded(newest, self.batch.session.batch))[:, 0]
