@@ -214,8 +214,9 @@ lint: $(READY)
 	$(BIN)/ruff format -q --check .
 	@rm -rf build/mypy && mkdir -p build/mypy/g4ir
 	@ln -s "$(CURDIR)"/g4ir/* "$(CURDIR)"/passes "$(CURDIR)"/backends "$(CURDIR)"/specs build/mypy/g4ir/
+	@ln -s "$(CURDIR)"/g4ir-vllm/g4ir_vllm build/mypy/
 	cd build/mypy && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
-	    --cache-dir "$(CURDIR)/.mypy_cache" -p g4ir
+	    --cache-dir "$(CURDIR)/.mypy_cache" -p g4ir -p g4ir_vllm
 
 # What the tests execute, by test, and of 200 small wrong changes how many they notice: an hour.
 coverage: $(READY)
