@@ -24,12 +24,8 @@ class Hub:
     #: of these ids files need the token; of others of no interest
     gated: tuple[str, ...] = ()
     token: str = "hf_of_tests"
-    #: a file of which the first answer stops after so many bytes, until `go_on`
-    stops: tuple[str, int] | None = None
-    stopped: threading.Event = field(default_factory=threading.Event)
-    go_on: threading.Event = field(default_factory=threading.Event)
-    #: file and first byte of each answer
-    sent: list[tuple[str, int]] = field(default_factory=list)
+    #: the files of all answers
+    sent: list[str] = field(default_factory=list)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,32 +67,18 @@ class _Handler(BaseHTTPRequestHandler):
             return
         content = (self.hub.models[model] / name).read_bytes()
         tag = hashlib.sha256(content).hexdigest()
-        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        given = self.headers.get("Range")
-        first = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}
         if self.command == "GET":
-            self.hub.sent.append((name, first))
-        if given:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        self._answer(206 if given else 200, content[first:], headers, name)
+            self.hub.sent.append(name)
+        self._answer(200, content, headers)
 
-    def _answer(
-        self, code: int, body: bytes = b"", headers: Mapping[str, str] = {}, name: str = ""
-    ) -> None:
+    def _answer(self, code: int, body: bytes = b"", headers: Mapping[str, str] = {}) -> None:
         self.send_response(code)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if self.hub.stops and self.hub.stops[0] == name and not self.hub.stopped.is_set():
-            self.wfile.write(body[: self.hub.stops[1]])
-            self.wfile.flush()
-            self.hub.stopped.set()
-            self.hub.go_on.wait(60)
-            self.close_connection = True
-            return
-        self.wfile.write(body)
+        if self.command == "GET":
+            self.wfile.write(body)
 
 
 @contextmanager
@@ -111,7 +93,6 @@ def serving(models: Mapping[str, Path]) -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        hub.go_on.set()
         server.shutdown()
         thread.join()
         server.server_close()

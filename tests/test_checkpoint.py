@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import g4ir
-from g4ir.check.logits import verify_engine
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
@@ -120,20 +119,6 @@ def test_transformers_reads_what_we_write_and_the_reverse(
         assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
 
 
-def test_writer_leaves_nothing(
-    tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other").mkdir()
-    with pytest.raises(WeightsError, match="exists"):
-        write_checkpoint(tmp_path, dense, source(dense))
-    (tmp_path / "other").rmdir()
-    full_disk = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=full_disk))
-    with pytest.raises(OSError, match="No space"):
-        write_checkpoint(tmp_path / "ckpt", dense, source(dense))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_float_dtypes(tmp_path: Path, dense: Spec, dtype: torch.dtype) -> None:
     def edit(tensors: Tensors) -> None:
@@ -165,8 +150,9 @@ def test_unaligned_data_is_read(tmp_path: Path, dense: Spec) -> None:
 def test_dead_kv_of_shared_layers_is_ignored_and_reported(tmp_path: Path, ple: Spec) -> None:
     path = published_checkpoint(tmp_path / "ckpt", ple, source(ple), dead=True)
     opened = Checkpoint.open(path, ple)
-    assert dead_tensors(ple)
-    assert opened.ignored.keys() == {PREFIX + name for name in dead_tensors(ple)}
+    dead = dead_tensors(ple)
+    assert {name.split(".")[1] for name in dead} == {*"4567"}
+    assert opened.ignored.keys() == {PREFIX + name for name in dead}
     with pytest.raises(WeightsError, match="no tensor"):
         opened.tensor("layers.7.self_attn.k_proj.weight")
 
@@ -205,32 +191,14 @@ def test_views_survive_release_and_close(tmp_path: Path, dense: Spec) -> None:
         opened.tensor("embed_tokens.weight")
 
 
-def test_views_are_lazy(tmp_path: Path) -> None:
-    """Rows of a 256 MiB table raise resident memory by far less than the table."""
-    psutil = pytest.importorskip("psutil")
-    spec = load_spec("tiny-ple")
-    vocab = 1 << 20
-    big = replace(spec, text=replace(spec.text, vocab_size=vocab))
-    write_holes(tmp_path / "c", big)
-    opened = Checkpoint.open(tmp_path / "c", big)
+def test_views_are_lazy(tmp_path: Path, dense: Spec) -> None:
+    """Rows of a 32 MiB table raise resident memory by far less than the table."""
+    vocab = 1 << 18
+    big = replace(dense, text=replace(dense.text, vocab_size=vocab))
+    opened = Checkpoint.open(save(tmp_path / "c", big), big)
     before = psutil.Process().memory_info().rss
     assert opened.rows("embed_tokens.weight", torch.arange(0, vocab, vocab // 8)).shape == (8, 64)
-    assert psutil.Process().memory_info().rss - before < 32 << 20
-
-
-def write_holes(directory: Path, spec: Spec) -> None:
-    header: dict[str, Any] = {}
-    at = 0
-    for name, shape in text_tensors(spec).items():
-        size = 4 * torch.Size(shape).numel()
-        header[PREFIX + name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    raw = json.dumps(header).encode()
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    with open(directory / "model.safetensors", "wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        file.truncate(8 + len(raw) + at)
+    assert psutil.Process().memory_info().rss - before < 8 << 20
 
 
 def test_refused_mapping(tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,15 +293,6 @@ def test_mlx(tmp_path: Path, dense: Spec, key: str, caplog: pytest.LogCaptureFix
         assert torch.equal(opened.tensor(name), want), name
     ids = torch.tensor([[3, 511], [0, 3]])
     assert torch.equal(opened.rows("embed_tokens.weight", ids), meant["embed_tokens.weight"][ids])
-
-
-def test_an_engine_of_weights_that_mlx_quantised(tmp_path: Path, dense: Spec) -> None:
-    mlx_checkpoint(tmp_path / "c", dense, {**MLX, **MLX_OTHERS})
-    shared = {"checkpoint": tmp_path / "c", "backend": "reference", "max_seq": 64}
-    engine = g4ir.build(None, tmp_path / "e", dtype="float32", **shared)
-    assert verify_engine(engine, against="hf", checkpoint=tmp_path / "c").ok
-    again = g4ir.build(None, tmp_path / "q", dtype="float32", quant="int4", **shared)
-    assert again.manifest["quant"]["name"] == "int4"
 
 
 @pytest.mark.parametrize("case", CASES["mlx_refused"])

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import pty
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 import g4ir
 from g4ir.weights.hub import look_up
@@ -63,7 +60,7 @@ def test_download(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
     assert said.startswith("g4ir: some/tiny (main): 2.") and f"licence: {hub.url}/some/tiny" in said
     assert " MiB to download, " in said and f"free in {os.environ['HF_HOME']}/hub" in said
     files = sorted(p.name for p in checkpoint.iterdir())
-    assert sorted(hub.sent) == [(name, 0) for name in files]
+    assert sorted(hub.sent) == files
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert command("run", "some/tiny", *RUN).out == want
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -83,37 +80,21 @@ def test_python(hub: Hub) -> None:
 
 def test_an_interrupted_download_goes_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the files that are absent; until it ends the model counts as absent."""
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
-    hub.stops = (WEIGHTS, 200_000)
 
-    def interrupt() -> None:
-        blobs, until = Path(os.environ["HF_HOME"]), time.monotonic() + 60
-        assert hub.stopped.wait(60)
-        while not any(p.stat().st_size > 50_000 for p in blobs.rglob("*.incomplete")):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    def interrupted(api: HfApi, model: str, name: str, **more: Any) -> Any:
+        if name == WEIGHTS:
+            raise KeyboardInterrupt
+        return download(api, model, name, **more)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        look_up("some/tiny").fetch()
-    thread.join()
+    download = HfApi.hf_hub_download
+    with monkeypatch.context() as patch:
+        patch.setattr(HfApi, "hf_hub_download", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            look_up("some/tiny").fetch()
     assert hub_snapshot("some/tiny") is None and hub_snapshot("some/tiny", COMMIT) is None
-    hub.go_on.set()
     before = len(hub.sent)
     assert command("run", "some/tiny", *RUN, "--download").code == 0
-    assert [name for name, _ in hub.sent[before:]] == [WEIGHTS]
-
-
-def test_a_connection_that_breaks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library goes on by itself."""
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between its attempts
-    hub.stops = (WEIGHTS, 200_000)
-    hub.go_on.set()
-    assert command("run", "some/tiny", *RUN, "--download").code == 0
-    assert [first > 0 for name, first in hub.sent if name == WEIGHTS] == [False, True]
+    assert hub.sent[before:] == [WEIGHTS]
 
 
 def test_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

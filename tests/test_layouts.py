@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,9 +9,6 @@ from g4ir.ops.codecs import FORMATS
 from g4ir.ops.layouts import LAYOUTS, in_order, in_six_bits, six_bits
 from g4ir.weights.gguf.blocks import CODED
 from g4ir.weights.gguf.container import TYPES
-from g4ir.weights.origin import find_origin
-from tests.configs import widened
-from tests.gguf_files import all_of, write_random
 
 GGUF = tuple(CODED)
 
@@ -61,15 +56,6 @@ def test_values_in_order(width: int) -> None:
     want = [[n >> at & (1 << width) - 1 for at in range(0, 96, width)] for n in numbers]
     assert in_order(width).read(data).tolist() == want
     assert torch.equal(in_order(width).write(in_order(width).read(data)), data)
-
-
-def test_random_files(tmp_path: Path) -> None:
-    """What speed is measured with."""
-    spec = widened("tiny-ple")
-    write_random(tmp_path / "a.gguf", spec, all_of("Q4_0"))
-    found = find_origin(tmp_path / "a.gguf").open(spec, (), "bf16")
-    assert {s.form for s in found.forms.values()} == {"int4"}
-    assert all(found.tensor(name).isfinite().all() for name in found.weights)
 
 
 def test_integers_of_six_bits() -> None:

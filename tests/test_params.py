@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
+from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS
@@ -72,12 +72,3 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     if name == "12b":
         towers = {reference_name(k): v for k, v in towers.items()}
     assert text | towers == theirs
-
-
-def test_dead_tensors_are_k_and_v_of_shared_layers() -> None:
-    spec = load_spec("tiny-ple")
-    dead = dead_tensors(spec)
-    assert {name.split(".")[1] for name in dead} == {"4", "5", "6", "7"}
-    assert dead["layers.4.self_attn.k_proj.weight"] == (64, 64)
-    assert dead["layers.7.self_attn.k_norm.weight"] == (64,)
-    assert not dead.keys() & text_tensors(spec).keys()

@@ -22,7 +22,6 @@ from g4ir.plan.count import counts
 from g4ir.spec.reader import MAX_ERRORS
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
 from tests.mutations import mutate
-from tests.shrink import shrink
 
 BASES = {name: load_spec(name) for name in spec_names()}
 SMALL_BASES = ("tiny-dense", "tiny-moe", "tiny-ple", "12b")
@@ -121,12 +120,6 @@ def test_any_bytes(text: bytes) -> None:
     attempt(lambda: from_json(text))
 
 
-@given(st.data(), st.sampled_from(SMALL_BASES))
-def test_mutated_config_bytes(data: st.DataObject, name: str) -> None:
-    text = mutate_bytes(data, json.dumps(BASES[name].to_hf()).encode())
-    attempt(lambda: from_json(text))
-
-
 def from_json(text: bytes) -> Spec:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(text)
@@ -220,37 +213,3 @@ def test_every_legal_combination_loads(text: dict[str, Any]) -> None:
     )
     said = replace(spec, text=uniform)  # what a Hugging Face config can say
     assert diff_specs(Spec.from_hf(said.to_hf(), name="drawn"), said) == []
-
-
-def structure(spec: Spec) -> dict[str, Any]:
-    """What a small spec keeps of a large one."""
-    text, layers = spec.text, spec.layers()
-    owners, sharers = layers[: text.first_kv_shared_layer], layers[text.first_kv_shared_layer :]
-    kinds = {layer.kind for layer in layers}
-    used = {kind: text.sliding if kind == "sliding" else text.full for kind in kinds}
-    return {
-        "owners": {x.kind: min(2, sum(y.kind == x.kind for y in owners)) for x in owners},
-        "sharers": {x.kind for x in sharers},
-        "experts": {x.has_moe for x in layers},
-        "wide": {x.intermediate_size > text.intermediate_size for x in layers},
-        "K=V": {kind: x.k_eq_v for kind, x in used.items()},
-        "partial rope": {k: x.rope.pairs(x.head_dim) < x.head_dim // 2 for k, x in used.items()},
-        "group": {k: text.num_attention_heads // x.num_key_value_heads for k, x in used.items()},
-        "embeddings of layers": text.ple is not None,
-        "softcaps": (text.final_logit_softcapping, text.attn_logit_softcapping),
-        "tied": text.tie_word_embeddings,
-        "media": text.use_bidirectional_attention,
-    }
-
-
-@given(legal_text())
-def test_every_legal_spec_shrinks(text: dict[str, Any]) -> None:
-    """To a legal one of the same structure with no more layers."""
-    spec = drawn(text)
-    small = shrink(spec)
-    consistent(small)
-    assert small.text.num_hidden_layers <= spec.text.num_hidden_layers
-    assert structure(small) == structure(spec)
-    for kind, old in ((small.text.sliding, spec.text.sliding), (small.text.full, spec.text.full)):
-        assert kind.head_dim <= old.head_dim
-        assert kind.head_dim % min(8, old.head_dim & -old.head_dim) == 0
