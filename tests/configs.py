@@ -164,22 +164,6 @@ def combined() -> Spec:
     return check_spec(replace(base, name="combined", text=text))
 
 
-def leftover() -> Spec:
-    """Four layers with every feature that the tiny specs have not, and a head of its own."""
-    base = spec_called("26b-a4b-small")
-    text = replace(
-        base.text,
-        num_hidden_layers=4,
-        pattern=(SLIDING, SLIDING, SLIDING, FULL),
-        sliding=replace(base.text.sliding, window=4, k_eq_v=True),
-        full=replace(base.text.full, rope=replace(base.text.full.rope, factor=4.0)),
-        moe=Moe(num_experts=6, top_k_experts=1, intermediate_size=24, layers=(3,)),
-        attn_logit_softcapping=20.0,
-        tie_word_embeddings=False,
-    )
-    return check_spec(replace(base, name="leftover", text=text))
-
-
 SMALL = tuple(f"{v}-small" for v in VARIANTS)
 RANDOM = tuple(f"random-{i}" for i in ALL_SEEDS)
 NAMES = (*SMALL, "combined", *RANDOM)
@@ -237,13 +221,10 @@ def widened(name: str) -> Spec:
     return check_spec(replace(spec, text=text))
 
 
-OWN = {"combined": combined, "leftover": leftover}
-
-
 def spec_called(name: str) -> Spec:
     """`e2b-small`, `random-7`, `combined`, or a shipped spec."""
-    if name in OWN:
-        return OWN[name]()
+    if name == "combined":
+        return combined()
     if name.startswith("random-"):
         return random_spec(int(name.removeprefix("random-")))
     if name.endswith("-small"):

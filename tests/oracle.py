@@ -34,8 +34,8 @@ SELF_COSINE = 1 - 5e-4  # in bf16; a seed with less is not used
 # --- models -----------------------------------------------------------------------------------
 
 
-def hf_model(spec: Spec, seed: int = 0, dtype: torch.dtype = torch.float32, attn: str = "eager"):
-    """A transformers text model of the spec's shape with random weights, in eval mode.
+def hf_model(spec: Spec) -> Any:
+    """A transformers text model of the spec's shape, in eval mode.
 
     What a config cannot say is set on the model: experts on some layers only, K=V on sliding
     layers, an attention softcap (eager attention only).
@@ -44,11 +44,10 @@ def hf_model(spec: Spec, seed: int = 0, dtype: torch.dtype = torch.float32, attn
 
     config = _expressible(spec).to_hf()
     config = AutoConfig.for_model(**config.get("text_config", config))
-    config._attn_implementation = attn
+    config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).eval()
     _set_rest(model, spec)
-    randomize(model, seed)
-    return cast(model, dtype)
+    return model
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:

@@ -7,8 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from g4ir.cli import main
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error
 from tests.configs import spec_called
-from tests.engines import MAX_SEQ, random_checkpoint, resigned, stored_manifest
+from tests.engines import random_checkpoint, resigned, stored_manifest
 from tests.mutations import mutate
 
 PROMPT = [2, 5, 7, 11, 400, 3, 9, 8, 7, 6, 5]
@@ -97,19 +96,6 @@ def test_a_manifest_that_is_no_ordinary_file(altered: Path, tmp_path: Path) -> N
     refused(altered, "larger than")
 
 
-def test_graphs_of_another_g4ir(altered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that has changed since: what was built is not what would be built now."""
-    from g4ir.artefact import digests
-    from g4ir.weights import pack
-
-    open_artefact(altered)
-    monkeypatch.setattr(digests, "sources_digest", lambda: "of other files")
-    made, other = pack.make_packing, {"skip": ("fuse_gate_up",)}
-    monkeypatch.setattr(pack, "make_packing", lambda **given: made(**given | other))
-    build = f"g4ir build --spec {altered}/spec.yaml --checkpoint DIR"
-    refused(altered, f"{build} --backend reference --device cpu", f"--max-seq {MAX_SEQ}")
-
-
 # --- whatever is altered ----------------------------------------------------------------------
 
 JUNK = json.loads(
@@ -120,31 +106,21 @@ JUNK = json.loads(
 NAMES = st.sampled_from(("zz", "a2", "../y"))
 
 
-@contextmanager
-def manifest_of(path: Path, values: dict[str, Any]) -> Iterator[None]:
-    file = path / MANIFEST
-    before = file.read_bytes()
-    file.write_text(manifest_text(values))
-    try:
-        yield
-    finally:
-        file.write_bytes(before)
-
-
 @settings(max_examples=max(250, settings.default.max_examples if settings.default else 0))
 @given(data=st.data())
 def test_any_alteration(engine: Engine, answer: list[int], data: st.DataObject) -> None:
     values = stored_manifest(engine.path)
     del values["digest"]
     values = mutate(data, values, st.sampled_from(JUNK), NAMES)
-    with manifest_of(engine.path, values):
-        try:
-            loaded = load_engine(engine.path)
-            found = loaded.generate(PROMPT, 4, stop_ids=())
-        except G4Error as e:
-            assert "\n" not in str(e)
-            return
-    assert found == answer
+    file = engine.path / MANIFEST
+    before = file.read_bytes()
+    file.write_text(manifest_text(values))
+    try:
+        assert load_engine(engine.path).generate(PROMPT, 4, stop_ids=()) == answer
+    except G4Error as e:
+        assert "\n" not in str(e)
+    finally:
+        file.write_bytes(before)
 
 
 def test_paths_that_cannot_be_read(altered: Path, tmp_path: Path) -> None:
@@ -157,7 +133,7 @@ def test_paths_that_cannot_be_read(altered: Path, tmp_path: Path) -> None:
     del values["digest"]
     for depth in range(sys.getrecursionlimit()):
         deep = [deep]
-        if depth % 200 == 199 or depth > sys.getrecursionlimit() - 10:
+        if depth % 200 == 199:
             with suppress(RecursionError):  # where the writer itself cannot go as deep
                 (altered / MANIFEST).write_text(manifest_text({**values, "notes": deep}))
             with pytest.raises(EngineError):

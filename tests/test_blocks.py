@@ -15,7 +15,7 @@ from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import Media, placeholders
@@ -83,7 +83,6 @@ def spec_of(name: str) -> Spec:
 
 
 SPECS = ("12b", "26b-a4b", "31b", "e2b", "tied", "random-2", "random-5", "random-11")
-FORMS = ("off", "value")
 
 
 def program(spec: Spec, all_logits: bool = False) -> Program:
@@ -93,9 +92,8 @@ def program(spec: Spec, all_logits: bool = False) -> Program:
 
 CASES = [
     *((n, "off", False) for n in SPECS),
-    *(("tied", f, a) for f in FORMS for a in (0, 1)),
-    ("26b-a4b", "value", True),
-    ("12b", "value", False),
+    *(("tied", "off", True), ("tied", "value", False), ("tied", "value", True)),
+    *(("26b-a4b", "value", True), ("12b", "value", False)),
 ]
 
 
@@ -134,14 +132,3 @@ def test_no_blocks_without_pictures_or_windows() -> None:
     assert SLIDING not in full.text.layer_types
     with pytest.raises(InputError, match="no prefill_media"):
         build_graph(full, BLOCKS)
-
-
-def test_block_ids_are_checked() -> None:
-    b = Builder()
-    x, ids = b.input("x", Type("f32", ("B", "S", 1, 8))), b.input("i", Type("i64", ("B", "S")))
-    start, cache = b.input("n", Type("i64", ("B",))), b.cache("c", Type("f32", (4, "B", 1, 8)))
-    attrs = {"window": 4, "scale": 1.0, "softcap": 0.0}
-    b.emit("attention", x, ids, start, cache, cache, x, x, ids, **attrs)
-    for chunk in ((x,), (x, x, start), (x, x, ids, ids), (x, ids)):
-        with pytest.raises(Exception, match="attention"):
-            b.emit("attention", x, ids, start, cache, cache, *chunk, **attrs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.artefact.directory import rebuild
@@ -25,7 +23,7 @@ from g4ir.builder.calibration import InputProducts, Stages, calibrate
 from g4ir.check.hf import hf_model
 from g4ir.errors import G4Error
 from g4ir.model.names import checkpoint_name
-from g4ir.ops.codecs import dequantize_codes, pack_codes
+from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.quant import quantize
 from g4ir.plan.options import BuildOptions
 from g4ir.quant import compensation
@@ -39,7 +37,7 @@ from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import text_checkpoint, tokenizer
 from tests.configs import widened
-from tests.engines import random_checkpoint
+from tests.engines import random_checkpoint, rewrite
 from tests.spies import spy
 
 TEXT = "ab w3 a€ w7 w12\nw9 ab a w3\n" * 20
@@ -63,6 +61,8 @@ def test_no_group_gets_worse(seed: int, group: int, outlier: float) -> None:
     w, moments = torch.randn(7, 96, generator=random), column_weights(96, random)
     w[2, :32] = 0
     w[:, 5] *= outlier
+    w[3] = torch.randint(-8, 8, (96,), generator=random)  # as trained for 4 bits: no error at all
+    w[3, ::16] = -8
     errors = [
         ((made(w, "int4", group, m) - w).square() * moments).unflatten(-1, (-1, group)).sum(-1)
         for m in (moments, None)
@@ -70,8 +70,8 @@ def test_no_group_gets_worse(seed: int, group: int, outlier: float) -> None:
     assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all())
 
 
-@pytest.mark.parametrize(("form", "least"), [("int4", 0.9), ("uint4", 0.9)])
-def test_weighted_error_is_less(form: str, least: float) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_weighted_error_is_less(form: str) -> None:
     """And each expert's by its own moments."""
     random = torch.Generator().manual_seed(0)
     w = torch.randn(3, 64, 512, generator=random)
@@ -80,20 +80,9 @@ def test_weighted_error_is_less(form: str, least: float) -> None:
     found, plain = (
         ((made(w, form, group, m) - w).square() * moments).sum((1, 2)) for m in (moments, None)
     )
-    assert bool((found < least * plain).all())
+    assert bool((found < 0.9 * plain).all())
     alone = torch.stack([made(e, form, group, m) for e, m in zip(w, moments)])
     assert torch.equal(made(w, form, group, moments), alone)
-
-
-def test_weights_trained_for_4_bits_stay_exact() -> None:
-    random = torch.Generator().manual_seed(1)
-    codes = torch.randint(-8, 8, (16, 128), generator=random, dtype=torch.int8)
-    codes[:, ::32] = -8
-    scales = torch.rand(16, 4, generator=random).add(0.1).to(torch.bfloat16)
-    w = dequantize_codes(pack_codes(codes, "int4"), scales, torch.bfloat16)
-    moments = column_weights(128, random)
-    found = quantize.reference(w, form="int4", group=32, scale="bf16", moments=moments)
-    assert torch.equal(found[0], pack_codes(codes, "int4")) and torch.equal(found[1], scales)
 
 
 @pytest.mark.parametrize("form", ["int4", "nl3"])
@@ -251,13 +240,8 @@ def test_interrupted(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_inputs_that_are_no_number(files: Path, tmp_path: Path) -> None:
-    source = tmp_path / "c"
-    shutil.copytree(files / "tiny-ple", source)
-    for file in source.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in (n for n in tensors if n.endswith("layers.1.input_layernorm.weight")):
-            tensors[name][3] = float("nan")
-            save_file(tensors, file)
+    source = shutil.copytree(files / "tiny-moe", tmp_path / "c")
+    rewrite(source, lambda t: t["model.layers.1.input_layernorm.weight"].fill_(float("nan")))
     given = {"checkpoint": source, **OPTIONS, "calibrate": files / "text.txt"}
     with pytest.raises(G4Error, match=r"inputs of L1\.attn\.wq are NaN or infinite"):
         g4ir.build(None, tmp_path / "e", **given)
@@ -308,8 +292,9 @@ def test_refused(files: Path, case: str, tmp_path: Path) -> None:
     if case != "missing":
         file.write_text(row.get("text", "") * row.get("times", 1), row.get("encoding"))
     more = row.get("words", [])
+    weights = [w.format(files) for w in row.get("weights", ["--checkpoint", "{}/tiny-ple"])]
     options = ["--backend", "reference", "--quant", "int4", "--calibrate", file, *more]
-    outcome = command("build", "--checkpoint", files / "tiny-ple", *options, "--out", out)
+    outcome = command("build", *weights, *options, "--out", out)
     assert outcome.code == 2 and row["says"] in outcome.err and str(file) in outcome.err
     assert outcome.err.count("error") == 1 and not out.exists()
 
@@ -321,14 +306,3 @@ def test_random_weights_have_random_tokens(quant: dict[str, Any], tmp_path: Path
         words = shlex.split(rebuild(tmp_path / "e", engine.facts))
     told = command("inspect", tmp_path / "e").out
     assert "4,096 tokens of random" in told and words[words.index("--calibrate") + 1] == "random"
-
-
-@pytest.mark.parametrize(
-    "weights", [["--variant", "tiny-ple", "--random-weights", "0"], ["--checkpoint", "tiny-dense"]]
-)
-def test_weights_without_a_tokenizer(files: Path, weights: list[str], tmp_path: Path) -> None:
-    given = [str(files / w) if w == "tiny-dense" else w for w in weights]
-    options = ["--backend", "reference", "--quant", "int4", "--calibrate", files / "text.txt"]
-    outcome = command("build", *given, *options, "--out", tmp_path / "e", "--dry-run", "--json")
-    assert outcome.code == 2 and "without tokenizer.json" in outcome.err
-    assert json.dumps(str(files / "text.txt")).strip('"') in outcome.err

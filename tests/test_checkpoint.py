@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
-from g4ir.ui.files import new_folder, write_file
+from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint
@@ -74,10 +73,6 @@ def refuse(directory: Path, spec: Spec, *words: str) -> str:
     for word in (*words, "fix:"):
         assert word in message
     return message
-
-
-def untied(spec: Spec) -> Spec:
-    return replace(spec, text=replace(spec.text, tie_word_embeddings=False))
 
 
 def test_released_pages(tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,16 +192,8 @@ def test_views_are_lazy(tmp_path: Path, dense: Spec) -> None:
     big = replace(dense, text=replace(dense.text, vocab_size=vocab))
     opened = Checkpoint.open(save(tmp_path / "c", big), big)
     before = psutil.Process().memory_info().rss
-    assert opened.rows("embed_tokens.weight", torch.arange(0, vocab, vocab // 8)).shape == (8, 64)
+    assert opened.rows("embed_tokens.weight", torch.tensor([0, vocab // 2])).shape == (2, 64)
     assert psutil.Process().memory_info().rss - before < 8 << 20
-
-
-def test_refused_mapping(tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
-    opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
-    monkeypatch.setattr("g4ir.weights.tensorfile.mmap.mmap", refused)
-    with pytest.raises(WeightsError, match=r"Cannot allocate memory.*vm\.overcommit_memory"):
-        opened.tensor("norm.weight")
 
 
 def test_a_file_that_changes_after_the_check_is_refused(tmp_path: Path, dense: Spec) -> None:
@@ -234,7 +221,7 @@ def test_layouts(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("head", CASES["heads"])
 def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> None:
     made = source(dense).tensor("embed_tokens.weight")
-    own = untied(dense)
+    own = replace(dense, text=replace(dense.text, tie_word_embeddings=False))
     folder = save(tmp_path / "own", own, lambda t: t.update({head: t.pop("lm_head.weight")}))
     want = source(own).tensor("lm_head.weight")
     assert torch.equal(Checkpoint.open(folder, own).tensor("lm_head.weight"), want)
@@ -324,9 +311,16 @@ def test_convolutions_that_mlx_stores_otherwise(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_the_hub_cache(tmp_path: Path, dense: Spec) -> None:
+    """Links to its blobs are followed."""
     repo = tmp_path / "models--google--tiny"
     made = write_checkpoint(repo / "snapshots" / "abc", dense, source(dense))
+    (repo / "blobs").mkdir()
+    for name in [file.name for file in made.iterdir()]:
+        (made / name).rename(repo / "blobs" / name)
+        (made / name).symlink_to(Path("../../blobs") / name)
     assert find_origin(repo).path == made
+    opened = Checkpoint.open(made, dense)
+    assert torch.equal(opened.tensor("norm.weight"), source(dense).tensor("norm.weight"))
     write_checkpoint(repo / "snapshots" / "def", dense, source(dense))
     with pytest.raises(InputError, match=r"2 snapshots, of which none is main; .*: abc, def"):
         find_origin(repo)
@@ -349,28 +343,11 @@ def test_a_pipe_is_refused_without_waiting(tmp_path: Path, dense: Spec) -> None:
 SHARD = "model-00001-of-00002.safetensors"
 
 
-def sharded(tmp_path: Path, spec: Spec) -> Path:
-    return published_checkpoint(tmp_path / "ckpt", spec, source(spec), shards=2)
-
-
 def test_symlink_that_leaves_the_directory(tmp_path: Path, dense: Spec) -> None:
-    path = sharded(tmp_path, dense)
+    path = published_checkpoint(tmp_path / "ckpt", dense, source(dense), shards=2)
     (path / SHARD).rename(tmp_path / SHARD)
     (path / SHARD).symlink_to(tmp_path / SHARD)
     refuse(path, dense, SHARD, "outside")
-
-
-def test_links_of_the_hub_cache_are_followed(tmp_path: Path, dense: Spec) -> None:
-    repo = tmp_path / "models--google--tiny"
-    path = sharded(tmp_path, dense)
-    blobs, snapshot = repo / "blobs", repo / "snapshots" / "abc"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for i, file in enumerate(path.iterdir()):
-        file.rename(blobs / str(i))
-        (snapshot / file.name).symlink_to(Path("../../blobs") / str(i))
-    opened = Checkpoint.open(snapshot, dense)
-    assert torch.equal(opened.tensor("norm.weight"), source(dense).tensor("norm.weight"))
 
 
 def edit_header(file: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -391,15 +368,6 @@ def test_header_limit(tmp_path: Path) -> None:
         out.truncate(100_000_100)  # a hole: takes no space
     with pytest.raises(WeightsError, match="found 100000001"):
         read_header(file)
-
-
-def test_names_are_shown_as_printable_ascii(tmp_path: Path, dense: Spec) -> None:
-    extra = PREFIX + "\x1b[31m\u20ac" + "x" * 500
-    path = save(tmp_path / "c", dense)
-    header = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
-    edit_header(path / "model.safetensors", lambda h: h.update({extra: header}))
-    message = refuse(path, dense, "\\x1b[31m\\u20acxxx", "...")
-    assert message.isascii() and len(message) < 1000
 
 
 def test_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
@@ -466,15 +434,6 @@ def test_hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_snapshot("google/gemma") is None
     with pytest.raises(InputError, match="org/name"):
         hub_snapshot("../../etc")
-
-
-def test_errors_of_writing_name_no_temporary_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        write_file(tmp_path / "none" / "f")
-    assert caught.value.filename == str(tmp_path / "none" / "f")
-    with pytest.raises(FileNotFoundError) as caught:
-        new_folder(tmp_path / "none", ".f.")
-    assert caught.value.filename == str(tmp_path / "none")
 
 
 def test_writing_is_atomic(tmp_path: Path) -> None:

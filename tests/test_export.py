@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer
 import g4ir
 from g4ir.builder.export import engine_weights
 from g4ir.engine.prompts import Defaults, read_defaults
-from g4ir.errors import EngineError, InputError, SpecError, WeightsError
+from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.media import KINDS
 from g4ir.model.names import checkpoint_name
 from g4ir.spec.record import diff_specs, load_spec
@@ -131,8 +130,6 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.code == 0 and json.loads(outcome.out) == {"path": str(out), "format": "hf"}
     shards = sorted(out.glob("model-*.safetensors"))
     assert len(shards) > 3 and shards[-1].name.endswith(f"-of-{len(shards):05}.safetensors")
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert {*index["weight_map"].values()} == {x.name for x in shards}
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
     side = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in side)
@@ -285,55 +282,29 @@ def test_defaults_without_gguf_key(
     assert f"{key} " in message and message.count("(in the file: ") == 1
 
 
-def test_wrong_defaults_are_not_exported(folder: Path, tmp_path: Path) -> None:
-    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "hot"}')
-    with pytest.raises(WeightsError, match=r"generation_config.json: temperature must be a number"):
-        g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
-    assert not (tmp_path / "out.gguf").exists()
-
-
-def with_tokenizer(folder: Path, change: Callable[[Any], Any], variant: str = "tiny-ple") -> Path:
-    whole = json.loads((text_checkpoint(folder) / "tokenizer.json").read_text())
-    if variant != "tiny-ple":
-        shutil.rmtree(folder)
-        spec = load_spec(variant)
-        text = replace(spec.text, query_pre_attn_scalar=spec.text.full.head_dim)
-        write_checkpoint(folder, replace(spec, text=text), random_weights(spec, 1, F32))
-    change(whole)
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
-    return folder
-
-
-@pytest.mark.parametrize("variant", ["tiny-ple", "tiny-gemma3"])
 @pytest.mark.parametrize("name", ["merges", "added_tokens"])
-def test_a_tokenizer_without(
-    name: str, variant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_without(name: str, tmp_path: Path) -> None:
     """Merges or added tokens: the file has none, and is read as such."""
 
-    def change(whole: Any) -> None:
-        (whole["model"] if name == "merges" else whole)[name] = []
-
-    folder = with_tokenizer(tmp_path / "c", change, variant)
+    folder = text_checkpoint(tmp_path / "c")
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    (whole["model"] if name == "merges" else whole)[name] = []
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
     file = g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
-    scored = (variant, name) == ("tiny-gemma3", "merges")
-    assert any("llama.cpp merges 'a' and 'b'" in text for text in caplog.messages) == scored
-    files = find_origin(file).side_files()
-    got = Tokenizer.from_str(files["tokenizer.json"].decode())
+    got = Tokenizer.from_str(find_origin(file).side_files()["tokenizer.json"].decode())
     want = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "ab a ab é"
     assert got.encode(text, add_special_tokens=False).ids == want.encode(text).ids
     g4ir.build(None, tmp_path / "e", checkpoint=file, **LIMITS)
 
 
-@pytest.mark.parametrize("part", ["model", "vocab"])
-def test_a_file_that_is_no_tokenizer(part: str, tmp_path: Path) -> None:
-    def change(whole: Any) -> None:
-        del (whole if part == "model" else whole["model"])[part]
-
-    folder = with_tokenizer(tmp_path / "c", change)
-    with pytest.raises(EngineError, match=r"tokenizer.json is no tokenizer file"):
+@pytest.mark.parametrize("name, text, says", TABLES["export"]["side files"])
+def test_wrong_side_files(name: str, text: str, says: str, tmp_path: Path) -> None:
+    folder = text_checkpoint(tmp_path / "c")
+    (folder / name).write_text(text)
+    with pytest.raises(G4Error, match=rf"{name}: {says}"):
         g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
+    assert not (tmp_path / "out.gguf").exists()
 
 
 def test_named_templates(tmp_path: Path) -> None:
@@ -369,11 +340,7 @@ def test_a_sharded_engine_in_codes(name: str, tmp_path: Path) -> None:
     opened = find_origin(file).open(spec, (), "f32")
     for bare in opened.weights:
         value, made = want.tensor(bare).float(), opened.tensor(bare).float()
-        assert distance(made, value) < 0.02, bare
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+        assert (made - value).norm() <= 0.02 * value.norm(), bare
 
 
 @pytest.mark.parametrize("backend", ["reference", "onnx"])

@@ -116,25 +116,25 @@ def test_refused(words: list[str], code: int, says: str, hub: Hub, checkpoint: P
     assert told.code == code and says.format(**names) in told.message and not hub.sent
 
 
-@pytest.mark.parametrize("what", ("offline", "unreachable", "no library", "full", "fills up"))
-def test_no_download_here(what: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    says = f"{hub.url} gave no file (["
-    if what == "offline":
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        says = "some/tiny is not in the local cache, and HF_HUB_OFFLINE forbids downloads: unset it"
-    elif what == "unreachable":
-        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        says = "http://127.0.0.1:9 gave no file ([Errno 111] Connection refused); try again"
-    elif what == "no library":
+FULL = Mock(side_effect=OSError(28, "No space left on device"))
+ROOM = "make room, or give HF_HOME a folder with more"
+#: what is replaced by what, and what is said
+NO_DOWNLOAD: dict[str, tuple[Any, str, Any, str]] = {
+    "offline": (constants, "HF_HUB_OFFLINE", True, "HF_HUB_OFFLINE forbids downloads: unset it"),
+    "unreachable": (constants, "ENDPOINT", "http://127.0.0.1:9", "Connection refused); try again"),
+    "full": (shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1), f"; {ROOM}"),
+    "fills up": (HfApi, "hf_hub_download", FULL, f"/hub is full: {ROOM}"),
+}
+
+
+@pytest.mark.parametrize("case", [*NO_DOWNLOAD, "no library"])
+def test_no_download_here(case: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "no library":
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
         says = "some/tiny: a download needs the package huggingface_hub: pip install hugg"
-    elif what == "full":
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1))
-        says = "; make room, or give HF_HOME a folder with more"
     else:
-        full = Mock(side_effect=OSError(28, "No space left on device"))
-        monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", full)
-        says = "/hub is full: make room, or give HF_HOME a folder with more"
+        *patch, says = NO_DOWNLOAD[case]
+        monkeypatch.setattr(*patch)
     assert says in refused("run", "some/tiny", *RUN, "--download", code=3) and not hub.sent
 
 

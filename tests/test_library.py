@@ -258,7 +258,7 @@ def test_a_deleted_directory_is_built_again(model: Path) -> None:
 
 
 def test_records(model: Path, monkeypatch: Any) -> None:
-    """Written before the build, and again where one is empty; a full disk is an error."""
+    """Written before the build, and again where one is empty."""
     seen: list[Any] = []
 
     def wrote(_: Any, out: Path, progress: Any) -> None:
@@ -272,11 +272,6 @@ def test_records(model: Path, monkeypatch: Any) -> None:
     (engines_root() / f"{path.name}.json").write_text("")
     assert cached_engines() == [] and find_engine(model, SMALL) == path
     assert [e.model for e in cached_engines()] == [str(model)] and len(seen) == 1
-
-    monkeypatch.setattr(os, "ftruncate", Mock(side_effect=FULL))
-    with pytest.raises(EngineError, match=f"record of an engine in {MAKE_ROOM}"):
-        find_engine(model, replace(SMALL, max_seq=32))
-    assert leftovers() == [path.name, f"{path.name}.json"]
 
 
 def test_wrong_flags_are_refused_before_a_build(model: Path, tmp_path: Path) -> None:
@@ -299,21 +294,14 @@ def alike(*paths: Path) -> bool:
     return bool(files[0]) and all(inodes == files[0] for inodes in files)
 
 
-@pytest.mark.parametrize("backend", ["reference", "onnx"])
-def test_versions_in_the_hash(model: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_in_the_hash(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the packages of its own backend are."""
-    options, installed = replace(SMALL, backend=backend), {}
-    monkeypatch.setattr(library, "_version", lambda name: installed.get(name))
-    hashes = {}
-    for name in ("torch", "triton", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx"):
-        installed[name] = "9.9"
-        hashes[name] = library._hash(None, options)
-    own = {"reference": {"torch"}, "onnx": {"onnx", "onnxruntime"}}[backend]
-    before, changed = None, set()
-    for name, found in hashes.items():
-        changed |= {name} if before and found != before else set()
-        before = found
-    assert changed == own - {"torch"}
+    for backend, own in {"reference": {"torch"}, "onnx": {"onnx", "onnxruntime"}}.items():
+        options, hashes = replace(SMALL, backend=backend), {}
+        for new in ("", "torch", "triton", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx"):
+            monkeypatch.setattr(library, "_version", lambda name, new=new: str(name == new))
+            hashes[new] = library._hash(None, options)
+        assert {new for new in hashes if hashes[new] != hashes[""]} == own
 
 
 def test_weights_of_one_file_are_one_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

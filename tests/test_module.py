@@ -16,7 +16,7 @@ from g4ir.errors import G4Error, MissingError
 from g4ir.spec.record import Spec, load_spec
 from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
-from tests.oracle import random_tokens
+from tests.oracle import random_tokens, relative
 
 BUDGET = 1e-4
 LIMITS: dict[str, Any] = {"backend": "reference", "all_logits": True, "max_seq": 64}
@@ -30,9 +30,7 @@ def small(name: str) -> Spec:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, relative to the largest of b."""
-    a, b = a.detach(), b.detach()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+    return relative(a, b).max().item()
 
 
 @pytest.mark.parametrize(

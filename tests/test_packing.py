@@ -17,6 +17,7 @@ from g4ir.builder import build
 from g4ir.errors import MissingError
 from g4ir.ops.quant import quantize
 from tests.engines import random_checkpoint
+from tests.spies import spy
 
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Gaussian": lambda x: x * 0.02,
@@ -85,13 +86,8 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packs", [True, False])
 def test_builds_and_loads(packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = set[str]()
-
-    def quantized(w: torch.Tensor, **attrs: Any) -> tuple[Any, ...]:
-        forms.add(attrs["form"])
-        return quantize.reference(w, **attrs)
-
-    monkeypatch.setattr(packing, "quantized", quantized)
-    monkeypatch.setattr(build, "quantized", quantized)
+    for module in (packing, build):
+        spy(monkeypatch, module, "quantized", lambda w, form, **attrs: forms.add(form))
     weights: dict[str, Any] = {"random_weights": 0}
     if packs:
         weights = {"checkpoint": random_checkpoint(tmp_path / "c", "tiny-dense")}

@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import count, islice
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Node, Program, Value
+from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import Tensors, empty_state, interpret, run_node
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
@@ -34,6 +33,8 @@ from g4ir.quant.rewrite import codes_as_params, quantise
 from g4ir.spec.record import Spec, load_spec
 from tests.cases import TABLES
 from tests.configs import TINY, VARIANTS, fewest_of, random_spec
+from tests.oracle import relative
+from tests.test_passes import random_weight
 
 #: a sliding last layer, frequencies divided by 8, scores by odd numbers
 GEMMA3 = ("tiny-gemma3", "random-1000", "random-1003")
@@ -77,16 +78,7 @@ def whole_program(spec: Spec, dtype: str | None = None) -> Program:
 
 @cache
 def weights(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {n: made_weight(v, dtype) for n, v in plain(name).params().items()}
-
-
-def made_weight(v: Value, dtype: torch.dtype) -> torch.Tensor:
-    g = torch.Generator().manual_seed(crc32(v.name.encode()))
-    shape = [int(d) for d in v.type.shape]
-    if v.type.dtype == "i64":  # the order of a drafter's head
-        return torch.randperm(shape[0], generator=g)
-    x = torch.randn(shape, generator=g, dtype=torch.float64)
-    return (1 + 0.3 * x if x.dim() == 1 else x * x.shape[-1] ** -0.5).to(dtype)
+    return {n: random_weight(v).to(dtype) for n, v in plain(name).params().items()}
 
 
 @cache
@@ -163,11 +155,11 @@ def together(
     params: dict[str, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """The same of each rank of a sharded program; `params` of the whole model."""
-    spec, given = spec_of(name), params or weights(name, dtype)
+    given = params or weights(name, dtype)
     graphs = {phase: g for phase, g in p.graphs.items() if g.state}
-    own = [
-        packed(graphs, lambda g, r=r: rank_params(g, spec, given, r, ranks)) for r in range(ranks)
-    ]
+    ep = any(v.name == FIRST for g in graphs.values() for v in g.params)
+    shares = [Share(Sharding(spec_of(name), ranks, ep), rank) for rank in range(ranks)]
+    own = [packed(graphs, lambda v, s=s: s.read_part(v, given.__getitem__)) for s in shares]
     state = [empty_state(p.graphs["prefill"], {"B": 2, "C": SLOTS}, dtype) for _ in range(ranks)]
     out: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for phase, inputs in chunks(name, dtype):
@@ -178,21 +170,13 @@ def together(
     return [torch.cat(mine) for mine in out]
 
 
-def rank_params(
-    g: Graph, spec: Spec, params: dict[str, torch.Tensor], rank: int, ranks: int
-) -> dict[str, torch.Tensor]:
-    """A rank's params of a sharded graph, cut from those of the whole model."""
-    share = Share(Sharding(spec, ranks, any(v.name == FIRST for v in g.params)), rank)
-    return {v.name: share.read_part(v.name, params.__getitem__) for v in g.params}
-
-
 def packed(
-    graphs: dict[str, Graph], params_of: Callable[[Graph], dict[str, torch.Tensor]]
+    graphs: dict[str, Graph], read: Callable[[str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Params of all graphs, and what is made of them, once for all."""
     made: dict[str, torch.Tensor] = {}
     for g in graphs.values():
-        (prologue, _), given = split_prologue(g), params_of(g)
+        (prologue, _), given = split_prologue(g), {v.name: read(v.name) for v in g.params}
         if not {v.name for v in prologue.outputs} <= made.keys():
             made |= interpret(prologue, {}, given, {})[0]
         made |= given
@@ -204,7 +188,7 @@ def sharded(name: str, ranks: int, ep: bool = False) -> Program:
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float(((got - want).abs() / want.pow(2).mean(-1, keepdim=True).sqrt()).max())
+    return float(relative(got, want).max())
 
 
 #: name, ranks, and whether each has some of the experts
@@ -256,67 +240,39 @@ def test_towers_are_whole(name: str) -> None:
 # --- weights in codes -------------------------------------------------------------------------
 
 RECIPES = ("int8", "int4", "fp8")
-TYPES = {torch.float32: "f32", torch.float64: "f64"}
 
 
-def in_codes(name: str, recipe: str, dtype: torch.dtype) -> Program:
-    spec, kind = spec_of(name), TYPES[dtype]
-    found = find_quant_config(recipe)
+def in_codes(name: str, recipe: str) -> Program:
+    spec, found = spec_of(name), find_quant_config(recipe)
     assert found
     rules = tuple(replace(r, group=8) if r.form == "int4" else r for r in found.rules)
-    return quantise(whole_program(spec, kind), spec, replace(found, rules=rules), kind)
-
-
-CODED = [("tiny-moe", recipe, *way) for recipe in RECIPES for way in ((2, False), (4, True))]
-
-
-def codes_of(p: Program, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Params, and codes and scales of those that the program quantises, each as a whole."""
-    made = dict(params)
-    for n in quantising(p):
-        results = run_node(n, [params[n["w"].name]])
-        made |= {v.name: t for v, t in zip(n.outputs, results, strict=True)}
-    return made
-
-
-def quantising(p: Program) -> list[Node]:
-    """What makes the codes of each weight."""
-    return list({n["w"].name: n for g in p.graphs.values() for n in g.find("quantize")}.values())
+    return quantise(whole_program(spec, "f64"), spec, replace(found, rules=rules), "f64")
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name, recipe, ranks, ep", CODED)
-@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
-def test_codes_of_the_whole_are_cut(
-    name: str, recipe: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
-) -> None:
-    """As a checkpoint in codes has them: a rank has its part of the codes, and the scales of its
-    rows or groups, which are a row's own where its columns are cut."""
-    made = in_codes(name, recipe, dtype)
-    params, held = codes_of(made, weights(name, dtype)), made.map(codes_as_params)
-    want = of_one(held, name, params, dtype)
-    own = shard_program(held, Sharding(spec_of(name), ranks, ep))
-    for p in (own, run_program(own, options=SLACK)):
-        assert distance(together(p, name, ranks, dtype, params)[0], want) < most
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("name, recipe, ranks, ep", CODED)
-def test_a_rank_quantises_its_part(name: str, recipe: str, ranks: int, ep: bool) -> None:
-    """At build: of rows and groups that is the same; of a row whose columns are cut, each rank's
-    part has a scale of its own."""
-    spec, dtype = spec_of(name), torch.float64
-    made, params = in_codes(name, recipe, dtype), dict(weights(name, dtype))
-    for n in quantising(made):
-        w, part = params[n["w"].name], Sharding(spec, 2, ep).part(n["w"].name)
-        apart = part is not None and part.axis == w.dim() - 1
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ranks, ep", [(2, False), (4, True)])
+@pytest.mark.parametrize("held", [False, True])
+def test_codes(recipe: str, ranks: int, ep: bool, held: bool) -> None:
+    """Of the whole, as a checkpoint in codes has them: a rank has its part of the codes, and the
+    scales of its rows or groups, which are a row's own where its columns are cut. Made at build: of
+    rows and groups that is the same; of a row whose columns are cut, each rank's part has a scale
+    of its own."""
+    name, dtype = "tiny-moe", torch.float64
+    made, to = in_codes(name, recipe), Sharding(spec_of(name), ranks, ep)
+    params, codes = dict(weights(name, dtype)), dict[str, torch.Tensor]()
+    for n in {n["w"].name: n for g in made.graphs.values() for n in g.find("quantize")}.values():
+        w, part = params[n["w"].name], to.part(n["w"].name)
+        codes |= {v.name: t for v, t in zip(n.outputs, run_node(n, [w]), strict=True)}
+        apart = part is not None and part.axis == w.dim() - 1 and not held
         pieces = [part.cut(w, r, ranks) for r in range(ranks)] if part and apart else [w]
         back = (dequantize_codes(*run_node(n, [x]), dtype) for x in pieces)
         params[n["w"].name] = torch.cat(list(back), -1)
     want = of_one(plain(name), name, params, dtype)
-    own = shard_program(made, Sharding(spec, ranks, ep))
+    given = weights(name, dtype) | codes
+    own = shard_program(made.map(codes_as_params) if held else made, to)
     for p in (own, run_program(own, options=SLACK)):
-        assert distance(together(p, name, ranks, dtype)[0], want) < 1e-12
+        assert distance(together(p, name, ranks, dtype, given)[0], want) < 1e-12
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -30,12 +30,10 @@ from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
-from g4ir.ops import OPS, quant
+from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMAT_OF, FORMATS, PACKED, pack_codes, shared_integers, unpack_codes
-from g4ir.ops.layouts import in_six_bits
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
-from g4ir.plan.cost import graph_costs, total
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import QuantConfig, Rule, Scheme, built_in_names, find_quant_config
@@ -79,11 +77,6 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
-def error(w: torch.Tensor, form: str) -> float:
-    made = dequantize(*quantize(w, form))
-    return float((made - w.float()).pow(2).mean().sqrt() / w.float().pow(2).mean().sqrt())
-
-
 @pytest.mark.parametrize(("form", "largest"), [("int8", 127), ("fp8", 448)])
 def test_codes_by_hand(form: str, largest: int) -> None:
     w = gaussian(7, 96)
@@ -103,15 +96,6 @@ def test_value_is_rounded_once() -> None:
     assert torch.equal(dequantize(codes, scales).double(), exact.flatten(-2))
 
 
-@given(st.lists(st.integers(-8, 7), min_size=2, max_size=64).filter(lambda c: len(c) % 2 == 0))
-def test_four_bits_two_in_a_byte(codes: list[int]) -> None:
-    """The even element lies in the low half, as code + 8."""
-    made = pack_codes(torch.tensor(codes, dtype=torch.int8), "int4")
-    pairs = zip(codes[::2], codes[1::2], strict=True)
-    assert made.tolist() == [(a + 8) | (b + 8) << 4 for a, b in pairs]
-    assert unpack_codes(made).tolist() == codes
-
-
 @pytest.mark.parametrize("group", [48, 256, 0])
 def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
     w = gaussian(5, 768)
@@ -124,24 +108,6 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
     assert 0.015 < (made - w.float()).norm() / w.float().norm() < 0.025
     as_bytes = OPS["as_bytes"].reference(codes, scales)  # type: ignore[misc]
     assert torch.equal(dequantize(*as_bytes), made)
-
-
-@pytest.mark.parametrize("form", MINIMA)
-def test_codes_with_minima_come_back(form: str) -> None:
-    """Two groups of a row, of 512 numbers each, which have 16 integers and as many of minima."""
-    random = torch.Generator().manual_seed(0)
-    most = int(FORMATS[form].largest)
-    numbers = torch.randint(0, most + 1, (2, 1024), generator=random, dtype=torch.uint8)
-    parts = torch.randint(0, 64, (2, 2, 32), generator=random, dtype=torch.uint8)
-    codes = pack_codes(numbers, form, in_six_bits(*parts))
-    came_back = unpack_codes(codes), *shared_integers(codes)
-    assert all(map(torch.equal, came_back, (numbers, *parts)))
-    scales, minima = torch.rand(2, 2, 2, generator=random)
-    made = dequantize(codes, torch.stack((scales, minima), -1).flatten(1))
-    scale, minimum = (t.repeat_interleave(16, 1)[..., None] for t in (scales, minima))
-    integer, least = parts.float()[..., None]
-    want = numbers.unflatten(1, (32, 32)) * integer * scale - least * minimum
-    assert torch.equal(made, want.flatten(1))
 
 
 @pytest.mark.parametrize(("form", "most"), [("uint4", 0.076), ("uint5", 0.039)])
@@ -196,9 +162,9 @@ def test_errors_of_gaussian_weights() -> None:
     q4_0 = (groups / d + 8.5).trunc().clamp(0, 15).sub(8) * d.half().float()
     theirs = float((q4_0 - groups).pow(2).mean().sqrt() / groups.pow(2).mean().sqrt())
     assert theirs == pytest.approx(0.086, abs=1e-3)
-    assert error(w, "int4") < 0.97 * theirs
-    assert error(w, "int8") == pytest.approx(0.0081, abs=3e-4)
-    assert error(w, "fp8") == pytest.approx(0.0265, abs=1e-3)
+    off = {x: dequantize(*quantize(w, x)).sub(w.float()).norm() / w.float().norm() for x in SCHEMES}
+    assert off["int4"] < 0.97 * theirs and off["int8"] == pytest.approx(0.0081, abs=3e-4)
+    assert off["fp8"] == pytest.approx(0.0265, abs=1e-3)
 
 
 def recipe_called(name: str) -> QuantConfig:
@@ -232,19 +198,6 @@ def test_passes_change_nothing(name: str, recipe: str) -> None:
     plain = run_program(build_program(spec, True, "f32"))
     got = logits(quantised_program(spec, rules), oracle)
     assert torch.equal(got, logits(plain, oracle, dense))
-
-
-def test_cost_counts_codes() -> None:
-    sizes = {}
-    for name, recipe in (("e2b", "int8"), ("26b-a4b", "int4"), ("31b", "int4")):
-        spec = load_spec(name)
-        program = quantise(build_program(spec), spec, find_quant_config(recipe), "bf16")
-        made = run_program(program)
-        programs = (program, made, made.map(by_columns))
-        plain, built, turned = (total(graph_costs(p.graphs["decode"])) for p in programs)
-        assert plain.weight_bytes == built.weight_bytes == turned.weight_bytes
-        sizes[name] = round(built.weight_bytes / 1e9, 2)
-    assert sizes == {"e2b": 2.28, "26b-a4b": 2.49, "31b": 17.89}
 
 
 LIMITS = {"max_seq": 64, "prefill_chunk": 16}
@@ -351,13 +304,6 @@ def test_codes_of_an_odd_number_of_rows() -> None:
     assert torch.equal(made, dequantize(*codes))
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from(["u8", "i8"]))
-def test_by_columns_and_back(rows: int, size: int, dtype: str) -> None:
-    x = torch.randint(0, 256, (2, 2 * rows, size), dtype=torch.uint8)
-    x = x.view(torch.int8) if dtype == "i8" else x
-    assert torch.equal(quant.by_rows(quant.by_columns(x)), x)
-
-
 @pytest.mark.parametrize("form", ["int6", *MINIMA])
 def test_a_gpu_is_given_what_its_kernels_read(form: str) -> None:
     """Codes as they are; the table, gathered from and multiplied with, is one pair of params in
@@ -388,23 +334,3 @@ def test_refused_recipes(tmp_path: Path, says: str, text: str) -> None:
     assert says in str(refused.value)
     assert "r.yaml" in str(refused.value) or "rows of" in str(refused.value)
     assert not (tmp_path / "e").exists()
-
-
-def test_the_interpreter_keeps_dequantised_weights(tmp_path: Path) -> None:
-    """While there is room, and the logits are the same."""
-    limits: dict[str, Any] = {"max_seq": 32, "prefill_chunk": 8, "backend": "reference"}
-    e = g4ir.build("tiny-moe", tmp_path / "e", random_weights=0, quant="int4", **limits)
-    runtime: Any = e.runtime
-    run, ran = runtime._run, list[str]()
-    runtime._run = lambda n, operands: ran.append(n.op) or run(n, operands)
-
-    def logits() -> torch.Tensor:
-        ran.clear()
-        return e.session().prefill(torch.tensor([[2, 5, 7]]))
-
-    first = logits()
-    count = ran.count("dequantize")
-    assert count and torch.equal(logits(), first) and "dequantize" not in ran
-    runtime._cached.clear()
-    runtime._budget = 0
-    assert torch.equal(logits(), first) and ran.count("dequantize") == count

@@ -118,18 +118,6 @@ def test_every_key_has_a_description() -> None:
     assert {key: text for key, text in texts.items() if not 8 < len(text) < 100} == {}
 
 
-ENDS_SLIDING = "num_hidden_layers: 40\npattern: [sliding, full, sliding, sliding, sliding]\n"
-
-
-def test_a_long_pattern_is_shown_as_its_repeat(tmp_path: Path) -> None:
-    spec = variant(tmp_path, ENDS_SLIDING)
-    text = spec.to_yaml()
-    assert len(spec.text.pattern) == 38  # canonical: 40 layers, of which the last is full
-    assert "pattern: [sliding, full, sliding, sliding, sliding]\n" in text
-    assert text.startswith("# the last layer is full")
-    assert load_spec(write(tmp_path, text, "shown.yaml")) == spec
-
-
 @given(st.lists(st.sampled_from([SLIDING, FULL]), min_size=1, max_size=50), st.integers(1, 60))
 def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> None:
     base = load_spec("tiny-moe").text
@@ -176,12 +164,10 @@ def test_extends_overrides_deeply(tmp_path: Path) -> None:
 def test_check_spec_guards_specs_built_in_python() -> None:
     spec = load_spec("tiny-ple")
     text = spec.text
-    width = "text.hidden_size"
     wrong: list[tuple[Any, str]] = [
         (replace(spec, dtype="bfloat16"), "dtype: must be bf16"),
-        (replace(spec, text=replace(text, hidden_size=0)), width),
-        (replace(spec, text=replace(text, hidden_size=6.5)), f"{width}: expected an integer"),
-        (replace(spec, text=replace(text, hidden_size=True)), f"{width}: expected an integer"),
+        (replace(spec, text=replace(text, hidden_size=0)), "text.hidden_size"),
+        (replace(spec, text=replace(text, hidden_size=True)), "hidden_size: expected an integer"),
         (replace(spec, text=replace(text, rms_norm_eps=float("nan"))), "text.rms_norm_eps"),
         (replace(spec, text=replace(text, pattern=("globl",))), "text.pattern"),
         (replace(spec, text=replace(text, num_kv_shared_layers=8)), "text.num_kv_shared_layers"),

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir.errors import SpecError
-from g4ir.model.tensors import dead_tensors, text_tensors
+from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
 from g4ir.plan.count import counts
 from g4ir.spec.reader import MAX_ERRORS
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
@@ -87,7 +87,9 @@ def consistent(spec: Spec) -> None:
     live = text_tensors(spec)
     assert not live.keys() & dead_tensors(spec).keys()
     assert all(dim > 0 for shape in live.values() for dim in shape)
-    assert counts(spec).active > 0
+    count = counts(spec)
+    assert count.active > 0 and count.text == numel(live)
+    assert count.loaded == count.text + numel(tower_tensors(spec))
     assert load_text(spec.to_yaml().encode()) == spec
 
 

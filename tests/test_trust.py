@@ -28,7 +28,6 @@ from tests.cli_tools import ok, refused
 from tests.engines import resigned
 
 SMALL: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 32}
-#: a library that writes a file as soon as it is loaded
 EVIL = """#include <stdio.h>
 __attribute__((constructor)) void f(void) {{ fclose(fopen("{}", "w")); }}"""
 
@@ -56,16 +55,11 @@ def copied(built: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(built, tmp_path / "engine"))
 
 
-def library(path: Path, mark: Path) -> Path:
-    source = path.with_suffix(".c")
+def plant(program: Path, mark: Path) -> None:
+    """Put a library into a compiled program that writes `mark` as soon as it is loaded."""
+    source, planted = mark.with_suffix(".c"), mark.with_suffix(".so")
     source.write_text(EVIL.format(mark))
-    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    source.unlink()
-    return path
-
-
-def plant(program: Path, planted: Path) -> None:
-    """Put another library into a compiled program."""
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(planted)], check=True)
     with zipfile.ZipFile(program) as old:
         files, comment = {name: old.read(name) for name in old.namelist()}, old.comment
     with zipfile.ZipFile(program, "w") as new:
@@ -76,7 +70,7 @@ def plant(program: Path, planted: Path) -> None:
 
 def test_a_planted_library_is_not_run(copied: Path, tmp_path: Path) -> None:
     mark = tmp_path / "pwned"
-    plant(next((copied / "programs").glob("*.pt2")), library(tmp_path / "x.so", mark))
+    plant(next((copied / "programs").glob("*.pt2")), mark)
     resigned(copied, lambda m: None)
     with pytest.raises(TrustError, match=r"native code.*g4ir inspect.*--trust.*g4ir trust"):
         load_engine(copied)
@@ -152,8 +146,10 @@ def test_a_decision_that_cannot_be_kept_is_a_warning(
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "g4ir" / "programs"
+    before = os.umask(0o002)  # with which a folder made as usual could be written by a group
     paths.private(folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    os.umask(before)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (folder, folder.parent)} == {0o700}
     for place, mode in ((folder, 0o770), (folder, 0o707), (folder.parent, 0o777)):
         place.chmod(mode)
         with pytest.raises(TrustError, match=f"`chmod go-w {place}`"):
@@ -185,24 +181,14 @@ def test_planted_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (out / name).unlink()
     assert program_cache.from_cache(name, out) and (out / name).read_bytes() == b"program"
     kept = program_cache.cache_dir() / name
-    with zipfile.ZipFile(kept, "w") as archive:
-        archive.writestr("model.so", library(tmp_path / "x.so", tmp_path / "pwned").read_bytes())
+    kept.write_bytes(b"another program")
     digest = kept.with_suffix(".sha256")
     digest.write_text(program_cache.sha256(kept))  # beside it, where one was believed before
     assert not program_cache.from_cache(name, out)
     kept.parent.chmod(0o777)
     with pytest.raises(TrustError, match="chmod go-w"):
         program_cache.from_cache(name, out)
-    assert not (tmp_path / "pwned").exists()
-
-
-def test_one_folder_for_cache_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (paths.CACHE, paths.STATE):
-        monkeypatch.setenv(variable, str(tmp_path))
-    program = tmp_path / "a.so"
-    program.write_bytes(b"program")
-    program_cache.keep_program(program)
-    assert program_cache.from_cache(program.name, tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "cache"))
     assert paths.state_root() != paths.cache_root()
 
 
@@ -219,8 +205,7 @@ def test_compiler_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     paths.keep_inductor_private("/tmp/guessed")
-    found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert found.is_dir() and stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(os.environ["TORCHINDUCTOR_CACHE_DIR"]).st_mode) == 0o700
 
 
 # --- compiled programs ------------------------------------------------------------------------
@@ -273,17 +258,6 @@ def test_no_room_to_unpack(copied: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "missing"))
     said = refused("run", copied, "--tokens", "2,5", "--trust", code=3)
     assert "no folder to unpack" in said and "missing" in said and "TMPDIR" in said
-
-
-def test_any_umask_makes_private_folders(tmp_path: Path, home: Path) -> None:
-    """With 002, as many systems have it, a folder made as usual could be written by a group."""
-    before = os.umask(0o002)
-    try:
-        made = paths.private(paths.state_root() / "engines")
-    finally:
-        os.umask(before)
-    for folder in (made, made.parent, made.parent.parent):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
 
 
 def test_unpacking_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
