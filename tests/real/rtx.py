@@ -19,8 +19,8 @@ pytestmark = builder
 
 #: scheme -> at most: bytes of a plan for each byte of weights in bf16, kernels of a decode step
 QUANTS = {None: (1.3, 189), "int8": (0.65, 190), "int4": (0.55, 208)}
-#: bytes of caches that a decode step over 1024, 4096 and 9216 slots copies: those of three layers of full attention, where
-#: TensorRT's own layer is given a part of them
+#: bytes of caches that a decode step over 1024, 4096 and 9216 slots copies: those of three layers
+#: of full attention, where TensorRT's own layer is given a part of them
 COPIED = (3 << 20, 12 << 20, 0)
 
 
