@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-clients test-wheel test-versions wheels coverage mutants lint lines bench clean distclean
+.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-clients test-wheel test-versions wheels coverage lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -218,13 +218,10 @@ lint: $(READY)
 	cd build/mypy && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 	    --cache-dir "$(CURDIR)/.mypy_cache" -p g4ir -p g4ir_vllm
 
-# What the tests execute, by test, and of 200 small wrong changes how many they notice: an hour.
+# What the tests execute, by test.
 coverage: $(READY)
 	$(INSTALL) pytest-cov
 	COVERAGE_FILE=build/coverage $(PYTEST) --cov=g4ir --cov=passes --cov=backends --cov-context=test --cov-report=term:skip-covered
-
-mutants: coverage
-	$(BIN)/python tools/mutants.py
 
 # Growth should be seen: lines of Python per room, and how many each may have.
 lines:

@@ -114,7 +114,7 @@ def asked_of(
 
     for module in (lowerings, tiles):
         patch.setattr(module, "FROM", 1)
-    patch.setattr(torch.ops.g4ir, name, counted)
+    patch.setattr(pyops, name, counted)
     got = SegmentModule(lowerings.lowered(g))(*(made[v.name] for v in g.sources()))
     for v, t in zip(g.outputs, got, strict=True):
         torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)

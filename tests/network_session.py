@@ -20,18 +20,12 @@ from tests.test_ops import node, sample, tensors
 ROOM = 16
 
 
-#: samples with a part of the experts
-SHARDED = {("experts", 2), ("moe_mlp", 2)}
-
-
 def in_network(case: tuple[str, int]) -> bool:
     """Whether a network may have a sample of an op: attention reads caches alone, which have the
-    chunk already; experts are those of one rank."""
+    chunk already."""
     s = OPS[case[0]].samples[case[1]]
     inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
     n = Node(case[0], inputs, (), s.attrs)
-    if case in SHARDED:
-        return False
     return not n.definition.cache_range or not split_chunk(n.chunk, len(n.caches))[0]
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from g4ir.backends.cpu import pyops
-from g4ir.backends.inductor import compile as compiler
-from g4ir.backends.inductor import runtime
-from g4ir.backends.inductor.target import Target
 from g4ir.ops import OPS
 from g4ir.ops.attention import last_visible, slot_positions, visible
 from g4ir.ops.kv_quant import dequantize_rows, quantize_rows
@@ -21,7 +17,6 @@ from tests.coded_products import (
     cpu_kernels,  # noqa: F401
     kernels_of_other_cpu,  # noqa: F401
 )
-from tests.configs import short
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -110,7 +105,7 @@ def test_attention_of_a_chunk(
         given = (*exact, ids) if blocks else exact
         attrs = {"window": window, "scale": 0.75}
         want = ATTENTION(q.double(), positions, written, *given, **attrs, softcap=0.0)
-        got = pyops.attend_chunk(q, positions, last, written, *kept, **attrs)
+        got = pyops.attend_chunk(q, positions, last, written, kept, **attrs)
         assert got.dtype == q.dtype and got.shape == q.shape
         assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
 
@@ -122,7 +117,7 @@ def test_a_chunk_keeps_what_is_no_number(name: str) -> None:
     {"q": q[:, 60, 2], "k": k[:, 60, 1]}[name].fill_(float("nan"))
     cache, positions = torch.zeros(16, 1, 2, 64).bfloat16(), torch.arange(70)[None]
     written = torch.tensor([0])
-    got = pyops.attend_chunk(q, positions, positions, written, cache, cache, k, v, 5, 1.0)
+    got = pyops.attend_chunk(q, positions, positions, written, (cache, cache, k, v), 5, 1.0)
     lost = got.isnan().all(-1).nonzero().tolist()
     seen = [[0, 60, 2]] if name == "q" else [[0, s, h] for s in range(60, 65) for h in (2, 3)]
     assert lost == seen and got.isnan().sum() == 64 * len(seen)
@@ -148,33 +143,3 @@ def test_attention_keeps_what_is_no_number(dtype: torch.dtype, value: str) -> No
     got = pyops.attend(q, positions, written, k, v, window=0, scale=1.0)
     lost = got.isnan().all(-1).nonzero().tolist()
     assert lost == [[1, 0, 2], [1, 0, 3]] and got.isnan().sum() == 2 * 64
-
-
-class Attends(torch.nn.Module):
-    """Attention as compiled programs have it: of operands, and of queries apart in memory."""
-
-    def forward(self, q: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attend = torch.ops.g4ir.attend
-        return attend(q, *operands, 0, 0.5), attend(q.transpose(2, 3), *operands, 96, 0.25)
-
-
-@pytest.mark.parametrize("dtype", short(torch.bfloat16, of=BUDGET), ids=str)
-def test_programs_attend(dtype: torch.dtype, tmp_path: Path, monkeypatch: Any) -> None:
-    """A cache of any number of slots; the second time through the op."""
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 1, 64, 64, generator=g).to(dtype)
-    k, v = (torch.randn(100, 2, 2, 64, generator=g).to(dtype) for _ in "kv")
-    operands = (q, torch.tensor([[60], [70]]), torch.tensor([61, 71]), k, v)
-    slots = {0: torch.export.Dim.DYNAMIC(min=1)}
-    with compiler._any_size():
-        exported = torch.export.export(
-            Attends(), operands, dynamic_shapes=({}, ({}, {}, slots, slots)), strict=False
-        )
-    monkeypatch.setattr(compiler, "exported", lambda *_: exported)
-    compiler.compile_program("attends", Target("cpu"), tmp_path / "attends.pt2")
-    call = runtime._load_program(tmp_path / "attends.pt2", "cpu")
-    budget = 2 * BUDGET[dtype]  # the op may have the kernels of another CPU
-    for held in (100, 72):
-        given = [*operands[:3], k[:held], v[:held]]
-        for got, want in zip(call(given), Attends()(*given), strict=True):
-            torch.testing.assert_close(got, want, rtol=budget, atol=budget)

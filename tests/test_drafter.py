@@ -4,9 +4,8 @@ drafting is expected to gain."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +42,7 @@ from tests.oracle import (
 )
 from tests.shrink import shrink, shrink_drafter
 from tests.trt import fake
-from tests.uncompiled import uncompiled
+from tests.uncompiled import run_uncompiled
 
 STEPS, MAX_SEQ, CHUNK, MOST = 4, 96, 16, 4
 
@@ -392,22 +391,10 @@ def test_each_pass_and_the_backend(tmp_path: Path) -> None:
     assert culprit and culprit.first and culprit.first.value == "draft.L1.mlp.down"
 
 
-@pytest.fixture
-def run_by_torch(full: bool) -> Iterator[None]:
-    """Programs are compiled with `--full` alone."""
-    with nullcontext() if full else uncompiled():
-        yield
-
-
-@pytest.fixture
-def looped(run_by_torch: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Any]:
-    """Records steps as on a GPU, launch by launch; returns those that were recorded."""
-    return partial(in_a_loop, patch=monkeypatch)
-
-
-def test_rounds_on_the_device(built: Build, looped: Any) -> None:
+def test_rounds_on_the_device(built: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and drawn, ragged rows, stop tokens, a budget that ends within a round: the tokens are
     those of single steps, and steps of each kind are recorded once for a batch."""
+    run_uncompiled(monkeypatch)
     pair = copying("12b")
     settings = {"programs": "inductor"}
     engine, given = built(pair, backend="torch", settings=settings), prompts_of(pair)
@@ -416,7 +403,7 @@ def test_rounds_on_the_device(built: Build, looped: Any) -> None:
     drawn = {"temperature": 0.9, "top_k": 40, "seed": 5}
     cases = [(24, (), {}), (23, stops, {}), (24, (), drawn), (1, (), {}), (2, (), {})]
     want = [engine.generate(given, n, stop_ids=s, **o) for n, s, o in cases]
-    recorded = looped(engine)
+    recorded = in_a_loop(engine, monkeypatch)
     tallies = [AcceptanceStats() for _ in cases]
     for (n, s, o), w, tally in zip(cases, want, tallies, strict=True):
         assert engine.generate(given, n, stop_ids=s, draft="mtp", tally=tally, **o) == w
@@ -425,12 +412,12 @@ def test_rounds_on_the_device(built: Build, looped: Any) -> None:
     assert 1 <= len(recorded) <= 6  # three kinds, two batches
 
 
-def test_rounds_of_changing_batches(built: Build, looped: Any) -> None:
+def test_rounds_of_changing_batches(built: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request joins and another ends: rounds go on from the states that the device left."""
     pair = copying("12b")
     engine, given = built(pair, backend="torch"), prompts_of(pair)[:2]
     want = [engine.generate(p, 30, stop_ids=()) for p in given]
-    recorded = looped(engine)
+    recorded = in_a_loop(engine, monkeypatch)
     draft = SpeculativeConfig("mtp", 3)
     scheduler = Scheduler(engine, SchedulerConfig(draft=draft, draft_rows=1, patience=0))
     params = SamplingParams(ignore_eos=True)

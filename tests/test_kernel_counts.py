@@ -105,7 +105,7 @@ def starts(wrapper: str) -> Counter[str]:
 def kernels_of(text: str) -> Counter[str]:
     """Kernels that a program starts."""
     target = Target("cuda", "h200", 1)
-    options = options_of("", target) | WITHOUT_A_DEVICE | {"cpp_wrapper": True}
+    options = options_of(target) | WITHOUT_A_DEVICE | {"cpp_wrapper": True}
     with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
         brackets_without_a_device._get_wrapped_function()(patch)
         exporting = exported(text, target)

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 import g4ir
+from g4ir.backends.trt.kernel_cache import SUFFIX
 from g4ir.builder import library
 from g4ir.builder.library import cached_engines, engines_root, find_engine, keep_below, remove
 from g4ir.errors import EngineError, G4Error
@@ -272,6 +273,18 @@ def test_records(model: Path, monkeypatch: Any) -> None:
     (engines_root() / f"{path.name}.json").write_text("")
     assert cached_engines() == [] and find_engine(model, SMALL) == path
     assert [e.model for e in cached_engines()] == [str(model)] and len(seen) == 1
+
+
+def test_kernels_beside_an_engine(model: Path) -> None:
+    """They count as its bytes, and are removed with it."""
+    path = find_engine(model, SMALL)
+    release()
+    (before,) = cached_engines()
+    for rank in ("", ".rank0"):
+        path.with_name(f"{path.name}{rank}{SUFFIX}").write_bytes(bytes(100))
+    (after,) = cached_engines()
+    assert after.bytes == before.bytes + 200
+    assert remove(path) and leftovers() == []
 
 
 def test_wrong_flags_are_refused_before_a_build(model: Path, tmp_path: Path) -> None:

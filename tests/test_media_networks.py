@@ -41,7 +41,7 @@ from tests.shrink import shrink
 from tests.test_media_models import message
 from tests.test_ops import node, tensors
 from tests.trt.emulated import emulated, use
-from tests.trt.execute import new_emitter, outputs_of
+from tests.trt.segments import new_emitter, outputs_of
 
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
 #: both ways, with experts
@@ -79,7 +79,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
         if key not in engines:
             folder = tmp_path_factory.mktemp(backend)
             with pytest.MonkeyPatch.context() as patch:
-                use(patch, emulated())
+                use(patch, emulated(folder))
                 engines[key] = built(folder / "engine", backend, name, **given)
         return engines[key]
 

@@ -254,16 +254,15 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("experts", ["gather", "all"])
 @pytest.mark.parametrize("form", [FORMAT_OF[codes] for codes in PACKED])
-def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
+def test_experts_and_tables_of_a_network(tmp_path: Path, form: str) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(
         f"rules:\n- tensors: [L*.moe.gate_up, L*.moe.down, embed.table]\n  form: {form}\n"
         "  otherwise: int8\n"
     )
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-moe", seed=3)
-    options = {"settings": {"experts": experts}, "quant": file, **LIMITS}
+    options = {"quant": file, **LIMITS}
     engine = g4ir.build(None, tmp_path / "e", backend="onnx", checkpoint=checkpoint, **options)
     held = {v.type.dtype for v in engine.program.params().values()}
     assert FORMATS[form].codes in held

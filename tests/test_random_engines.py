@@ -97,7 +97,7 @@ def logits_of(spec: Spec, out: Path, options: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_backends_agree(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, emulated())
+    use(monkeypatch, emulated(tmp_path))
     rng = random.Random(seed)
     spec, options = drawn_spec(rng, seed), drawn_options(rng)
     want = logits_of(spec, tmp_path / "reference", {**options, "backend": "reference"})

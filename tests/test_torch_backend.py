@@ -29,7 +29,6 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
-from tests.coded_products import cpu_kernels  # noqa: F401
 from tests.configs import RANDOM, SMALL, cut, spec_called
 from tests.runner import built_program
 
@@ -221,7 +220,6 @@ def test_keys_that_tokens_are_sorted_by(experts: int, key: torch.dtype) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("to", ["i8", "f8e4m3"])
 def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
     """Rows are made, attended to beside a ring, and written into it in place."""

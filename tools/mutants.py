@@ -1,13 +1,10 @@
-"""The share of small wrong changes to the product that the tests notice.
+"""The share of small wrong changes to modules that tests notice.
 
-    make mutants                      # coverage by test first, then 200 mutants, two at a time
-    python tools/mutants.py --count 20 --seed 3
-    python tools/mutants.py g4ir/plan/cost.py --tests tests/test_cost.py  # needs no coverage
+    python tools/mutants.py g4ir/plan/cost.py --tests tests/test_cost.py --count 20 --seed 3
 
-Mutants are drawn at random, with a seed, from all places of the product, or of the modules named,
-where a comparison, a sum, a condition or a number can be another one; samples of ops and kernels,
-which tests alone read, are none. Each is written into a copy of the tree, where the tests run that
-execute its line, those of small files first, to the first failure; with --tests, those named.
+Mutants are drawn at random, with a seed, from all places of the modules where a comparison, a sum,
+a condition or a number can be another one; samples of ops and kernels, which tests alone read, are
+none. Each is written into a copy of the tree, where the tests run to the first failure.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -22,22 +20,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from queue import Queue
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import coverage
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("g4ir", "passes", "backends")
-COPIED = (*PRODUCT, "specs", "tests", "tools", "docs", "bench", "README.md", "pyproject.toml")
-#: seconds that the tests of one mutant may take, and how many are tried
-LIMIT_S, MOST_TESTS = 180, 40
+
+COPIED = ("g4ir", "passes", "backends", "specs", "tests", "tools", "docs", "bench", "README.md")
+COPIED += ("pyproject.toml",)
+#: seconds that the tests of one mutant may take
+LIMIT_S = 180
 NO_TESTS = 5  # exit code of pytest
-#: kernels, and the tests of their numbers
-KERNELS, INTERPRETED = "backends/cuda/kernels/", "tests/interpreted"
 TOO_LONG = "the run ends otherwise"
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -137,7 +129,7 @@ def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, i
         count += 1
 
 
-def mutants(modules: Iterable[str] = PRODUCT) -> list[Mutant]:
+def mutants(modules: Iterable[str]) -> list[Mutant]:
     """Return every mutant of these files and folders."""
     paths = [ROOT / module for module in modules]
     if missing := [str(p) for p in paths if not p.exists()]:
@@ -150,34 +142,7 @@ def mutants(modules: Iterable[str] = PRODUCT) -> list[Mutant]:
     ]
 
 
-def tests_of(data: coverage.CoverageData, mutant: Mutant) -> list[str]:
-    """Return the tests that execute the mutant's line; where none is seen to (it runs at import, or
-    in a kernel that Triton rewrites), those that execute any of its file, or of the file that
-    launches the kernel. One of each test file in turn, small files first."""
-    path = str(ROOT / mutant.file)
-    lines = data.contexts_by_lineno(path)
-    found = _running(lines.get(mutant.line, []))
-    for near in (path, path.replace("_triton.py", ".py")):
-        found = found or _running(c for cs in data.contexts_by_lineno(near).values() for c in cs)
-    by_file: dict[str, list[str]] = {}
-    for test in sorted(found):
-        by_file.setdefault(test.split("::")[0], []).append(test)
-    files = sorted(by_file.values(), key=lambda tests: _size(tests[0]))
-    turns = [t for turn in zip_longest(*files) for t in turn if t]
-    return turns[:MOST_TESTS]
-
-
-def _running(contexts: Iterable[str]) -> set[str]:
-    return {c.split("|")[0] for c in contexts if "|run" in c}
-
-
-def _size(test: str) -> int:
-    return (ROOT / test.split("::")[0]).stat().st_size
-
-
-def failed(
-    tree: Path, tests: list[str], limit_s: int | None = None, **environment: str
-) -> list[str]:
+def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str]:
     """Return those of the tests that fail in a copy of the tree: the first where time is limited;
     `TOO_LONG` where it is over."""
     cache = tree / ".failed"
@@ -187,12 +152,7 @@ def failed(
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *stop, *tests],
             cwd=tree,
-            env={
-                "PYTHONPATH": str(tree),
-                "PATH": "/usr/bin:/bin",
-                "HOME": str(Path.home()),
-                **environment,
-            },
+            env={**os.environ, "PYTHONPATH": str(tree)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=limit_s,
@@ -205,19 +165,14 @@ def failed(
 
 
 def noticed(tree: Path, mutant: Mutant, tests: list[str]) -> list[str]:
-    """Return the tests that fail on the mutant in a copy of the tree. Of a kernel those too that
-    run in a process whose triton interprets, where coverage does not see them."""
+    """Return the tests that fail on the mutant in a copy of the tree."""
     path = tree / mutant.file
     right = path.read_text()
     parsed = ast.parse(right)
     list(changed(parsed, mutant.index))
     path.write_text(ast.unparse(ast.fix_missing_locations(parsed)))
     try:
-        found = failed(tree, tests, LIMIT_S)
-        if not found and mutant.file.startswith(KERNELS):
-            stem = Path(mutant.file).stem.removesuffix("_triton")
-            found = failed(tree, [INTERPRETED, "-k", stem], LIMIT_S, TRITON_INTERPRET="1")
-        return found
+        return failed(tree, tests, LIMIT_S)
     finally:
         path.write_text(right)
 
@@ -237,14 +192,6 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def read_coverage(path: str) -> coverage.CoverageData:
-    import coverage
-
-    data = coverage.CoverageData(path)
-    data.read()
-    return data
-
-
 def told(mutant: Mutant, why: str) -> None:
     print(f"{mutant.file}:{mutant.line}: {mutant.what}: {why}", flush=True)
 
@@ -252,14 +199,12 @@ def told(mutant: Mutant, why: str) -> None:
 def main(words: list[str]) -> int:
     """Print each mutant that survives, and the share that is caught."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    p.add_argument("modules", nargs="*", default=PRODUCT, help="files and folders to change")
-    p.add_argument("--tests", nargs="+", help="tests for each mutant; else those that execute it")
+    p.add_argument("modules", nargs="+", help="files and folders to change")
+    p.add_argument("--tests", nargs="+", required=True)
     p.add_argument("--count", type=int, default=200)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--jobs", type=int, default=2)
-    p.add_argument("--data", default=str(ROOT / "build/coverage"))
     args = p.parse_args(words)
-    data = None if args.tests else read_coverage(args.data)
     places = mutants(args.modules)
     drawn = random.Random(args.seed).sample(places, min(args.count, len(places)))
     trees: Queue[Path] = Queue()
@@ -267,23 +212,18 @@ def main(words: list[str]) -> int:
         trees.put(copied(ROOT / f"build/mutants{i}"))
 
     def tried(mutant: Mutant) -> tuple[Mutant, list[str]]:
-        tests = args.tests or tests_of(data, mutant)
         tree = trees.get()
-        names = noticed(tree, mutant, tests) if tests else []
+        names = noticed(tree, mutant, args.tests)
         trees.put(tree)
         if not names:
-            told(mutant, "survives" if tests else "no test executes it")
+            told(mutant, "survives")
         return mutant, names
 
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(tried, drawn))
     # A test that fails on the right product too has noticed nothing.
     named = sorted({n for _, names in found for n in names if "::" in n})
-    interpreted = [n for n in named if n.startswith(INTERPRETED)]
-    others = [n for n in named if n not in interpreted]
-    tree = trees.get()
-    wrong = set(failed(tree, others)) if others else set()
-    wrong |= set(failed(tree, interpreted, TRITON_INTERPRET="1")) if interpreted else set()
+    wrong = {*failed(trees.get(), named)} if named else set()
     caught = sum(bool(set(names) - wrong) for _, names in found)
     for mutant, names in found:
         if names and not set(names) - wrong:

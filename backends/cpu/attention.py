@@ -10,7 +10,7 @@ from g4ir.ir.graph import Node
 from g4ir.model.decoder import TOKENS
 from g4ir.ops.attention import last_visible, split_chunk
 
-from .pyops import OPS
+from . import pyops
 
 Tensor = torch.Tensor
 
@@ -64,8 +64,7 @@ def _attend_few(
     n: Node, q: Tensor, positions: Tensor, written: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     window, scale = n.whole("window"), n.number("scale")
-    out: Tensor = OPS.attend(q, positions, written, keys, values, window, scale)
-    return out
+    return pyops.attend(q, positions, written, keys, values, window, scale)
 
 
 def _attend_chunk(
@@ -78,6 +77,5 @@ def _attend_chunk(
 ) -> Tensor:
     """Attend for a prefill chunk; `caches`: K and V of the cache, then of the chunk."""
     last = positions if block_ids is None else last_visible(positions, block_ids)
-    masking = n.whole("window"), n.number("scale")
-    out: Tensor = OPS.attend_chunk(q, positions, last, written, *caches, *masking)
-    return out
+    window, scale = n.whole("window"), n.number("scale")
+    return pyops.attend_chunk(q, positions, last, written, caches, window, scale)

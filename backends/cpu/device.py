@@ -1,4 +1,4 @@
-"""The CPU: C kernels, step programs, tiled weights; compiled programs on request."""
+"""The CPU: C kernels, step programs, tiled weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Task
-from g4ir.backends.inductor.device import Device
+from g4ir.backends.inductor.device import Compiler, Device
 from g4ir.backends.inductor.target import Target
-from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.processor import cpu_flags
@@ -18,32 +17,21 @@ from g4ir.ui.processor import cpu_flags
 from .library import kernels
 from .tiles import in_tiles
 
-#: files of this folder that compiled programs depend on
-SOURCES = ("attention.py", "isa.py", "library.py", "lowerings.py", "pyops.py")
-
 
 class Cpu(Device):
     """The CPU. Imports of torch are deferred."""
 
     name = "cpu"
-    records = True
     packages = ("torch",)
-    preload = "torch._inductor.compile_fx"
 
     def needs(self) -> tuple[Callable[[], object], ...]:
         return (lambda: kernels().check(),)
-
-    def check_compiler(self) -> None:
-        cpp_compiler()
 
     def machine(self) -> str:
         import torch
 
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{platform.machine()} {capability} {','.join(cpu_flags())}"
-
-    def target(self, rows: int) -> Target:
-        return Target(self.name)
 
     def stored(self, program: Program) -> Program:
         """Return the program with tiled weights."""
@@ -53,14 +41,6 @@ class Cpu(Device):
         from .step_program import step_phases
 
         return step_phases(program, limits)
-
-    def lowered(self, g: Graph, target: Target) -> Any:
-        from .lowerings import lowered
-
-        return lowered(g)
-
-    def sources(self, target: Target) -> Sequence[Path]:
-        return [Path(__file__).with_name(name) for name in SOURCES]
 
     def runtime(
         self,
@@ -74,4 +54,22 @@ class Cpu(Device):
         return CpuRuntime(task, steps, files)
 
 
-DEVICE = Cpu()
+class CompiledCpu(Cpu, Compiler):
+    """The CPU with programs of torch's compiler: `--set programs=inductor`, for tests of what GPUs
+    run too."""
+
+    compiles = True
+
+    def target(self, rows: int) -> Target:
+        return Target(self.name)
+
+    def lowered(self, g: Graph, target: Target) -> Any:
+        from .lowerings import compiled
+
+        return compiled(g)
+
+    def sources(self) -> Sequence[Path]:
+        return []
+
+
+DEVICE, COMPILER = Cpu(), CompiledCpu()

@@ -14,9 +14,9 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
 
+from . import pyops
 from .attention import attention, attention_latent
 from .isa import FROM
-from .pyops import OPS
 
 Tensor = torch.Tensor
 
@@ -26,9 +26,9 @@ def lowered(g: Graph) -> Lowered:
     return LoweredByOp(g, LOWERINGS)
 
 
-def eager(g: Graph) -> Lowered:
-    """Return a graph with the lowerings for eager execution."""
-    return LoweredByOp(g, EAGER)
+def compiled(g: Graph) -> Lowered:
+    """Return a graph with torch's ops alone."""
+    return LoweredByOp(g, {**COMMON, "cache_write": LOWERINGS["cache_write"]})
 
 
 def _clip(m: Run, n: Node, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -45,10 +45,10 @@ def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
 def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Any:
     if isinstance(w, Coded):
         if isinstance(x, Rounded) and x.fmt == "int8":
-            return OPS.linear_rounded(x.x, w.codes, w.scales, w.tiles)
-        return OPS.linear_coded(dense(x), w.codes, w.scales, w.tiles)
+            return pyops.linear_rounded(x.x, w.codes, w.scales, w.tiles)
+        return pyops.linear_coded(dense(x), w.codes, w.scales, w.tiles)
     if w.numel() >= FROM:
-        return OPS.linear(dense(x), w)
+        return pyops.linear(dense(x), w)
     return lower.linear(m, n, x, w)
 
 
@@ -66,8 +66,8 @@ def _experts(
     if isinstance(gate_up, Coded) and isinstance(down, Coded):
         parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
         tiles = (gate_up.tiles, down.tiles)
-        return OPS.experts_coded(x, weights, index, *parts, act, *tiles, first)
-    return OPS.experts(x, weights, index, dense(gate_up), dense(down), act, first)
+        return pyops.experts_coded(x, weights, index, *parts, act, *tiles, first)
+    return pyops.experts(x, weights, index, dense(gate_up), dense(down), act, first)
 
 
 def _write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
@@ -89,6 +89,7 @@ def _rewrite(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None
 #: op -> lowering; default: its reference
 LOWERINGS: dict[str, Lowering] = {
     **COMMON,
+    "clip": Lowering(_clip),
     "linear": Lowering(_linear, (Coded, Rounded)),
     "dequantize": Lowering(_dequantize),
     "dequantize_tiles": Lowering(_dequantize),
@@ -97,4 +98,3 @@ LOWERINGS: dict[str, Lowering] = {
     "attention": Lowering(attention),
     "attention_latent": Lowering(attention_latent),
 }
-EAGER = LOWERINGS | {"clip": Lowering(_clip)}

@@ -1,4 +1,4 @@
-"""Torch ops over the C kernels, for graphs that are not step programs: matmuls, MoE, attention.
+"""Functions over the C kernels, for graphs that are not step programs: matmuls, MoE, attention.
 
 bf16 and fp32 matmuls of a few rows are GEMVs bound by memory bandwidth; of more rows, GEMMs over
 packed panels (kernels/gemm.h).
@@ -7,7 +7,7 @@ packed panels (kernels/gemm.h).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -252,15 +252,14 @@ def attend_chunk(
     positions: Tensor,
     last: Tensor,
     written: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    fresh_keys: Tensor,
-    fresh_values: Tensor,
+    rows: Sequence[Tensor],
     window: int,
     scale: float,
 ) -> Tensor:
-    """Compute the op `attention` for a prefill chunk; queries attend up to position `last`."""
-    pairs = (keys, values), (fresh_keys, fresh_values)
+    """Compute the op `attention` for a prefill chunk; queries attend up to position `last`. rows: K
+    and V of the cache, then of the chunk."""
+    keys, values, *fresh = rows
+    pairs = (keys, values), fresh
     ids = DTYPES.get(q.dtype, -1), CACHE_DTYPES.get(keys.dtype, -1)
     if not _kernels or -1 in ids or not _kernels["takes_chunk"](*ids, q.shape[-1]):
         at = torch.cat((slot_positions(written, len(keys)), positions.t()))
@@ -380,32 +379,3 @@ def _each_expert(
         token, slot = torch.where(slots == e)
         out[token, slot] = upcast(one(tokens[token], e))
     return (out * scale[..., None]).sum(1).to(x.dtype).view_as(x)
-
-
-def _product(x: Tensor, w: Tensor, *operands: Any) -> Tensor:
-    """Return an empty output of x @ w^T."""
-    return x.new_empty((*x.shape[:-1], w.shape[0]))
-
-
-def _like(x: Tensor, *operands: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-#: op -> its fake implementation: an empty output
-_OPS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
-    linear: _product,
-    linear_coded: _product,
-    linear_rounded: _product,
-    attend: _like,
-    attend_chunk: _like,
-    experts: _like,
-    experts_coded: _like,
-}
-_LIBRARY = torch.library.Library("g4ir", "DEF")
-for _op, _fake in _OPS.items():
-    _schema = torch.library.infer_schema(_op, mutates_args=(), op_name=_op.__name__)
-    _LIBRARY.define(_schema.replace("SymInt", "int"))  # no int argument is a dim
-    _LIBRARY.impl(_op.__name__, _op, "CPU")
-    torch.library.register_fake(f"g4ir::{_op.__name__}", _fake)
-#: namespace of the registered ops
-OPS: Any = torch.ops.g4ir

@@ -26,7 +26,7 @@ from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
 from . import pyops
 from .arena import ROWS, Arena
-from .lowerings import eager
+from .lowerings import lowered
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import (
     CHUNKS,
@@ -59,11 +59,10 @@ class CpuRuntime(ProgramRuntime):
         self.worker = StepThread()
         pyops.load_kernels(progress=task.progress)
         super().__init__(task, steps, files)
-        self.unpacked.cleanup()
 
     def _without_program(self, segment: Segment) -> Call:
         """Run a segment eagerly, by torch's ops and the C kernels."""
-        module = SegmentModule(eager(parse_graph(segment.text)))
+        module = SegmentModule(lowered(parse_graph(segment.text)))
         return torch.no_grad()(lambda args: module(*args))
 
     def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Task
-from g4ir.backends.inductor.device import Device
+from g4ir.backends.inductor.device import Compiler
 from g4ir.backends.inductor.target import Target
-from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplify_formats
@@ -22,24 +21,17 @@ from .target import find_target, has_large_blocks
 from .toolkit import toolchain
 
 #: files of this folder that compiled programs depend on
-SOURCES = ("kernels/base.py", "lowerings.py", "schedule.py")
-#: and with our kernels
-KERNEL_SOURCES = ("kernels/*.py",)
+SOURCES = ("kernels/*.py", "lowerings.py", "schedule.py")
 
 
-class Cuda(Device):
+class Cuda(Compiler):
     """NVIDIA GPUs. Imports of torch are deferred: kernels are counted without it."""
 
     name = "cuda"
-    embeds = True
     packages = ("torch", "triton")
-    preload = "torch"  # the compiler may open the GPU, which forks could not use then
 
     def needs(self) -> tuple[Callable[[], object], ...]:
         return toolchain(", or build with --device cpu")
-
-    def check_compiler(self) -> None:
-        cpp_compiler()
 
     def machine(self) -> str:
         import torch
@@ -59,10 +51,8 @@ class Cuda(Device):
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         return scratch_bytes(program)
 
-    def notes(self, program: Program, target: Target) -> Iterator[str]:
-        if not target.gpu:
-            yield "this GPU is older than Ampere: the library's kernels only"
-        elif not has_large_blocks(target.gpu):
+    def notes(self, target: Target) -> Iterator[str]:
+        if not has_large_blocks(target.gpu):
             yield "attention on this GPU is the library's: our kernels need Hopper's shared memory"
 
     def lowered(self, g: Graph, target: Target) -> Any:
@@ -70,16 +60,15 @@ class Cuda(Device):
 
         return GpuLowered(schedule(g, target))
 
-    def sources(self, target: Target) -> Sequence[Path]:
-        names = (*SOURCES, *(KERNEL_SOURCES if target.gpu else ()))
+    def sources(self) -> Sequence[Path]:
         folder = Path(__file__).resolve().parent
-        return [path for name in names for path in sorted(folder.glob(name))]
+        return [path for name in SOURCES for path in sorted(folder.glob(name))]
 
-    def options(self, text: str) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {"combo_kernels": True}  # independent ops share a launch
 
-    def versions(self, target: Target) -> Sequence[str]:
-        return [importlib.metadata.version("triton")] if target.gpu else []
+    def versions(self) -> Sequence[str]:
+        return [importlib.metadata.version("triton")]
 
     def runtime(
         self,
@@ -93,4 +82,4 @@ class Cuda(Device):
         return CudaRuntime(task, steps, files, cuda_graph)
 
 
-DEVICE = Cuda()
+DEVICE = COMPILER = Cuda()

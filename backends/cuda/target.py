@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from g4ir.backends.inductor.target import Target
 
-#: min compute capability of the kernels
-MIN_CAPABILITY = (8, 0)
 #: default target without a GPU
 HOPPER = "h100"
 
 
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
     """Name a GPU: `NVIDIA H200` -> h200; other Hopper cards: h100; others: their capability, for
-    example sm_100; empty if it is too old."""
-    if capability < MIN_CAPABILITY:
-        return ""
+    example sm_100."""
     for name in ("h200", HOPPER):
         if name in product.lower():
             return name

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from g4ir.backends.base import Backend, Prepared, Task
@@ -20,7 +20,7 @@ from g4ir.ui.progress import Progress
 
 from . import workers
 from .compile import check_program
-from .device import DEVICES, find_device
+from .device import DEVICES, Device, find_compiler, find_device
 from .programs import phase_steps
 from .segment import Segment, Step
 
@@ -43,9 +43,7 @@ class TorchBackend(Backend):
     record = Programs
     settings = {
         "programs": Setting(
-            ("auto", "inductor"),
-            "auto",
-            "inductor: compile every graph for the CPU too, whose kernels compute without",
+            ("auto", "inductor"), "auto", "inductor: compile for the CPU too, without our kernels"
         )
     }
 
@@ -72,21 +70,14 @@ class TorchBackend(Backend):
     def packages(self, device: str) -> tuple[str, ...]:
         return find_device(device).packages
 
-    @contextmanager
-    def about_to_compile(self, device: str) -> Iterator[None]:
-        """Start compile workers early, on devices that always compile: they import torch's
-        compiler for some seconds."""
-        early = JOBS > 1 and not find_device(device).records
-        with (
-            compiler_cache.in_use(),
-            workers.compilers_started(JOBS, device) if early else nullcontext(),
-        ):
-            yield
+    def about_to_compile(self, device: str) -> AbstractContextManager[None]:
+        return compiler_cache.in_use()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-        steps = _steps(task.program, task.limits, task.device, settings)
+        compiles = _compiles(task.device, settings)
+        steps = _steps(task.program, task.limits, task.device, compiles)
         files: Mapping[str, str] = {}
-        if _compiles(task.device, settings):
+        if compiles:
             with compiler_cache.in_use():
                 files = self._compiled(task, texts_of(steps))
         return {
@@ -96,11 +87,10 @@ class TorchBackend(Backend):
 
     def _compiled(self, task: Task, texts: Sequence[str]) -> dict[str, str]:
         """Compile programs; return text -> file name."""
-        device = find_device(task.device)
+        device = find_compiler(task.device)
         target = device.target(task.limits.max_batch)
-        for note in device.notes(task.program, target):
+        for note in device.notes(target):
             task.progress(note)
-        device.check_compiler()
         folder = task.folder / "programs"
         return workers.compile_all(texts, target, folder, JOBS, task.progress)
 
@@ -112,31 +102,28 @@ class TorchBackend(Backend):
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count program calls and distinct programs."""
         config = prepared.config
-        compiles = _compiles(config.device, config.settings)
-        program = prepared.packing.program
-        steps = _steps(program, config.limits, config.device, config.settings)
-        texts = texts_of(steps) if compiles else []
+        if not _compiles(config.device, config.settings):
+            return {}
+        texts = texts_of(_steps(prepared.packing.program, config.limits, config.device, True))
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
     def load(self, task: Task, files: Programs, cuda_graph: bool = True) -> Any:
-        device = find_device(task.device)
-        recorded = task.program.graphs.keys() - files.keys() if device.records else ()
-        steps = phase_steps(task.program, task.limits, recorded, device.embeds)
-        _check_programs(task, steps, files)
+        find = find_compiler if self.has_native_code(files) else find_device
+        device: Device = find(task.device)
+        recorded = () if device.compiles else task.program.graphs.keys() - files.keys()
+        steps = phase_steps(task.program, task.limits, recorded, device.compiles)
+        _check_programs(task, steps, files, device.compiles)
         return device.runtime(task, steps, files, cuda_graph)
 
 
 def _compiles(device: str, settings: Mapping[str, str]) -> bool:
-    return settings["programs"] == "inductor" or not find_device(device).records
+    return settings["programs"] == "inductor" or find_device(device).compiles
 
 
-def _steps(
-    program: Program, limits: Limits, device: str, settings: Mapping[str, str]
-) -> dict[str, list[Step]]:
+def _steps(program: Program, limits: Limits, device: str, compiles: bool) -> dict[str, list[Step]]:
     """Return the steps of the graphs that do not run as step programs."""
-    compiles = _compiles(device, settings)
     recorded = () if compiles else find_device(device).recorded_phases(program, limits)
-    return phase_steps(program, limits, recorded, find_device(device).embeds)
+    return phase_steps(program, limits, recorded, compiles)
 
 
 def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
@@ -144,9 +131,11 @@ def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
     return [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
 
 
-def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Programs) -> None:
-    """Raise EngineError unless every segment has a program compiled from it; or none has one, on a
-    device that runs without."""
+def _check_programs(
+    task: Task, steps: Mapping[str, Sequence[Step]], files: Programs, compiles: bool
+) -> None:
+    """Raise EngineError unless every segment has a program compiled from it; none on a device that
+    runs without."""
     folder = task.folder / "programs"
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
@@ -158,9 +147,8 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Prog
             f"{', '.join(files)} named; build the engine again"
         )
     checked: set[tuple[str, str]] = set()
-    without = find_device(task.device).records and not any(map(any, files.values()))
     for name, many in texts.items():
-        expected = [not without and t is not None for t in many]
+        expected = [compiles and t is not None for t in many]
         if expected != [f is not None for f in files[name]]:
             raise EngineError(
                 f"{folder}: the programs of {name} are not one for each segment; "

@@ -26,7 +26,7 @@ from g4ir.ui.files import write_file
 from g4ir.ui.paths import keep_inductor_private, setting
 from g4ir.weights.tensorfile import open_regular
 
-from .device import find_device
+from .device import Compiler, find_compiler
 from .target import Target
 
 #: files of this folder that compiled programs depend on, in addition to the ops
@@ -60,17 +60,17 @@ def program_name(text: str, target: Target) -> str:
     """Return a hash of everything that a compiled program depends on."""
     import torch
 
-    device = find_device(target.device)
-    parts = [text, str(target), torch.__version__, device.machine(), _sources(target)]
-    parts += [setting(WRAPPER_LEVEL), *device.versions(target)]
+    device = find_compiler(target.device)
+    parts = [text, str(target), torch.__version__, device.machine(), _sources(device)]
+    parts += [setting(WRAPPER_LEVEL), *device.versions()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _sources(target: Target) -> str:
+def _sources(device: Compiler) -> str:
     """Return a hash of the source code of the compiler."""
     package = Path(__file__).resolve().parent
     ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
-    files = [*(package / name for name in SOURCES), *find_device(target.device).sources(target)]
+    files = [*(package / name for name in SOURCES), *device.sources()]
     digest = hashlib.sha256()
     for path in [*files, *sorted(ops.glob("*.py"))]:
         digest.update(path.read_bytes())
@@ -143,7 +143,7 @@ def _compile(text: str, target: Target, path: Path) -> None:
     """Write a program's file, with its segment's hash as the zip comment."""
     from torch._inductor.utils import fresh_cache
 
-    options = options_of(text, target)
+    options = options_of(target)
     package = _packaged(text, target, options)
     if not _is_complete(package):  # a part, left in the compiler's cache by a killed compile
         with fresh_cache():
@@ -167,13 +167,13 @@ def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
     return package
 
 
-def options_of(text: str, target: Target) -> dict[str, Any]:
+def options_of(target: Target) -> dict[str, Any]:
     """Return the options of a program's compilation."""
     from torch._inductor import config
 
     config_names = config.get_config_copy()
     tables = {name: False for name in NO_TABLES if name in config_names}
-    return INDUCTOR | find_device(target.device).options(text) | tables
+    return INDUCTOR | find_compiler(target.device).options() | tables
 
 
 def _is_complete(package: io.BytesIO) -> bool:
@@ -220,7 +220,7 @@ def exported(text: str, target: Target) -> Any:
 
     from .lower import SegmentModule, example
 
-    g, device = parse_graph(text), find_device(target.device)
+    g, device = parse_graph(text), find_compiler(target.device)
     args, dynamic, byte_params = [], [], device.byte_params(g)
     for v in g.sources():
         t = example(v.type, target.device, _TRACE)

@@ -16,80 +16,38 @@ from g4ir.plan.engine_limits import Limits
 
 from .target import Target
 
-#: name -> the module with its DEVICE
+#: name -> the module with its DEVICE and COMPILER
 DEVICES = {"cpu": "g4ir.backends.cpu.device", "cuda": "g4ir.backends.cuda.device"}
 
 
 class Device(ABC):
-    """A kind of device; by default it adds nothing."""
+    """A kind of device."""
 
     name: str
     #: packages whose versions its engines depend on
     packages: tuple[str, ...]
-    #: whether it runs graphs without compiled programs, as step programs if possible
-    records = False
-    #: whether gathers from quantised tables are compiled
-    embeds = False
-    #: module that is slow to import; compile workers fork after its import
-    preload: str
+    #: whether graphs are compiled; otherwise they run as step programs if possible
+    compiles = False
 
     @abstractmethod
     def needs(self) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build; each raises MissingError."""
 
     @abstractmethod
-    def check_compiler(self) -> None:
-        """Raise MissingError if programs cannot be compiled."""
-
-    @abstractmethod
     def machine(self) -> str:
         """Return the instruction set of compiled code, to compare and to print."""
-
-    @abstractmethod
-    def target(self, rows: int) -> Target:
-        """Return the target of a build on this machine for batches of `rows`."""
 
     @abstractmethod
     def stored(self, program: Program) -> Program:
         """Return the program with weights in the layouts of its kernels."""
 
-    def byte_params(self, g: Graph) -> frozenset[str]:
-        """Return the params of a graph that its programs take as bytes [.., row bytes]."""
-        return frozenset()
-
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         """Return limits -> scratch bytes of a step beyond the workspace of its graphs."""
         return no_scratch(program)
 
-    # --- what is compiled
-
     def recorded_phases(self, program: Program, limits: Limits) -> tuple[str, ...]:
         """Return the graphs that run as step programs."""
         return ()
-
-    def notes(self, program: Program, target: Target) -> Iterator[str]:
-        """Yield messages of a build about its target."""
-        yield from ()
-
-    # --- how
-
-    @abstractmethod
-    def lowered(self, g: Graph, target: Target) -> Any:
-        """Return a graph with the lowerings of its nodes (lowered.py)."""
-
-    @abstractmethod
-    def sources(self, target: Target) -> Sequence[Path]:
-        """Return source files that compiled programs depend on."""
-
-    def versions(self, target: Target) -> Sequence[str]:
-        """Return versions of packages, except torch, that compiled programs depend on."""
-        return ()
-
-    def options(self, text: str) -> dict[str, Any]:
-        """Return options of torch's compiler for a program."""
-        return {}
-
-    # --- running
 
     @abstractmethod
     def runtime(
@@ -102,7 +60,47 @@ class Device(ABC):
         """Return a loaded engine."""
 
 
+class Compiler(Device):
+    """A device whose programs torch's compiler compiles."""
+
+    compiles = True
+
+    @abstractmethod
+    def target(self, rows: int) -> Target:
+        """Return the target of a build on this machine for batches of `rows`."""
+
+    @abstractmethod
+    def lowered(self, g: Graph, target: Target) -> Any:
+        """Return a graph with the lowerings of its nodes (lowered.py)."""
+
+    @abstractmethod
+    def sources(self) -> Sequence[Path]:
+        """Return source files that compiled programs depend on."""
+
+    def byte_params(self, g: Graph) -> frozenset[str]:
+        """Return the params of a graph that its programs take as bytes [.., row bytes]."""
+        return frozenset()
+
+    def notes(self, target: Target) -> Iterator[str]:
+        """Yield messages of a build about its target."""
+        yield from ()
+
+    def versions(self) -> Sequence[str]:
+        """Return versions of packages, except torch, that compiled programs depend on."""
+        return ()
+
+    def options(self) -> dict[str, Any]:
+        """Return options of torch's compiler."""
+        return {}
+
+
 def find_device(name: str) -> Device:
     """Return the record of a device."""
     device: Device = importlib.import_module(DEVICES[name]).DEVICE
     return device
+
+
+def find_compiler(name: str) -> Compiler:
+    """Return the record of a device for compiled programs."""
+    compiler: Compiler = importlib.import_module(DEVICES[name]).COMPILER
+    return compiler

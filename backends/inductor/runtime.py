@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -64,11 +65,8 @@ class ProgramRuntime:
         self.source, self.group = task.params, task.group
         folder = task.folder / "programs"
         names = dict.fromkeys(f for many in files.values() for f in many if f)
-        with unpacking() as self.unpacked:
-            self.calls = {
-                name: _load_program(folder / name, self.device, self._device_index())
-                for name in names
-            }
+        self.unpacked: TemporaryDirectory[str] | None = None
+        self.calls = self._load_programs(folder, names) if names else {}
         self.weights = self._load_params(self._param_names(steps), task)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         operands = self._operands(self.weights)
@@ -83,6 +81,11 @@ class ProgramRuntime:
             for logits, chosen in ((True, many), (False, state_steps(many))):
                 plan = [bound[id(s)] for s in chosen]
                 self.plans[phase, logits] = _freeing(plan, keep)
+
+    def _load_programs(self, folder: Path, names: Iterable[str]) -> dict[str, Call]:
+        with unpacking() as self.unpacked:
+            index = self._device_index()
+            return {name: _load_program(folder / name, self.device, index) for name in names}
 
     def _call(self, step: Step, file: str | None) -> Call:
         """Return the function that runs a step."""
@@ -171,7 +174,8 @@ class ProgramRuntime:
         self.plans.clear()
         self.weights.clear()
         self.source.close()
-        self.unpacked.cleanup()
+        if self.unpacked:
+            self.unpacked.cleanup()
 
 
 def check_aligned(caches: Tensors) -> None:

@@ -16,15 +16,9 @@ def cpp_compiler() -> str:
             "programs of torch's compiler are compiled on Linux alone: use Docker "
             "(docker/cuda.Dockerfile), on Windows WSL 2, or the CPU without --set programs=inductor"
         )
-    usual = setting("CXX", "g++")
-    if shutil.which(usual):  # torch's compiler takes 2 s to import
-        return usual
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        return cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as e:
+    if not shutil.which(compiler := setting("CXX", "g++")):
         raise MissingError(
             "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
             "install one, for example with `apt-get install g++`"
-        ) from e
+        )
+    return compiler

@@ -279,7 +279,7 @@ class Emitter(ABC):
         _need(fits, f"append: {new.type} at {start.type} of {cache.type}")
         return self._append(cache, new, start, cache.type)
 
-    # --- attention ----------------------------------------------------------------------------
+    # --- attention and ranks ------------------------------------------------------------------
 
     def attention(self, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
         """Return softmax(q keys^T) values for q [B,heads,S,d], keys [B,n,T,d] and values [B,n,T,w]
@@ -289,6 +289,13 @@ class Emitter(ABC):
         _need(fits, f"attention: {q.type} over {keys.type}, {values.type}")
         t = q.type.with_shape(*q.shape[:3], values.shape[3])
         return self._attention(q, keys, values, mask, t)
+
+    def exchange(self, op: str, x: Operand, ranks: int) -> Operand:
+        """Return a collective over the ranks' tensors: their sum (all_reduce), or all of them in
+        order of rank, concatenated along the first dim (all_gather)."""
+        first, *trailing = x.shape
+        t = x.type.with_shape(ranks * int(first), *trailing) if op == "all_gather" else x.type
+        return self._exchange(op, x, ranks, t)
 
     # --- control ------------------------------------------------------------------------------
 
@@ -322,6 +329,7 @@ class Emitter(ABC):
     _gather_rows: Callable[[Operand, Operand, Type], Operand]
     _append: Callable[[Operand, Operand, Operand, Type], Operand]
     _attention: Callable[[Operand, Operand, Operand, Operand, Type], Operand]
+    _exchange: Callable[[str, Operand, int, Type], Operand]
 
 
 def reshape_spec(x: Type, t: Type) -> list[int]:

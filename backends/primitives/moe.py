@@ -33,6 +33,7 @@ def experts(
     index: Operand,
     gate_up: Operand,
     down: Operand,
+    first: Operand | None = None,
     *,
     mode: str = "auto",
 ) -> Operand:
@@ -40,6 +41,8 @@ def experts(
     their bytes, so for single tokens only; else all experts on all tokens. `mode`: gather, all, or
     auto, by the number of tokens."""
     e, act, both = net.e, n.word("act"), (gate_up, down)
+    if first is not None:
+        weights, index = local_choices(e, weights, index, first, int(gate_up.shape[0]))
 
     def gathered() -> Operand:
         gathered_weights = (gathered_weight(net, w, index) for w in both)
@@ -58,6 +61,16 @@ def experts(
     if mode == "auto" and x.shape[1] != 1:
         return e.when_one(x, 1, gathered, every)
     return every() if mode == "all" else gathered()
+
+
+def local_choices(
+    e: Emitter, weights: Operand, index: Operand, first: Operand, count: int
+) -> tuple[Operand, Operand]:
+    """Map choices to the local experts first .. first + count - 1; choices of other ranks' experts
+    get weight 0 and a valid index."""
+    index = e.binary("sub", index, e.unsqueeze(first, 1, 2))
+    local = e.binary("and", e.binary("gt", index, -1), e.binary("lt", index, count))
+    return e.where(local, weights, 0.0), e.where(local, index, 0)
 
 
 def for_all(e: Emitter, w: Weight) -> Weight:

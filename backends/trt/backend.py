@@ -15,6 +15,7 @@ from g4ir.backends.primitives.network import stored_bytes
 from g4ir.backends.primitives.weights import by_columns, dequantize_at_build
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
+from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.reader import Line, OneOf, Range
 from g4ir.ui.progress import Progress
@@ -26,10 +27,11 @@ from .host import (
     Host,
     installed,
     logger,
+    recorded_by_all,
     require_target,
 )
 from .interface import ENGINE, files, interface, networks
-from .kernel_cache import KernelCache
+from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes
 from .make import Make, read_plan
 from .runtime import Opened, TrtRuntime
@@ -71,6 +73,7 @@ class TrtBackend(Backend):
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f32")
     packs_weights: bool = True
+    shares: bool = True
     of_torch: bool = False
     record: Any = Plans
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
@@ -137,7 +140,7 @@ class TrtBackend(Backend):
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Count the bytes of weights over all plans; a tower with several sizes is in several
         plans."""
-        return sum(map(weight_bytes, networks(program).values()))
+        return sum(ranks_of(g) * weight_bytes(g) for g in networks(program).values())
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         return dry_run(prepared, progress)
@@ -146,30 +149,40 @@ class TrtBackend(Backend):
         return True
 
     def load(self, task: Task, manifest: dict[str, Any], cuda_graph: bool = True) -> TrtRuntime:
-        api, graphs = self.host.tensorrt(), networks(task.program)
+        api, graphs, group = self.host.tensorrt(), networks(task.program), task.group
+        rank = group.rank if group else 0
+        plans = {name: files(name, rank, ranks_of(g))[0] for name, g in graphs.items()}
         self._check_plans(manifest, api, task)
-        for name in graphs:
-            path = task.folder / files(name)[0]
+        for plan in plans.values():
+            path = task.folder / plan
             if not path.is_file() or not path.stat().st_size:
                 raise EngineError(f"{path} is missing or empty; build the engine again")
         log, kernels = logger(api.trt), self._kernels(api, task)
 
         def opened(name: str) -> Opened:
-            plan, _ = files(name)
+            plan = plans[name]
             task.progress(f"reading {plan}")
             engine = read_plan(task.folder / plan, api, log)
             io = interface(graphs[name], task.limits)
             return Opened(api, engine, log, io, task.device, self.host.stream(), kernels)
 
-        record = self.host.record if cuda_graph else None
         main = opened(ENGINE)
-        return TrtRuntime(main, task.limits, record, task.params, opened, task.program)
+        record = self.host.record if cuda_graph else None
+        if record and group:
+            record = recorded_by_all(record, group.gather_values)
+        loaded = TrtRuntime(main, task.limits, record, task.params, opened, task.program)
+        if group:
+            loaded.link(partial(self.host.communicator, group))
+        return loaded
 
     def _kernels(self, api: Api, task: Task) -> KernelCache | None:
         if not self.host.target.ahead_of_time:
             return None
         key = f"{task.digest} {self.host.gpu()} {self.host.architecture()} {api.version}"
-        return KernelCache(api, key, task.progress)
+        rank = f".rank{task.group.rank}" if task.group else ""
+        folder = task.folder.resolve()
+        file = folder.with_name(f"{folder.name}{rank}{SUFFIX}")
+        return KernelCache(api, file, key, task.progress)
 
     def _check_plans(self, manifest: Mapping[str, Any], api: Api, task: Task) -> None:
         """Raise EngineError if plans are for another GPU or another TensorRT version; patch

@@ -9,20 +9,21 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from g4ir.errors import LowerError
+from g4ir.errors import LowerError, TrustError
 from g4ir.ir.graph import Graph
 from g4ir.ir.names import layer_of
 from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.console import handled
-from g4ir.ui.files import new_version
+from g4ir.ui.files import new_version, write_file
 from g4ir.ui.memory import device_memory
+from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
@@ -168,7 +169,8 @@ HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks built one after another; the first is the text model's."""
+    """Return the estimate for networks built one after another, repeated for each rank; the first
+    is the text model's."""
     host, device = max(map(_host_bytes, graphs)), max(map(weight_bytes, graphs)) + MIN_WORKSPACE
     return Estimate(host, device, any(v.type.dtype == INT4 for v in graphs[0].params))
 
@@ -188,9 +190,14 @@ def weight_bytes(g: Graph) -> int:
     return sum(v.type.nbytes() for v in g.params)
 
 
-def build_plan(api: Api, w: Written, config: Any, plan: Path, progress: Progress) -> None:
-    """Run the builder, which streams its plan to a file; Ctrl-C and SIGTERM cancel it. LowerError
-    with the builder's message if it fails; OSError if the plan cannot be written."""
+def build_plan(
+    api: Api, w: Written, config: Any, timing: Path | None, plan: Path, progress: Progress
+) -> None:
+    """Run the builder, which streams its plan to a file. The timing cache is read first and written
+    at the end, even if the build fails or is interrupted (Ctrl-C, SIGTERM). LowerError with the
+    builder's message if it fails; OSError if the plan cannot be written."""
+    if timing:
+        _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
     w.log.errors.clear()
     monitor = progress_monitor(api.trt, progress)
@@ -199,6 +206,8 @@ def build_plan(api: Api, w: Written, config: Any, plan: Path, progress: Progress
         writer = stream_writer(api.trt, file)
         with _interruptible(monitor):
             written = w.builder.build_serialized_network_to_stream(w.network, config, writer)
+        if timing:
+            _keep(timing, config.get_timing_cache())
         if monitor.stopped:
             raise KeyboardInterrupt
         if writer.error:
@@ -210,6 +219,30 @@ def build_plan(api: Api, w: Written, config: Any, plan: Path, progress: Progress
 
 class RefusedError(LowerError):
     """The builder accepts every layer, but not the network."""
+
+
+def _begin_with(config: Any, timing: Path) -> None:
+    """Load the timing cache; start an empty one if other users could have written the file or
+    TensorRT rejects it."""
+    timings = b""
+    with suppress(OSError, TrustError):
+        check_private(timing.parent)
+        timings = timing.read_bytes()
+    cache = config.create_timing_cache(timings)
+    if cache is None or not config.set_timing_cache(cache, False):
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def _keep(timing: Path, cache: Any) -> None:
+    """Write the timing cache, best effort: a full or read-only folder does not fail a build."""
+    with suppress(OSError, TrustError):
+        write_file(private(timing.parent) / timing.name, [memoryview(cache.serialize())])
+
+
+def timing_file(folder: Path, machine: str) -> Path:
+    """Return the timing cache file for this GPU and TensorRT version: the builder refuses
+    others."""
+    return folder / f"{machine.replace(' ', '-')}.timing"
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:

@@ -1,9 +1,10 @@
-"""Emits the tensor primitives for NVIDIA's ONNX parser: ONNX, with two of NVIDIA's operators.
+"""Emits the tensor primitives for NVIDIA's ONNX parser: ONNX, with three of NVIDIA's operators.
 
 - `TRT_Attention`: of ONNX's `Attention` the parser multiplies queries and keys by a scale, of 1
   too, so that an engine would copy each KV cache in every step.
 - `TRT_Slice`, with a start and a size: the ends of a `Slice` do not bound the size of a block, and
   its scratch memory would be that of the whole axis.
+- `DistCollective`: ONNX has no collectives.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from g4ir.plan.engine_limits import Limits
 
 from .lowerings import AUTO, attention_by_head_size, lowerings
 
+#: NVIDIA's operator for collectives
+COLLECTIVE = "DistCollective"
+#: root of a symmetric collective
+NO_ROOT = -1
 FP4 = FORMATS["fp4"]
 #: per-tensor scale of codes with per-row scales before a matmul: a scalar scale lets the builder
 #: fuse dequantisation and matmul. Not 1, which the builder would drop.
@@ -37,6 +42,8 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sigmoid": ("Sigmoid", {}),
     "tanh": ("Tanh", {}),
 }
+#: collective -> reduce_op
+REDUCTIONS = {"all_reduce": "sum", "all_gather": "none"}
 
 
 class Dialect(OnnxEmitter):
@@ -159,6 +166,20 @@ class Dialect(OnnxEmitter):
         self, q: Operand, keys: Operand, values: Operand, mask: Operand, t: Type
     ) -> Operand:
         return self._op("TRT_Attention", [q, keys, values, mask], t, TRT_decomposable=1)
+
+    def _exchange(self, op: str, x: Operand, ranks: int, t: Type) -> Operand:
+        """Emit a collective over all ranks; the same node on every rank."""
+        return self._op(
+            COLLECTIVE,
+            [x],
+            t,
+            collective_operation=op,
+            reduce_op=REDUCTIONS[op],
+            root=NO_ROOT,
+            nb_rank=ranks,
+            group_size=ranks,
+            groups=[*range(ranks)],
+        )
 
     # --- control ------------------------------------------------------------------------------
 

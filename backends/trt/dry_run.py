@@ -1,4 +1,5 @@
-"""Dry run of a build on any machine: writes the full-size networks without weights."""
+"""Dry run of a build on any machine: writes the full-size networks without weights, and compiles
+the text model's with TensorRT-RTX if it is installed."""
 
 from __future__ import annotations
 
@@ -11,10 +12,17 @@ from g4ir.ui.memory import peak_resident_bytes
 from g4ir.ui.progress import Progress
 
 from . import build
+from .compiled import summary
+from .host import Api, installed, require_library
 from .interface import ENGINE, interface, networks
+from .target import RTX, TARGETS
+from .trial import compile_once, parse_once
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
+
+#: maximum host memory of the builder in a dry run
+MAX_COMPILED_BYTES = 3 * build.GIB
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
@@ -22,11 +30,27 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     require("onnx", backend="trt")
     start = time.monotonic()
     progress("writing the network at full size")
+    report = full_size(p)
+    if installed(RTX):
+        progress("asking TensorRT-RTX")
+        report |= by_library(require_library(RTX), p)
     return {
-        **full_size(p),
+        **report,
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": peak_resident_bytes(),
     }
+
+
+def by_library(api: Api, p: Prepared) -> dict[str, Any]:
+    """Report the text model's network in a library that needs no GPU: the parser's layers, and for
+    a small network a line per compiled profile. LowerError if it is refused."""
+    every = networks(p.packing.program)
+    args = (api, every[ENGINE], p.config.limits, p.config.settings)
+    name = f"{api.library.name} {api.version}"
+    if build.estimate([*every.values()]).host_bytes > MAX_COMPILED_BYTES:
+        return {"parsed": f"{parse_once(*args)} layers, by {name}"}
+    trial = compile_once(*args, TARGETS["rtx"])
+    return {"parsed": f"{trial.layers} layers, by {name}", "compiled": summary(trial.profiles)}
 
 
 def full_size(p: Prepared) -> dict[str, Any]:

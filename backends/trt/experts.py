@@ -64,6 +64,8 @@ def _later_tokens(
     x, weights, index = (e.block(t, 1, 1, chunk - 1) for t in (x, weights, index))
     if not chunked or 2 * sorted_rows(chunk, int(index.shape[2]), count) > count * chunk:
         return moe.experts(net, n, x, weights, index, *params, mode="all")
+    if len(params) > 2:
+        weights, index = moe.local_choices(e, weights, index, params[2], count)
     return Sorted(net, capacity, index, count).sum(x, weights, n.word("act"), params[0], params[1])
 
 

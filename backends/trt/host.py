@@ -5,6 +5,7 @@ Versions from 11 (the first whose ONNX parser has NVIDIA's attention) up to, but
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,10 @@ from typing import IO, Any
 import torch
 
 from g4ir.backends.cuda.graph import Record, recorded
-from g4ir.errors import LowerError, MissingError
+from g4ir.errors import EngineError, LowerError, MissingError
+from g4ir.parallel.group import Group
 from g4ir.ui.memory import device_memory
+from g4ir.ui.paths import cache_root
 from g4ir.ui.progress import Progress
 
 from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target
@@ -222,6 +225,45 @@ def stream_writer(trt: Any, file: IO[bytes]) -> Any:
 
 # --- the machine ------------------------------------------------------------------------------
 
+#: type name of the PyCapsule; must outlive the capsule
+HANDLE = b"ncclComm_t"
+
+
+def capsule(address: int) -> Any:
+    """Wrap an address in a PyCapsule for TensorRT's binding."""
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(address, HANDLE, None)
+
+
+def communicator_of(group: Group) -> Any:
+    """Return the NCCL communicator of all ranks, for execution contexts; a collective call."""
+    return capsule(group.communicator())
+
+
+def recorded_by_all(record: Record, agree: Callable[[bool], list[Any]]) -> Record:
+    """Return a recorder that captures a step only if every rank can. A rank that launched it
+    without capture would not create the context that the others create, and deadlock. `agree`:
+    all-gather of a bool."""
+
+    def record_all(work: Callable[[], None]) -> Callable[[], None]:
+        error = EngineError("another rank could not record the step")
+        replay = None
+        try:
+            replay = record(work)
+        except EngineError as e:
+            error = e
+        if not all(agree(replay is not None)) or replay is None:
+            raise error
+        return replay
+
+    return record_all
+
+
+def cache_dir() -> Path:
+    return cache_root() / "tensorrt"
+
 
 class Stream:
     """The CUDA stream of TensorRT, ordered with torch's: the current stream, or a side stream if
@@ -261,6 +303,10 @@ class Host:
     gpu: Callable[[], str] = lambda: torch.cuda.get_device_name()
     capability: Callable[[], tuple[int, ...]] = gpu_capability
     memory: Callable[[str], int] = device_memory
+    #: process group -> communicator for this rank's execution contexts
+    communicator: Callable[[Group], Any] = communicator_of
+    #: folder of timing caches
+    timings: Callable[[], Path] = cache_dir
     #: creates an engine's stream
     stream: Callable[[], Any] = Stream
     #: captures a step as a CUDA graph; None: steps are launched kernel by kernel

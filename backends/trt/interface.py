@@ -177,9 +177,10 @@ def _verified(g: Graph, limits: Limits) -> int:
 # --- files ------------------------------------------------------------------------------------
 
 
-def files(name: str) -> tuple[str, str]:
-    """Return the file names of a network's plan and interface."""
-    return f"{name}.plan", f"{name}.io.json"
+def files(name: str, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
+    """Return the file names of a network: a rank's plan, and the interface."""
+    stem = f"{name}.rank{rank}of{ranks}" if ranks > 1 else name
+    return f"{stem}.plan", f"{name}.io.json"
 
 
 PLAN, TENSORS = files(ENGINE)

@@ -13,7 +13,7 @@ import torch
 from g4ir.backends.base import Setting
 from g4ir.backends.primitives import attention, vision, weights
 from g4ir.backends.primitives.emitter import Emitter, Operand
-from g4ir.backends.primitives.lowerings import LOWERINGS
+from g4ir.backends.primitives.lowerings import LOWERINGS, pieces
 from g4ir.backends.primitives.network import ROWS, Lowering, Network, is_ring, stored_type
 from g4ir.backends.primitives.pointwise import activate, capped, reciprocal_rms, times, weighed
 from g4ir.ir.graph import Graph, Node
@@ -200,6 +200,33 @@ def _has_readers(w: Operand) -> bool:
     return not isinstance(w, weights.QuantizedWeight) or not w.columns
 
 
+# --- several ranks ------------------------------------------------------------------------------
+
+
+def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
+    """All-reduce in one collective. Two ranks round once in any dtype; more would round in between,
+    so they reduce in fp32."""
+    e, ranks, last = net.e, n.whole("ranks"), xs[0].rank - 1
+    if ranks == 1:
+        return xs
+    joined = e.concat(xs, last) if len(xs) > 1 else xs[0]
+    operand = e.cast(joined, "f32") if ranks > 2 else joined
+    summed = e.cast(e.exchange("all_reduce", operand, ranks), joined.dtype)
+    if len(xs) == 1:
+        return (summed,)
+    return tuple(pieces(net, summed, *(int(x.shape[last]) for x in xs)))
+
+
+def all_gather(net: Network, n: Node, x: Operand) -> Operand:
+    """All-gather along the last dim; TensorRT's collective concatenates along the first."""
+    e, ranks, (*rows, size) = net.e, n.whole("ranks"), x.shape
+    if ranks == 1:
+        return x
+    parts = e.exchange("all_gather", e.unsqueeze(x, 0), ranks)
+    parts = e.transpose(parts, *range(1, x.rank), 0, x.rank)
+    return e.reshape(parts, *rows, ranks * int(size))
+
+
 # --- fused attention --------------------------------------------------------------------------
 
 
@@ -300,6 +327,8 @@ def lowerings(kinds: str | Chosen = "explicit") -> Mapping[str, Lowering]:
     """Return op -> lowering, with one attention kind, or one per head size."""
     chosen = kinds.__getitem__ if isinstance(kinds, Mapping) else lambda size: str(kinds)
     overrides: dict[str, Lowering] = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
         "experts": experts,
         "linear": linear,
         "linear_glu": linear_glu,

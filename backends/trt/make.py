@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import mmap
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import G4Error, PlanError
 from g4ir.ir.graph import Graph
 from g4ir.model.draft import DRAFT
+from g4ir.parallel.shard import ranks_of
 from g4ir.plan.footprint import reserve
 from g4ir.ui.files import write_file
 from g4ir.ui.units import size_text
+from g4ir.weights.pack import params_of_rank
 
 from . import build
+from .build import Written
+from .compiled import CompiledProfile, compiled, summary
 from .host import Api, Host, logger
 from .interface import ENGINE, LOG, files, keep_log, networks
 from .lowerings import AUTO
@@ -27,8 +32,6 @@ from .runtime import deserialize
 
 #: attention kind -> fallback if the builder refuses the network
 SIMPLER = {AUTO: "explicit", "explicit": "plain"}
-#: in the builder's log, once for each profile
-SCRATCH = re.compile(r"Max Scratch Memory: (\d+) bytes")
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Make:
     task: Task
     settings: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    #: profile -> cost, of the text model's plan
+    profiles: dict[str, CompiledProfile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
@@ -58,28 +63,29 @@ class Make:
 
     def _write_plans(self) -> dict[str, Any]:
         self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
-        for name, graph in self.graphs.items():
-            self._or_simpler(name, graph)
+        for name in self.graphs:
+            self._or_simpler(partial(self._plans, name))
+        scratch = self._check_memory()
         return {
             "target": self.target.name,
             "version": self.api.version,
             "gpu": "" if self.target.ahead_of_time else self.host.gpu(),
             "settings": self.settings,
             "notes": self.notes,
-            "scratch_bytes": self._check_memory(),
+            "scratch_bytes": scratch,
         }
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self.task.progress(text)
 
-    def _or_simpler(self, name: str, graph: Graph) -> None:
-        """Write a plan; if the builder refuses the network, or its attention fusion fails, retry
-        with the fallback kind of attention."""
+    def _or_simpler(self, work: Callable[[], None]) -> None:
+        """Run `work`; if the builder refuses the network, or its attention fusion fails, retry with
+        the fallback kind of attention."""
         while True:
             kind = self.settings["attention"]
             try:
-                return self._write_plan(name, graph)
+                return work()
             except build.RefusedError as e:
                 chosen = self.requested == AUTO or (kind != "fused" and build.WRAPPER in str(e))
                 if kind not in SIMPLER or not chosen:
@@ -87,46 +93,65 @@ class Make:
                 self.settings["attention"] = SIMPLER[kind]
                 self._note(f"attention: {SIMPLER[kind]}, since TensorRT refused: {e}")
 
+    def _look(self, w: Written, offset: int) -> None:
+        """Record the text model's compiled profiles from the builder's log after `offset`; builders
+        that time kernels may log another format."""
+        with (self.task.folder / LOG).open(errors="replace") as log:
+            log.seek(offset)
+            try:
+                caches = [v.name for v in w.graph.state]
+                self.profiles = compiled(log.read(), [*w.interface.profiles], caches)
+            except ValueError as e:
+                self.task.progress(str(e))
+        for note in summary(self.profiles):
+            self._note(note)
+
     def _memory(self) -> int | None:
         """Return the device's memory in bytes; None if it is another machine's and --memory was not
         given."""
         here = not self.target.ahead_of_time
         return self.task.memory or (self.host.memory(self.task.device) if here else None)
 
-    def _write_plan(self, name: str, graph: Graph) -> None:
-        task, (plan, tensors) = self.task, files(name)
-        task.progress(f"writing the network {name}")
-        w = build.write_network(self.api, graph, task.limits, task.params, self.settings, self.log)
-        for note in w.notes:
-            self._note(note)
-        offset = (task.folder / LOG).stat().st_size
-        config = build.configure(self.api, w, self._memory(), self.target)
-        build.build_plan(self.api, w, config, task.folder / plan, task.progress)
-        if name == ENGINE:
-            self.scratch = self._scratch(task.folder / plan, offset)
-        text = json.dumps(w.interface.as_json(), indent=1) + "\n"
-        write_file(task.folder / tensors, [text.encode()])
+    def _plans(self, name: str) -> None:
+        """Write the plans of all ranks in sequence; kernels are timed for the first only."""
+        graph = self.graphs[name]
+        for rank in range(ranks_of(graph)):
+            self._plan_of(name, graph, rank)
 
-    def _scratch(self, plan: Path, offset: int) -> int:
-        """Return an engine's scratch bytes as it reports them, or from the builder's log after
-        `offset` if only the target GPU can load the engine."""
-        if not self.target.ahead_of_time:
-            return int(read_plan(plan, self.api, self.log).device_memory_size_v2)
-        with (self.task.folder / LOG).open(errors="replace") as log:
-            log.seek(offset)
-            return max(map(int, SCRATCH.findall(log.read())), default=0)
+    def _plan_of(self, name: str, graph: Graph, rank: int) -> None:
+        plan, tensors = files(name, rank, ranks_of(graph))
+        self.task.progress(f"writing the network {plan.removesuffix('.plan')}")
+        params = self.task.params
+        if rank:
+            params = params_of_rank(params, self.task.folder, rank)
+        w = build.write_network(self.api, graph, self.task.limits, params, self.settings, self.log)
+        for note in () if rank else w.notes:
+            self._note(note)
+        offset = (self.task.folder / LOG).stat().st_size
+        config = build.configure(self.api, w, self._memory(), self.target)
+        timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
+        timed = None if self.target.ahead_of_time else timing
+        path, progress = self.task.folder / plan, self.task.progress
+        build.build_plan(self.api, w, config, timed, path, progress)
+        if name == ENGINE and not rank:
+            self._look(w, offset)
+        text = json.dumps(w.interface.as_json(), indent=1) + "\n"
+        write_file(self.task.folder / tensors, [text.encode()])
+        if rank:
+            params.close()
 
     def _check_memory(self) -> int:
         """Return the text model's scratch bytes. PlanError if they do not fit the device in
         addition to weights and KV caches."""
-        memory = self._memory()
+        self.task.progress("checking the engine's memory")
+        scratch, memory = self._scratch(), self._memory()
         if memory is None:
-            return self.scratch
+            return scratch
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
             "weights": sum(map(build.weight_bytes, steps)),
             "caches": stored_bytes(text_graph(self.task.program), self.task.limits),
-            "scratch": self.scratch,
+            "scratch": scratch,
             "reserve": reserve(memory),
         }
         if sum(parts.values()) > memory:
@@ -136,7 +161,16 @@ class Make:
                 f"{self.task.device} ({shares}), which has {size_text(memory)}: build with a "
                 f"smaller --prefill-chunk, --max-batch or --max-seq"
             )
-        return self.scratch
+        return scratch
+
+    def _scratch(self) -> int:
+        """Return the text model's scratch bytes as the engine reports them, or from the builder's
+        log if only the target GPU can load the engine."""
+        plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
+        if self.target.ahead_of_time:
+            return max((m.scratch_bytes for m in self.profiles.values()), default=0)
+        engine = read_plan(self.task.folder / plan, self.api, self.log)
+        return int(engine.device_memory_size_v2)
 
 
 def read_plan(path: Path, api: Api, log: Any) -> Any:

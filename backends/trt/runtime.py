@@ -35,6 +35,8 @@ from .interface import MAX_VERIFIED, Interface, phase_of
 from .kernel_cache import KernelCache
 
 Feeds = dict[str, torch.Tensor]
+#: returns this rank's NCCL communicator; all ranks call it at the same time
+Communicator = Callable[[], Any]
 #: minimum full-length cache slots that a step reads, if max_seq allows
 MIN_SLOTS = 256
 #: phases captured as CUDA graphs: few tokens, in few sizes
@@ -86,6 +88,9 @@ class TrtSteps:
         self.slots = torch.arange(full_slots(limits), device=self.device)
         #: (sequences, tokens) -> empty block ids; captured steps reference them
         self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self.communicator: Communicator | None = None
+        #: contexts without a communicator yet
+        self.unlinked: list[Any] = []
         self.contexts = {profile: self._context(profile) for profile in self.io.profiles or ("",)}
 
     # --- contexts and memory ------------------------------------------------------------------
@@ -119,11 +124,27 @@ class TrtSteps:
         size = max(sizes) if sizes else self.engine.device_memory_size_v2
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
+    def link(self, communicator: Communicator) -> None:
+        """Set the communicator for collectives of later steps."""
+        self.communicator, self.unlinked = communicator, [*self.contexts.values()]
+
+    def _connect(self) -> None:
+        """Set the communicator of new contexts. TensorRT blocks until all ranks do so, hence at the
+        first step, when no rank can fail any more for a reason of its own."""
+        if not self.communicator or not self.unlinked:
+            return
+        communicator = self.communicator()
+        for context in self.unlinked:
+            if not context.set_communicator(communicator):
+                raise self._error("it takes no communicator", "start all ranks again")
+        self.unlinked.clear()
+
     # --- steps --------------------------------------------------------------------------------
 
     def step(self, phase: str, feeds: Feeds, state: NetworkCaches, tokens: int) -> Feeds:
         """Run a step with the smallest profile that covers `tokens`, the maximum length after the
         step; return outputs by name."""
+        self._connect()
         profile = self.io.covering(phase, tokens)
         slots = self.io.span(profile) or step_slots(tokens, self.limits.max_seq)
         recorded = phase_of(profile) in RECORDED
@@ -157,6 +178,8 @@ class TrtSteps:
 
         def make() -> Captured[Feeds]:
             context, outputs = self._context(profile), self._outputs(feeds)
+            self.unlinked.append(context)
+            self._connect()
 
             def step(inputs: Feeds) -> Feeds:
                 self._step(context, inputs, state, slots, outputs)
@@ -266,7 +289,14 @@ class TrtRuntime(TrtSteps, Runtime):
         """Return the engine of a tower or of the draft step, which only reads the KV caches."""
         if name not in self.extra_engines:
             self.extra_engines[name] = TrtSteps(self.open_engine(name), self.limits, self.recorder)
+            if self.communicator and name == DRAFT:
+                self.extra_engines[name].link(self.communicator)
         return self.extra_engines[name]
+
+    def link(self, communicator: Communicator) -> None:
+        super().link(communicator)
+        if DRAFT in self.program.graphs:
+            self._extra_engine(DRAFT)  # eagerly: a later failure of one rank would deadlock
 
     def new_state(self, batch: int) -> NetworkCaches:
         types = {name: self.io.inputs[name] for name in self.io.aliased.values()}

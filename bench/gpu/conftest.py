@@ -31,7 +31,7 @@ SAID = 1000
 #: seconds of a measurement; @pytest.mark.limit has others
 LIMIT = 240
 #: the order of the files
-FILES = ("preflight", "kernels", "decode", "sanitizer", "peers", "trt")
+FILES = ("preflight", "kernels", "decode", "peers", "trt")
 #: keys of a result that is no measurement: the last two are failures
 BEGUN, REFUSED, FAILED = "begun", "refused", "failed"
 

@@ -28,7 +28,7 @@ from bench.gpu.kernel_cases import (
 )
 from g4ir.backends.cuda.graph import recorded
 from g4ir.backends.cuda.kernels.launch import directly
-from g4ir.backends.inductor.device import find_device
+from g4ir.backends.inductor.device import find_compiler
 from g4ir.backends.inductor.segment import canonical
 from g4ir.backends.inductor.target import Target
 from g4ir.bench.roof import Meter, passes_seconds
@@ -55,7 +55,7 @@ TRIES = 5
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_kernels(measure: Any, scale: Scale, variant: str, rows: int) -> None:
-    target = Target(scale.device, scale.gpu or find_device(scale.device).target(1).gpu, rows)
+    target = Target(scale.device, scale.gpu or find_compiler(scale.device).target(1).gpu, rows)
     every = all_cases(programs([variant]), [target], scale.tokens, scale.new)
     cases = {case_name(c): c for c in every}
     from tests.interpreted.language import interpreted

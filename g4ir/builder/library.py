@@ -60,6 +60,8 @@ HEADER = 1 << 16
 RECORD = ".json"
 #: prefix of the names of packed weight files
 PACKED = "weights-"
+#: suffix of a backend's kernel cache next to an engine
+KERNELS = ".kernels"
 #: options whose values may be files
 FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
 #: whether to download, or a function that decides
@@ -171,6 +173,8 @@ def remove(path: Path) -> bool:
         if not _is_record(record, path):  # another process has removed it
             return False
         _clear(path)
+        for kernels in _kernels(path):
+            kernels.unlink(missing_ok=True)
         _forget(path)
         return True
     except BlockingIOError:
@@ -457,7 +461,7 @@ def _described(record: Path) -> CachedEngine | None:
         return None
     try:
         facts = json.loads(record.read_text())
-        every = (f for f in path.rglob("*") if f.is_file())
+        every = [*(f for f in path.rglob("*") if f.is_file()), *_kernels(path)]
         files = {(s.st_dev, s.st_ino): s.st_size for s in map(os.stat, every)}
         used, size = record.stat().st_mtime, sum(files.values())
         return CachedEngine(
@@ -465,6 +469,11 @@ def _described(record: Path) -> CachedEngine | None:
         )
     except (OSError, ValueError):  # being removed, or its record is damaged
         return None
+
+
+def _kernels(path: Path) -> list[Path]:
+    """Return the kernel cache files next to an engine directory, one per rank."""
+    return [*path.parent.glob(f"{path.name}*{KERNELS}")]
 
 
 def _is_used(path: Path) -> bool:

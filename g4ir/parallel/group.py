@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError, MissingError, RankError
@@ -159,6 +160,28 @@ class Group:
         with self._watched():
             self._dist.broadcast(back, 0)
         x.copy_(back[self.rank].view(x.dtype).view(x.shape))
+
+    @cached_property
+    def _nccl(self) -> Any:
+        import torch
+
+        with self._watched():
+            group = self._dist.new_group(backend="nccl")
+            self._dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # makes it
+        torch.cuda.synchronize()
+        return group
+
+    def communicator(self) -> int:
+        """Return the address of an `ncclComm_t` of all ranks, valid as long as the group. A
+        collective call. MissingError if this torch does not expose it."""
+        import torch
+
+        backend = self._nccl._get_backend(torch.device("cuda"))
+        address = getattr(backend, "_comm_ptr", None)
+        if address is None:
+            lacks = f"torch {torch.__version__} does not say where its NCCL communicator lies"
+            raise MissingError(f"rank {self.rank}: {lacks}; install a newer one")
+        return int(address())
 
     # --- calls --------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def emulated_tensorrt(folder: Path) -> Iterator[None]:
     from tests.trt.small import one_thread
 
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        use(patch, emulated())
+        use(patch, emulated(folder))
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 import g4ir
 from g4ir.backends import find_backend
 from g4ir.backends.trt.backend import BACKEND, TrtBackend
-from g4ir.backends.trt.host import Api, Host, probe
+from g4ir.backends.trt.host import Api, Host, capsule, probe
 from g4ir.engine.engine import Engine
 from tests.trt import fake
 
@@ -40,14 +40,20 @@ def emulated_api() -> Api:
     return probe(fake.tensorrt())
 
 
-def emulated(gpu: str = H100, api: Callable[[], Api] | None = None) -> TrtBackend:
-    """A backend that builds and runs on the CPU."""
+def emulated(folder: Path, gpu: str = H100, api: Callable[[], Api] | None = None) -> TrtBackend:
+    """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
+
+    def communicator_of(group: Any) -> Any:
+        return capsule(fake.communicator(group._all))
+
     host = Host(
         tensorrt=api or emulated_api,
         check_gpu=lambda: None,
         gpu=lambda: gpu,
         capability=lambda: (9, 0),
         memory=lambda device: 80 << 30,
+        communicator=communicator_of,
+        timings=lambda: folder / "timings",
         stream=OnTheCpu,
         record=None,
     )

@@ -3,19 +3,13 @@ NVIDIA's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
-
 import onnx
 import onnxruntime
 import torch
 from onnx import helper
 
-from g4ir.backends.base import Tensors
 from g4ir.backends.onnx_graph.runtime import PRODUCTS_OF_CODES, SEVERITY
 from g4ir.backends.trt.dialect import Dialect
-from g4ir.backends.trt.parse import Addresses
 
 
 def with_weights(e: Dialect, name: str) -> onnx.ModelProto:
@@ -58,29 +52,3 @@ def new_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-
-
-def onnx_model(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with ONNX's operators alone."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    del copy.graph.node[:]
-    copy.graph.node.extend(m for n in model.graph.node for m in as_onnx(n))
-    return copy
-
-
-def computed(session: onnxruntime.InferenceSession, feeds: Tensors) -> Tensors:
-    """Return the outputs."""
-    names = [o.name for o in session.get_outputs()]
-    given = {i.name: feeds[i.name].contiguous().numpy() for i in session.get_inputs()}
-    return dict(zip(names, map(torch.from_numpy, session.run(names, given)), strict=True))
-
-
-def new_emitter(weights: Callable[[str], torch.Tensor] | None = None) -> Dialect:
-    params: Any = SimpleNamespace(tensor=weights)
-    return Dialect(Addresses(params))
-
-
-def outputs_of(e: Dialect, feeds: Tensors) -> Tensors:
-    """The outputs; feeds that it has no input for are left out."""
-    return computed(new_session(onnx_model(with_weights(e, "network"))), feeds)

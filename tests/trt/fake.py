@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +19,8 @@ from typing import Any
 import onnx
 import torch
 
-from tests.trt.execute import computed, new_session, onnx_model
+from g4ir.backends.trt.dialect import COLLECTIVE
+from tests.trt.segments import Exchange, Segment, computed, segments
 
 VERSION = "11.4.0"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
@@ -118,12 +120,23 @@ class IOptimizationProfile:
         self.ranges[input] = shapes
 
 
+class ITimingCache:
+    """Counts builds; the real one keeps what they timed."""
+
+    def __init__(self, builds: int) -> None:
+        self.builds = builds
+
+    def serialize(self) -> bytes:
+        return f"timed {self.builds}".encode()
+
+
 class IBuilderConfig:
     progress_monitor: Any = None
     profiling_verbosity: Any = None
 
     def __init__(self) -> None:
         self.flags, self.profiles = {BuilderFlag.TF32}, list[IOptimizationProfile]()
+        self.timing: ITimingCache | None = None
 
     def set_flag(self, flag: Any) -> None:
         self.flags.add(flag)
@@ -137,6 +150,17 @@ class IBuilderConfig:
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self.profiles.append(profile)
         return len(self.profiles) - 1
+
+    def create_timing_cache(self, serialized_timing_cache: Any) -> ITimingCache | None:
+        found = re.fullmatch(rb"timed (\d+)|", bytes(serialized_timing_cache))
+        return ITimingCache(int(found[1] or 0)) if found else None
+
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        self.timing = cache
+        return True
+
+    def get_timing_cache(self) -> ITimingCache | None:
+        return self.timing
 
 
 @dataclass(frozen=True)
@@ -179,6 +203,8 @@ class Builder:
     ) -> bool:
         try:
             check_config(network, config)
+            if config.timing:
+                config.timing.builds += 1
             going = reported(config.progress_monitor, network.num_layers)
             need(going, "the build was cancelled")
         except RefusedError as e:
@@ -217,6 +243,24 @@ def agree(one: Shape, other: Shape) -> bool:
 
 # --- running ----------------------------------------------------------------------------------
 
+#: address of a communicator -> what is exchanged by
+_EXCHANGES: dict[int, Exchange] = {}
+
+
+def communicator(exchange: Exchange) -> int:
+    """Return the address of a communicator, which a capsule holds that contexts are given."""
+    address = len(_EXCHANGES) + 1
+    _EXCHANGES[address] = exchange
+    return address
+
+
+def exchange_of(capsule: Any) -> Exchange | None:
+    """Return what is exchanged by; None where a capsule holds no address of `communicator`."""
+    name, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return _EXCHANGES.get(pointer(capsule, name(capsule)))
+
 
 class Runtime:
     def __init__(self, logger: ILogger) -> None:
@@ -241,8 +285,8 @@ class ICudaEngine:
         self.aliases = {n.output[0]: n.input[0] for n in updates if n.output[0] in self.outputs}
 
     @cached_property
-    def session(self) -> Any:
-        return new_session(onnx_model(self.plan.model))
+    def parts(self) -> list[Segment]:
+        return [*segments(self.plan.model)]
 
     @property
     def num_io_tensors(self) -> int:
@@ -274,8 +318,17 @@ class IExecutionContext:
         self.memory = 0 if managed else SCRATCH
         self.shapes: dict[str, Shape] = {}
         self.addresses: dict[str, int] = {}
+        self.exchange: Exchange | None = None
         #: streams on which it ran
         self.streams: set[int] = set()
+
+    def set_communicator(self, communicator: Any) -> bool:
+        """Set what is exchanged by; it waits for the other ranks."""
+        self.exchange = exchange_of(communicator)
+        if self.exchange is None:
+            return self._refuse("no communicator lies there")
+        self.exchange(torch.zeros(1))
+        return True
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         if not 0 <= profile_index < len(self.engine.plan.profiles):
@@ -319,7 +372,7 @@ class IExecutionContext:
         try:
             self._check(stream_handle)
             feeds = {name: self._read(name) for name in self.engine.inputs}
-            made = computed(self.engine.session, feeds)
+            made = computed(self.engine.parts, feeds, self.exchange)
         except (RefusedError, RuntimeError) as e:
             return self._refuse(str(e))
         for name in self.engine.outputs:
@@ -352,6 +405,8 @@ class IExecutionContext:
         least = SCRATCH if self.profile or not engine.plan.profiles else LEAST_SCRATCH
         need(self.memory >= least, f"{self.memory} bytes of device memory, {least} are needed")
         need(not self._shapeless(), f"no shape for {', '.join(self._shapeless())}")
+        several = any(n.op_type == COLLECTIVE for n in engine.plan.model.graph.node)
+        need(self.exchange or not several, "no communicator, by which ranks exchange")
         self._check_addresses()
         if IExecutionContext.capturing:
             said = f"stream {stream}: its first step makes events, and cannot be captured"
@@ -379,7 +434,7 @@ class IExecutionContext:
 PARTS: Iterable[Any] = (
     *(DataType, BuilderFlag, MemoryPoolType, ProfilingVerbosity),
     *(ExecutionContextAllocationStrategy, ILogger, IProgressMonitor, IStreamWriter),
-    *(INetworkDefinition, OnnxParser, IOptimizationProfile, IBuilderConfig),
+    *(INetworkDefinition, OnnxParser, IOptimizationProfile, ITimingCache, IBuilderConfig),
     *(Builder, Runtime, ICudaEngine, IExecutionContext),
 )
 

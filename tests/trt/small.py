@@ -53,7 +53,7 @@ def check(spec: Any, folder: Path, **options: Any) -> dict[str, float]:
     budget."""
     with pytest.MonkeyPatch.context() as patch, one_thread():
         patch.setattr(interface, "MIN_SPAN", MIN_SPAN)
-        use(patch, emulated())
+        use(patch, emulated(folder))
         limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK}
         engine = build(folder / "engine", spec, **{"media": "none", **limits, **options})
         found = errors_of(engine)

@@ -15,7 +15,7 @@ import torch
 
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import host, runtime
-from g4ir.backends.trt.target import TARGETS
+from g4ir.backends.trt.target import RTX, TARGETS
 from g4ir.builder.build import prepare
 from g4ir.errors import MissingError
 from g4ir.plan.options import BuildOptions
@@ -84,6 +84,9 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert done.returncode == bool(plan["short"]), done.stderr
     nodes = int(plan["network"].removesuffix(" nodes"))
     assert plan["dry_run_s"] < 60 and nodes > 500
+    if host.installed(RTX):
+        assert int(plan["parsed"].split()[0]) > nodes / 2
+        assert "compiled" not in plan or int(plan["compiled"][0].split()[1]) < nodes / 3
     assert plan["draft"].endswith(" nodes") and "hidden" in plan["outputs"]
     assert any(n.startswith("vision_") for n in plan["towers"])
     assert plan["inputs"]["positions"] == "i64[B,S]"

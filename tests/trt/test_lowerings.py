@@ -30,7 +30,7 @@ from tests.configs import short, spec_called
 from tests.network_session import check_op, in_network
 from tests.test_ops import IN_NETWORKS
 from tests.trt.compiled import planned
-from tests.trt.execute import new_emitter, outputs_of
+from tests.trt.segments import new_emitter, outputs_of
 from tests.trt.small import check, check_row
 
 #: of networks that are looked at

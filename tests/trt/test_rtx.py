@@ -3,7 +3,9 @@ what is said of them where they do not run."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from g4ir.backends.trt import host
 from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.host import Api, installed
 from g4ir.backends.trt.interface import PLAN, networks
-from g4ir.backends.trt.kernel_cache import KernelCache
+from g4ir.backends.trt.kernel_cache import DIGEST, KernelCache
 from g4ir.backends.trt.target import RTX, TARGETS, find_target
 from g4ir.builder.build import prepare
 from g4ir.builder.load import load_engine
@@ -120,6 +122,8 @@ def test_a_portable_engine(engine: Engine) -> None:
     assert (kept["target"], kept["version"], kept["gpu"]) == ("rtx", VERSION, "")
     assert (engine.path / PLAN).stat().st_size > 1 << 20
     assert kept["scratch_bytes"] > 1 << 20
+    said = [n for n in kept["notes"] if "kernels" in n]
+    assert len(said) == 2 and "0.00 KiB of caches copied" in said[0]
     with pytest.raises(InputError, match="no CUDA device; run it on a GPU of compute"):
         engine.session(1)
 
@@ -222,11 +226,12 @@ NAMES = SimpleNamespace(
     DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager", NONE="none"),
     CudaGraphStrategy=SimpleNamespace(DISABLED="disabled"),
 )
+FILE = "engine.kernels"
 
 
-def finished(told: list[str], key: str = "engine GPU 1.7") -> int:
+def finished(folder: Path, told: list[str], key: str = "engine GPU 1.7") -> int:
     """How many kernels a load finishes."""
-    cache, made = KernelCache(Api(NAMES, "1.7.1", RTX), key, told.append), Compiled()
+    cache, made = KernelCache(Api(NAMES, "1.7.1", RTX), folder / FILE, key, told.append), Compiled()
     for recorded in (True, True, False):
         context = cache.context(made, "decode", recorded)
         assert (context.strategy, context.cuda_graph_strategy) == ("managed", "disabled")
@@ -234,33 +239,71 @@ def finished(told: list[str], key: str = "engine GPU 1.7") -> int:
     return made.finished
 
 
-@pytest.fixture
-def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of finished kernels."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "g4ir" / "tensorrt"
-
-
-def test_kernels_are_finished_once(kernels: Path) -> None:
-    """For an engine, a GPU and a library."""
+def test_kernels_are_finished_once(tmp_path: Path) -> None:
     told: list[str] = []
-    assert [finished(told) for _ in range(2)] == [2, 0]
-    (file,) = kernels.iterdir()
-    before = file.stat().st_mtime_ns
-    assert finished(told) == 0 and file.stat().st_mtime_ns == before
-    assert finished(told, "engine GPU 1.8") == 2 and len([*kernels.iterdir()]) == 2
+    assert finished(tmp_path, told) == 2
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    before = (tmp_path / FILE).stat().st_mtime_ns
+    assert finished(tmp_path, told) == 0
+    assert (tmp_path / FILE).stat().st_mtime_ns == before
     assert {*told} == {"finishing kernels for this GPU: decode"}
 
 
-def test_dropped_kernels(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of another driver, which the library refuses, and those that others may write."""
+def _damaged(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[DIGEST] ^= 1
+    file.write_bytes(raw)
+
+
+def _link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "key", "says"),
+    [
+        (_damaged, "engine GPU 1.7", "damaged, or of another"),
+        (lambda file: file.write_bytes(b""), "engine GPU 1.7", "damaged, or of another"),
+        (lambda file: None, "engine GPU 1.8", "damaged, or of another"),
+        (lambda file: file.chmod(0o622), "engine GPU 1.7", "other users may write to it"),
+        (_link, "engine GPU 1.7", "symbolic links"),
+    ],
+    ids=["damaged", "empty", "another library", "writable", "a link"],
+)
+def test_dropped_caches(tmp_path: Path, harm: Callable[[Path], Any], key: str, says: str) -> None:
+    """Dropped, which is said once, and written anew."""
+    told: list[str] = []
+    finished(tmp_path, told)
+    harm(tmp_path / FILE)
+    assert finished(tmp_path, told, key) == 2
+    (said,) = [line for line in told if "is not used, since" in line]
+    assert says in said
+    assert finished(tmp_path, told, key) == 0
+
+
+def test_a_cache_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    finished(tmp_path, told)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert finished(tmp_path, told) == 2
+    assert any("belongs to another user" in line for line in told)
+
+
+def test_a_cache_of_another_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library itself refuses."""
+    told: list[str] = []
     monkeypatch.setattr(Cache, "serialize", lambda self: b"other driver's")
-    finished([])
+    finished(tmp_path, told)
     monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kernels.parents[1]))
-    assert [finished([]) for _ in range(2)] == [2, 0]
-    kernels.chmod(0o777)
-    assert finished([]) == 2
+    assert finished(tmp_path, told) == 2
+    assert any("TensorRT-RTX does not take it on this machine" in line for line in told)
+
+
+def test_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    told: list[str] = []
+    assert finished(tmp_path / "nowhere", told) == 2
+    assert told[-1].endswith("cannot be written (No such file or directory): kernels are not kept")
 
 
 # --- room -------------------------------------------------------------------------------------
@@ -276,7 +319,7 @@ def test_host_memory(row: str, measured: float) -> None:
 
 def test_too_little_disk_and_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan holds the weights once more; the builder holds them in host memory."""
-    backend = emulated()
+    backend = emulated(tmp_path)
     use(monkeypatch, backend)
     monkeypatch.setattr("g4ir.builder.build.free_bytes", lambda out: 65 << 20)
     with pytest.raises(EngineError, match=r"the engine needs 6.* MiB .*, 65.0 MiB are free; make"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def trt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     """Builds with a given backend in the place of the real one."""
 
     def run(spec: Any = "tiny-ple", backend: Any = None, **options: Any) -> Engine:
-        use(monkeypatch, backend or emulated())
+        use(monkeypatch, backend or emulated(tmp_path))
         return build(tmp_path / "engine", spec, **options)
 
     return run
@@ -62,7 +63,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """An engine that tests only look at or copy."""
     folder = tmp_path_factory.mktemp("shared")
     with pytest.MonkeyPatch.context() as patch:
-        use(patch, emulated())
+        use(patch, emulated(folder))
         return build(folder / "engine", "tiny-ple")
 
 
@@ -209,7 +210,7 @@ def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
     """What TensorRT itself refuses is said in its own words."""
     (tmp_path / PLAN).write_bytes(b"{}")
     with pytest.raises(EngineError, match=r"does not take the plan: .*not built by this library"):
-        reload(replace(shared, path=tmp_path), emulated())
+        reload(replace(shared, path=tmp_path), emulated(tmp_path))
 
 
 def reload(engine: Engine, backend: Any, **kept: Any) -> Any:
@@ -222,13 +223,13 @@ def reload(engine: Engine, backend: Any, **kept: Any) -> Any:
 
 def test_engines_of_others(shared: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"built on NVIDIA H100.*this is NVIDIA H200.*it again"):
-        reload(shared, emulated(gpu="NVIDIA H200"))
-    reload(shared, emulated())
+        reload(shared, emulated(tmp_path, gpu="NVIDIA H200"))
+    reload(shared, emulated(tmp_path))
     api = replace(emulated_api(), version="11.4.1")
     with pytest.raises(EngineError, match=r"TensorRT 11\.4\.0, this is 11\.4\.1.*build the engine"):
-        reload(shared, emulated(api=lambda: api))
+        reload(shared, emulated(tmp_path, api=lambda: api))
     newer = replace(api, version="11.5.0")
-    use(monkeypatch, emulated(api=lambda: newer))
+    use(monkeypatch, emulated(tmp_path, api=lambda: newer))
     with pytest.raises(EngineError, match=r"another machine .*tensorrt-11\.4.*tensorrt-11\.5"):
         load_engine(shared.path)
 
@@ -252,14 +253,37 @@ def test_engine_of_other_tensors(shared: Engine) -> None:
 # --- building ---------------------------------------------------------------------------------
 
 
+def timing(folder: Path) -> Path:
+    return folder / "timings" / "cpu-sm_90-tensorrt-11.4.timing"
+
+
+def builds_in(folder: Path) -> int:
+    return int(timing(folder).read_text().removeprefix("timed "))
+
+
+def test_timing_cache(trt: Build, tmp_path: Path) -> None:
+    """One file per GPU and TensorRT, with which the next build begins; something else in its place
+    is left aside and replaced, and where it cannot be kept no build fails."""
+    timing(tmp_path).parent.mkdir()
+    timing(tmp_path).write_bytes(b"\x00no timing cache")
+    trt("tiny-dense")
+    first = builds_in(tmp_path)
+    build(tmp_path / "second", "tiny-dense")
+    assert builds_in(tmp_path) == 2 * first
+    shutil.rmtree(timing(tmp_path).parent)
+    timing(tmp_path).parent.write_text("a file in the way")
+    assert build(tmp_path / "third", "tiny-dense").path.is_dir()
+
+
 def test_interrupted_build(trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C stops the builder at its next step: nothing is left."""
+    """Ctrl-C stops the builder at its next step: nothing is left but the timing cache."""
     spy(monkeypatch, fake, "reported", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trt()
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / "engine").exists() and not [*tmp_path.glob(".engine*")]
+    assert builds_in(tmp_path) == 1
 
 
 def test_no_space_for_a_plan(trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
