@@ -20,14 +20,7 @@ from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import
 
 from g4ir.errors import InputError
 from g4ir.media import audio
-from g4ir.media.audio import (
-    Waveform,
-    prepare_audio,
-    read_audio,
-    resample,
-    resampled_length,
-    to_mono,
-)
+from g4ir.media.audio import Waveform, prepare_audio, read_audio
 from g4ir.model.audio import REFUSE, MelSettings, RawSettings, audio_settings
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
@@ -133,9 +126,9 @@ def test_a_long_clip_is_cut_with_a_warning_or_refused(caplog: pytest.LogCaptureF
 
 def test_channels_are_averaged() -> None:
     half = noise(50).astype(np.float16)
-    np.testing.assert_array_equal(to_mono(half), half.astype(np.float32))
+    np.testing.assert_array_equal(audio.to_mono(half), half.astype(np.float32))
     stereo = np.stack([half, half[::-1]], axis=1)
-    np.testing.assert_allclose(to_mono(stereo), (half + half[::-1]) / 2, atol=1e-3)
+    np.testing.assert_allclose(audio.to_mono(stereo), (half + half[::-1]) / 2, atol=1e-3)
 
 
 #: samples, their rate, what is wrong
@@ -148,7 +141,6 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "int16": (np.zeros(900, np.int16), RATE, "samples of type int16; .* divided by 32768"),
     "nan": (np.array([0, 1, np.nan]), RATE, "sample 2 is nan; samples must be finite"),
     "inf": (np.array([[0, 1], [np.inf, 0]]), RATE, "sample 1 is inf"),
-    "overflow": (np.array([1e300]), RATE, "sample 0 is inf"),
     "loud": (np.full(900, 9e37, np.float32), RATE, r"samples up to .*e\+37 overflow the spectrum"),
     "short": (noise(160), RATE, "160 samples at 16000 Hz .* at least 161"),
     **{
@@ -171,7 +163,7 @@ def test_bad_samples_are_refused(samples: Any, rate: Any, message: str) -> None:
 def sinc_formula(samples: np.ndarray, old: int, new: int) -> np.ndarray:
     """torchaudio.functional.resample with its defaults, every output by the whole sum."""
     base = min(old, new) * 0.99
-    times = np.arange(resampled_length(len(samples), old, new)) / new
+    times = np.arange(audio.resampled_length(len(samples), old, new)) / new
     t = (np.arange(len(samples))[None, :] / old - times[:, None]) * base
     window = np.where(np.abs(t) < 6, np.cos(t * np.pi / 12) ** 2, 0)
     return (np.sinc(t) * window * base / old) @ samples.astype(np.float64)
@@ -181,18 +173,18 @@ def sinc_formula(samples: np.ndarray, old: int, new: int) -> np.ndarray:
 @pytest.mark.parametrize("length", [1, 161, 700])
 def test_resampling_is_the_windowed_sinc(old: int, length: int) -> None:
     samples = noise(length, old)
-    out = resample(samples, old, RATE)
+    out = audio.resample(samples, old, RATE)
     assert out.dtype == np.float32 and len(out) == math.ceil(length * RATE / old)
     np.testing.assert_allclose(out, sinc_formula(samples, old, RATE), rtol=0, atol=1e-6)
 
 
 def test_equal_rates_change_nothing_and_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = noise(5_000)
-    np.testing.assert_array_equal(resample(samples, RATE, RATE), samples)
-    whole = resample(samples, 44_100, RATE)
+    np.testing.assert_array_equal(audio.resample(samples, RATE, RATE), samples)
+    whole = audio.resample(samples, 44_100, RATE)
     monkeypatch.setattr(audio, "_BLOCK", 97)
-    np.testing.assert_array_equal(resample(samples, 44_100, RATE), whole)
-    np.testing.assert_array_equal(resample(samples, 44_100, RATE, 500), whole[:500])
+    np.testing.assert_array_equal(audio.resample(samples, 44_100, RATE), whole)
+    np.testing.assert_array_equal(audio.resample(samples, 44_100, RATE, 500), whole[:500])
     monkeypatch.setattr(audio, "MAX_RESAMPLED", 10_000)
     with pytest.raises(InputError, match="16000 samples at 16000 Hz, more than 10000"):
         prepare_audio(Waveform(noise(1_000), 1_000), RAW)
@@ -247,18 +239,14 @@ NAN = np.array([0.0, np.nan] * 400, "<f4").tobytes()
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the file is empty"),
     "head": (wav_bytes(GOOD)[:7], "corrupt, or an unsupported format: Format not recognised"),
-    "avi": (b"RIFF\0\0\0\0AVI \0\0\0\0", "corrupt, or an unsupported format: Format not rec"),
     "no data": (wav_bytes(GOOD)[:36], "truncated"),
     "half": (wav_bytes(GOOD)[:500], "truncated"),
-    "short format": (wav_bytes(GOOD, fmt=b"\1\0\1\0"), "corrupt, .* Short 'fmt ' chunk"),
     "channels": (wav_bytes(GOOD, channels=0, block=2), "corrupt, .* Channel count is zero"),
     "many": (wav_bytes(GOOD, channels=65), "65 channels, at most 64"),
-    "rate": (wav_bytes(GOOD, rate=0), "corrupt, or an unsupported format"),
     "wild rate": (wav_bytes(GOOD, rate=2**30), "sample rate 1073741824"),
     "no samples": (wav_bytes(b""), "no samples"),
     "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "not an audio file"),
     "aiff": (b"FORM\0\0\3\x46AIFF" + GOOD, "not an audio file .*send WAV, FLAC, OGG or MP3"),
-    "aac": (b"\xff\xf1\x50\x80" + GOOD, "not an audio file"),
     "nan": (wav_bytes(NAN, tag=3, bits=32), "sample 1 is nan"),
 }
 

@@ -14,16 +14,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4ir.chat import (
-    Answer,
-    Piece,
-    Reader,
-    ReasoningBudget,
-    TokenStream,
-    Vocabulary,
-    call_id,
-    make_prompt,
-)
+from g4ir import chat
+from g4ir.chat import Answer, Piece, Reader, Vocabulary, make_prompt
 from g4ir.chat.prompt import find
 from g4ir.chat.special_tokens import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE
 from g4ir.errors import InputError
@@ -193,7 +185,7 @@ def test_an_answer_is_read_once() -> None:
     assert done.finish("length") is done.finish()
     with pytest.raises(InputError, match="finished"):
         done.feed("b")
-    assert call_id() != call_id() and call_id().startswith("call_")
+    assert chat.call_id() != chat.call_id() and chat.call_id().startswith("call_")
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
@@ -272,7 +264,7 @@ WORDS = Vocabulary(TOKENIZER)
 @given(st.lists(st.integers(3, 511) | st.integers(512, 530) | st.integers(4, 259), max_size=24))
 def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
     ids = [i for i in ids if WORDS.tokenizer.id_to_token(i) is not None]
-    stream = TokenStream(WORDS)
+    stream = chat.TokenStream(WORDS)
     pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.flush()]
     controls = [WORDS.strings[i] for i in ids if i in WORDS.strings]
     assert [p.text for p in pieces if p.control] == controls
@@ -290,13 +282,13 @@ def test_a_budget_ends_thoughts() -> None:
     tokens = {"o": opened, "c": closed, "n": newline, "w": word, ".": None}
     tokens |= {str(i): token for i, token in enumerate(byte)}
     for limit, answer, forced in CALLS["budgets"]:
-        budget, found = ReasoningBudget(WORDS, limit), list[Any]()
+        budget, found = chat.ReasoningBudget(WORDS, limit), list[Any]()
         for letter in answer.split():
             budget.push(tokens[letter])
             found.append(budget.forced())
         assert found == [tokens[letter] for letter in forced.split()], answer
-    assert ReasoningBudget(WORDS, 0, inside=True).forced() == closed
+    assert chat.ReasoningBudget(WORDS, 0, inside=True).forced() == closed
     with pytest.raises(InputError, match="budget -1"):
-        ReasoningBudget(WORDS, -1)
+        chat.ReasoningBudget(WORDS, -1)
     with pytest.raises(InputError, match=r"no <\|channel>"):
-        ReasoningBudget(Vocabulary(tokenizer()), 1)
+        chat.ReasoningBudget(Vocabulary(tokenizer()), 1)

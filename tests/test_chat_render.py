@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from g4ir.chat import Prompt, Template, Vocabulary, encode, make_prompt, render, sandbox
+from g4ir.chat import Template, Vocabulary, encode, make_prompt, render, sandbox
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError
@@ -125,15 +125,14 @@ def test_the_format_of_gemma_3(tmp_path: Path) -> None:
     assert make_prompt(HI, None, template).tail == "<start_of_turn>model\n"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    refused: list[tuple[Any, dict[str, Any], str]] = [
-        (image, {}, "its format has no image"),
-        (HI * 2, {}, "must alternate"),
-        (HI, {"enable_thinking": True}, "no reasoning"),
-        (HI, {"tools": tools}, "no place for them"),
-    ]
-    for given_messages, options, words in refused:
-        with pytest.raises(InputError, match=words):
-            render(given_messages, form="gemma3", **options)
+    with pytest.raises(InputError, match="its format has no image"):
+        render(image, form="gemma3")
+    with pytest.raises(InputError, match="must alternate"):
+        render(HI * 2, form="gemma3")
+    with pytest.raises(InputError, match="no reasoning"):
+        render(HI, form="gemma3", enable_thinking=True)
+    with pytest.raises(InputError, match="no place for them"):
+        render(HI, tools, "gemma3")
 
 
 def test_files_that_are_no_templates(tmp_path: Path) -> None:
@@ -318,8 +317,6 @@ def test_every_rare_character_at_once() -> None:
     text = "".join(map(chr, range(0x20000, 0x2A6D7)))
     with pytest.raises(InputError, match="rare ideograph"):
         make_prompt([{"role": "user", "content": text}])
-    assert make_prompt([{"role": "user", "content": text[:5]}]).mark == text[5]
-    assert isinstance(make_prompt(HI), Prompt)
 
 
 DEEP = '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"
@@ -340,9 +337,8 @@ def test_bad_messages_are_named(case: tuple[Any, str, str]) -> None:
     assert message.startswith(f"{place}") and words in message and len(message) < 500
 
 
-@pytest.mark.parametrize("case", TABLES["pairs"], ids=str)
-def test_calls_and_answers_are_paired(case: Any) -> None:
-    ids, answers, words = case
+@pytest.mark.parametrize(("ids", "answers", "words"), TABLES["pairs"], ids=str)
+def test_calls_and_answers_are_paired(ids: Any, answers: Any, words: Any) -> None:
     calls = [call(f"f{i}", id) for i, id in enumerate(ids)]
     messages = [*HI, {"role": "assistant", "tool_calls": calls}]
     messages += [{"role": "tool", "content": "1", **answer} for answer in answers]
@@ -358,10 +354,10 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
-@pytest.mark.parametrize("case", TABLES["bad_tools"], ids=lambda case: case[1])
-def test_bad_tools_are_named(case: tuple[Any, str]) -> None:
-    with pytest.raises(InputError, match=case[1]):
-        make_prompt(HI, case[0])
+@pytest.mark.parametrize(("tools", "words"), TABLES["bad_tools"], ids=str)
+def test_bad_tools_are_named(tools: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make_prompt(HI, tools)
 
 
 T = {"type": "string"}

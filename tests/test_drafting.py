@@ -18,30 +18,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.builder.load import load_engine
 from g4ir.check.logits import ROUNDS_ALONE, verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.stages import BACKEND, chunks_of_tokens, rounds_of
+from g4ir.engine import speculative
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.engine.speculative import (
-    COST,
-    MAX_MATCH,
-    MIN_MATCH,
-    AcceptanceStats,
-    NgramProposer,
-    Pace,
-    SpeculativeConfig,
-    StepCosts,
-)
+from g4ir.engine.speculative import AcceptanceStats, NgramProposer, SpeculativeConfig, StepCosts
 from g4ir.errors import InputError
 from g4ir.model.decoder import VERIFY
-from g4ir.passes import PassOptions, run_passes
-from g4ir.passes.plan_cache import RingOptions
-from g4ir.plan.cost import Cost, graph_costs, total
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.contract.session import AnyOrder
@@ -82,7 +70,7 @@ def test_text_is_that_of_single_steps(
         return [t if rng.random() < 0.7 else rng.randrange(3, 500) for t in right]
 
     monkeypatch.setattr(NgramProposer, "propose", propose)
-    monkeypatch.setattr(Pace, "count", lambda *_: 4)
+    monkeypatch.setattr(speculative.Pace, "count", lambda *_: 4)
     tally, seen = AcceptanceStats(), list[tuple[int, int]]()
     options = {"draft": "ngram", "tally": tally, **how}
     got = engine.generate(
@@ -140,8 +128,6 @@ def test_verify_refuses(made: Make) -> None:
     session = made("tiny-ple").session(2)
     with pytest.raises(InputError, match="10 tokens; an engine of --draft-tokens 8 takes 9"):
         session.verify(some_tokens(2, 10))
-    with pytest.raises(InputError, match="outside the vocabulary"):
-        session.verify([[5, -1], [5, 6]])
     plain = made("tiny-ple", draft_tokens=0)
     with pytest.raises(InputError, match="build the engine again with --draft-tokens K"):
         plain.session(1).verify([[5, 6]])
@@ -158,12 +144,12 @@ def test_lookup_finds_the_longest_match(ids: list[int], count: int, cut: int) ->
     matches = []
     for end in range(len(ids) - 1):
         size = 0
-        while size <= end and size < MAX_MATCH and ids[end - size] == ids[-1 - size]:
+        while size <= end and size < speculative.MAX_MATCH and ids[end - size] == ids[-1 - size]:
             size += 1
         matches.append((size, end))
     size, end = max(matches, default=(0, 0))
     behind = ids[end + 1 :]
-    want = [behind[i % len(behind)] for i in range(count)] if size >= MIN_MATCH else []
+    want = [behind[i % len(behind)] for i in range(count)] if size >= speculative.MIN_MATCH else []
     assert text.propose(count) == want
     assert NgramProposer(ids).propose(count) == want
 
@@ -175,7 +161,7 @@ COSTS = StepCosts().of(1, 9)
 def paced(chance: float, costs: list[float], rounds: int = 400) -> tuple[float, list[int]]:
     """Steps of one token that a text takes, by each of its tokens, whose drafts are right with this
     chance; and the counts of drafts."""
-    pace, rng, took, tokens, counts = Pace(8), random.Random(0), 0.0, 0, list[int]()
+    pace, rng, took, tokens, counts = speculative.Pace(8), random.Random(0), 0.0, 0, list[int]()
     for _ in range(rounds):
         counts.append(count := pace.count(costs))
         right = next((i for i in range(count) if rng.random() >= chance), count)
@@ -206,7 +192,7 @@ def test_drafts_never_make_a_text_slower(
 ) -> None:
     """By more than 3 %, whatever is right and whatever the steps of this machine cost."""
     costs = [1 + x for x in itertools.accumulate(more, initial=0.0)]
-    pace, took, made, told = Pace(len(more)), 0.0, 0, iter(accepted)
+    pace, took, made, told = speculative.Pace(len(more)), 0.0, 0, iter(accepted)
     while made < tokens:
         count = min(pace.count(costs), tokens - made - 1)
         right = min(next(told, 0), count)
@@ -221,11 +207,12 @@ def test_costs_of_steps() -> None:
     for batch, tokens, times in ((1, 1, (9, 2, 2)), (1, 3, (90, 3, 99, 3)), (1, 4, (5, 2.8))):
         for seconds in times:
             costs.add(batch, tokens, seconds)
-    assert costs.of(1, 6) == pytest.approx([1, 1 + COST, 1.4, 1.4, 1.4 + COST, 1.4 + 2 * COST])
-    assert costs.of(2, 3) == pytest.approx([1, 1 + COST, 1 + 2 * COST])
+    cost = speculative.COST
+    assert costs.of(1, 6) == pytest.approx([1, 1 + cost, 1.4, 1.4, 1.4 + cost, 1.4 + 2 * cost])
+    assert costs.of(2, 3) == pytest.approx([1, 1 + cost, 1 + 2 * cost])
     for _ in range(99):
         costs.add(1, 1, 1.4)
-    assert costs.of(1, 3) == pytest.approx([1, 1 + COST, 2])
+    assert costs.of(1, 3) == pytest.approx([1, 1 + cost, 2])
 
 
 #: what an answer of a server or of a conversation is made to say
@@ -344,13 +331,11 @@ def test_rounds_that_are_wrong(checked: Engine, monkeypatch: pytest.MonkeyPatch)
 
 def test_rounds_end_with_wrong_tokens() -> None:
     ids = torch.arange(20, 41)
-    chunks = [*chunks_of_tokens(ids, 8, 16)]
-    rounds = [c for c in rounds_of(chunks, 5, 48) if c.phase == VERIFY]
+    rounds = [c for c in rounds_of([*chunks_of_tokens(ids, 8, 16)], 5, 48) if c.phase == VERIFY]
     assert [c.at for c in rounds] == [17, 19] and [c.valid for c in rounds] == [5, 4]
     for c in rounds:
         right, tokens = ids[c.at : c.at + 2], c.inputs["tokens"][0]
         assert tokens[:2].equal(right) and tokens[2] != c.at + 22
-    assert [c.valid for c in rounds_of(chunks, 33, 23) if c.phase == VERIFY] == [6, 3]
 
 
 def test_rings_of_less_slack_are_named(checked: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,21 +345,3 @@ def test_rings_of_less_slack_are_named(checked: Engine, monkeypatch: pytest.Monk
     assert culprit and culprit.name == "plan_cache" and culprit.first
     assert (culprit.first.phase, culprit.first.at) == (VERIFY, 17)
     assert "attention" in culprit.first.ops
-
-
-def moved(name: str, phase: str, tokens: int, context: int = 1) -> Cost:
-    graph = g4ir.build_graph(g4ir.load_spec(name), phase)
-    g = run_passes(graph, options=PassOptions((RingOptions(8),)))
-    return total(graph_costs(g, S=tokens, C=context))
-
-
-def test_tokens_of_a_step() -> None:
-    """They choose experts of their own; a dense model reads its weights once."""
-    one = moved("26b-a4b", "decode", 1).needed_bytes
-    for tokens, times in {2: 1.35, 5: 2.27, 9: 3.26}.items():  # experts drawn independently
-        more = moved("26b-a4b", VERIFY, tokens).needed_bytes
-        assert more / one == pytest.approx(times, abs=0.005)
-    single, five = moved("12b", "decode", 1, 4096), moved("12b", VERIFY, 5, 4096)
-    assert five.weight_bytes == single.weight_bytes
-    assert five.flops == pytest.approx(5 * single.flops, rel=0.01)
-    assert single.state_bytes < five.state_bytes < 1.1 * single.state_bytes

@@ -38,6 +38,7 @@ from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import short
+from tests.engines import CASES
 from tests.gguf_files import finish, metadata, stored_name, write_values
 from tests.media_tools import media_files, media_tokenizer
 from tests.test_media_models import inputs_of, medium
@@ -52,9 +53,9 @@ SEEDS = tuple(range(20))
 HAS_SECOND = hasattr(transformers, "EmbeddingGemma2TextModel")
 
 
-def random_encoder(name: str, seed: int, media: bool = False) -> Spec:
-    """An encoder of the kind of `name` with every size drawn, without its towers unless `media`."""
-    rng, base = random.Random(seed), load_spec(name) if media else text_spec(name)
+def random_encoder(name: str, seed: int) -> Spec:
+    """An encoder of the kind of `name` with every size of its text drawn."""
+    rng, base = random.Random(seed), load_spec(name)
     layers, heads, dim = rng.randint(2, 5), rng.choice((2, 4)), rng.choice((16, 32))
     kv = [rng.choice([n for n in (1, 2, 4) if heads % n == 0]) for _ in range(2)]
     alike = base.embedding is not None and bool(base.embedding.dense)
@@ -66,10 +67,7 @@ def random_encoder(name: str, seed: int, media: bool = False) -> Spec:
         num_attention_heads=heads,
         pattern=(*(SLIDING,) * rng.randint(1, 3), FULL),
         sliding=replace(
-            base.text.sliding,
-            head_dim=dim,
-            num_key_value_heads=kv[0],
-            window=rng.randint(2, 12),
+            base.text.sliding, head_dim=dim, num_key_value_heads=kv[0], window=rng.randint(2, 12)
         ),
         full=replace(
             base.text.full,
@@ -89,14 +87,6 @@ def random_encoder(name: str, seed: int, media: bool = False) -> Spec:
     return check_spec(canonical(replace(base, name=f"{name}-{seed}", text=text, embedding=head)))
 
 
-def text_spec(name: str) -> Spec:
-    """The encoder without towers."""
-    spec = load_spec(name)
-    special = ("image", "video", "audio", "boi", "eoi", "boa", "eoa")
-    tokens = replace(spec.tokens, **dict.fromkeys(special))
-    return replace(spec, vision=None, audio=None, tokens=tokens)
-
-
 class Oracle:
     """The model by transformers, and what sentence-transformers does after it."""
 
@@ -113,11 +103,7 @@ class Oracle:
             weights.tensor(f"dense.{i}.linear.weight") for i in range(len(spec.embedding.dense))
         ]
 
-    @torch.no_grad()
     def __call__(self, ids: list[int]) -> torch.Tensor:
-        return self.plain(ids)
-
-    def plain(self, ids: list[int]) -> torch.Tensor:
         x = self.model(input_ids=torch.tensor([ids])).last_hidden_state.mean(1)
         for w in self.dense:
             x = x @ w.T
@@ -142,11 +128,17 @@ def test_embeddings_are_those_of_transformers(
     spec, ids = random_encoder(name, seed), drawn_ids(seed)
     oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
     want = torch.stack([oracle(x) for x in ids])
+    options: Any = {"random_weights": SEED, "media": "none", "max_batch": 3 + seed}
+    check_backends(tmp_path, ids, want, spec=spec, **options)
+
+
+def check_backends(folder: Path, inputs: list[Any], want: torch.Tensor, **options: Any) -> None:
+    """Each backend's embeddings, together and alone, are those that are wanted."""
     for backend in ("reference", "torch", "onnx", "trt"):
-        with build(spec, tmp_path / backend, backend=backend, max_batch=3 + seed) as engine:
-            got = engine.embed(ids)
+        with g4ir.build(out=folder / backend, backend=backend, **options) as engine:
+            got = engine.embed(inputs)
             assert got.dtype == torch.float32 and (got - want).abs().max() < AGREES
-            alone = torch.cat([engine.embed(x) for x in ids])
+            alone = torch.cat([engine.embed([x]) for x in inputs])
             assert (alone - want).abs().max() < AGREES
             assert backend != "torch" or torch.equal(alone, got)
 
@@ -157,7 +149,7 @@ def test_media_embeddings_are_those_of_transformers(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, emulated(tmp_path))
-    spec = random_encoder(NAMES[1], seed, media=True)
+    spec = random_encoder(NAMES[1], seed)
     folder = media_checkpoint(tmp_path / "c", spec)
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model, loading = transformers.AutoModel.from_pretrained(
@@ -170,14 +162,8 @@ def test_media_embeddings_are_those_of_transformers(
     parts = [{"type": k, k: m} for (k, _), m in zip((*sizes, ("audio", 0)), media)]
     inputs = [*parts, "ab w7", ["a", parts[0], parts[1], " w7", parts[3]], [*parts[1:], "ab"]]
     want = torch.stack([media_oracle(model, words, spec.tokens, x) for x in inputs])
-    for backend in ("reference", "torch", "onnx", "trt"):
-        options: Any = {"backend": backend, "max_batch": 4, "audio_seconds": [2.0]}
-        with g4ir.build(None, out=tmp_path / backend, checkpoint=folder, **options) as engine:
-            got = engine.embed(inputs)
-            assert (got - want).abs().max() < AGREES
-            alone = torch.cat([engine.embed([x]) for x in inputs])
-            assert (alone - want).abs().max() < AGREES
-            assert backend != "torch" or torch.equal(alone, got)
+    options: Any = {"max_batch": 4, "audio_seconds": [2.0]}
+    check_backends(tmp_path, inputs, want, spec=None, checkpoint=folder, **options)
 
 
 def media_checkpoint(folder: Path, spec: Spec) -> Path:
@@ -249,7 +235,7 @@ def test_gradients_of_a_module_are_those_of_transformers(name: str) -> None:
     mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
     got = module(torch.tensor([ids[0], ids[1] + [0] * 5]), attention_mask=mask)
     with torch.enable_grad():
-        want = torch.stack([oracle.plain(x) for x in ids])
+        want = torch.stack([oracle(x) for x in ids])
         (want[0] @ want[1]).backward()
     (got[0] @ got[1]).backward()
     assert (got - want).abs().max() < AGREES
@@ -320,6 +306,8 @@ def test_texts_tasks_and_sizes(model: Any) -> None:
 
 
 def test_long_texts(model: Any) -> None:
+    with pytest.raises(InputError, match="text 0: not UTF-8"):
+        model.embed("\ud800")
     with pytest.raises(InputError, match=r"text 1: .* tokens, and this engine takes 256"):
         model.embed(["a", "ab " * 300], task="none")
     ids = model.tokenizer().encode("ab " * 300).ids
@@ -328,20 +316,7 @@ def test_long_texts(model: Any) -> None:
     assert torch.equal(cut, model.embed("ab " * 100_000, task="none", truncate=True))
 
 
-@pytest.mark.parametrize(
-    ("texts", "options", "message"),
-    [
-        (["a", " "], {}, "text 1 is empty"),
-        ([[]], {}, "text 0: .* not empty"),
-        ([[5, 512]], {}, "text 0: token 512 at index 1"),
-        (["a"], {"dims": 48}, "trained for 64, 32, 16"),
-        (["a"], {"task": "quary"}, "did you mean query"),
-        (["\ud800"], {}, "text 0: not UTF-8"),
-        ([3.5], {}, "text 0: expected a text or a list"),
-        ([{"type": "image", "image": "a.png"}], {}, "text 0.*: this engine takes text, no image"),
-        ([["a", {"type": "text"}]], {}, r"text 0\[1\].text: must be text"),
-    ],
-)
+@pytest.mark.parametrize(("texts", "options", "message"), CASES["refused_texts"])
 def test_refused_texts(texts: Any, options: Any, message: str, model: Any) -> None:
     with pytest.raises(InputError, match=message):
         model.embed(texts, **options)
@@ -436,10 +411,9 @@ def test_gguf_files(model: Any, tmp_path: Path) -> None:
         assert (engine.embed([ids])[0] - oracle(ids)).abs().max() < AGREES
     with pytest.raises(SpecError, match=r"pooling_type: '?2'? is not supported"):
         read_spec(read_container(gguf_file(tmp_path / "cls.gguf", spec, pooling=2)))
+    bare = gguf_file(tmp_path / "b.gguf", spec, bare=True)
     with pytest.raises(G4Error, match=r"dense_2\.weight.*missing"):
-        g4ir.build(
-            None, out=tmp_path / "b", checkpoint=gguf_file(tmp_path / "b.gguf", spec, bare=True)
-        )
+        g4ir.build(None, out=tmp_path / "b", checkpoint=bare)
 
 
 # --- the command line ------------------------------------------------------------------------
@@ -447,9 +421,8 @@ def test_gguf_files(model: Any, tmp_path: Path) -> None:
 
 def test_embed_command(model: Any, tmp_path: Path) -> None:
     texts, want = ["ab", "w7 w9", "a"], model.embed(["ab", "w7 w9", "a"], "query", 32)
-    values = json.loads(
-        ok("embed", model.path, *(w for t in texts for w in ("--text", t)), *QUERY, "--json")
-    )
+    words = [w for t in texts for w in ("--text", t)]
+    values = json.loads(ok("embed", model.path, *words, *QUERY, "--json"))
     assert values["dims"] == 32 and values["embeddings"] == want.tolist()
     plain, lines = tmp_path / "in.txt", tmp_path / "in.jsonl"
     plain.write_text("\n".join(texts))
@@ -458,9 +431,8 @@ def test_embed_command(model: Any, tmp_path: Path) -> None:
     assert np.array_equal(np.load(tmp_path / "o.npy"), want.numpy())
     ok("embed", model.path, "--input", lines, *QUERY, "--out", tmp_path / "o.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert [r["index"] for r in rows] == [0, 1, 2] and [
-        r["embedding"] for r in rows
-    ] == want.tolist()
+    assert [r["index"] for r in rows] == [0, 1, 2]
+    assert [r["embedding"] for r in rows] == want.tolist()
     assert "packed_mean" in ok("show", "--variant", NAMES[0])
     assert json.loads(ok("cost", NAMES[0], "--json"))["phase"] == "encode"
     out = ok("embed", model.path, "--text", "ab", "--text", "ab")
@@ -490,22 +462,12 @@ def test_embed_command_with_media(tmp_path: Path) -> None:
     lines.write_text("\n".join(map(json.dumps, ({"content": content}, {"text": "ab"}))))
     out = ok("embed", tmp_path / "e", "--input", lines, "--json")
     assert json.loads(out)["embeddings"] == both.tolist()
-    for content, message in REFUSED_PARTS:
+    for content, message in CASES["refused_parts"]:
         lines.write_text(json.dumps({"content": content}))
         assert message in refused("embed", tmp_path / "e", "--input", lines), message
 
 
 SMALL = {"image_budget": 70}
-#: content of a line -> part of the error
-REFUSED_PARTS: list[tuple[Any, str]] = [
-    ([], "line 1 is empty"),
-    ({"type": "text"}, 'an object with "text", or with "content"'),
-    ([{"type": "image", "image": "no.png"}], "text 0[0]: no.png: no such image file"),
-    ([{"type": "image"}], "text 0[0].image: must be an object"),
-    ([{"type": "picture"}], "text 0[0].type: must be one of"),
-    (["a <|image|>"], "text 0: image: the prompt has 1 placeholders (id 500) for 0 media"),
-    ([{"type": "video", "video": "a.mp4", "fps": "1"}], "text 0[0]: a.mp4: no such video file"),
-]
 
 
 def test_refused_commands(model: Any, tmp_path: Path) -> None:

@@ -98,9 +98,6 @@ def test_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (choice["message"]["content"], choice["finish_reason"]) == ("w1_ w2_", "stop")
         ids = client.post("/tokenize", json={"messages": SAID}).json()["tokens"]
         assert chat_tokenizer().decode(ids, skip_special_tokens=False) == PROMPT
-        seen = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
-        asked = {"messages": [{"role": "user", "content": seen}]}
-        for more, words in ((asked, "image"), ({"tools": TOOLS}, "has no place for them")):
-            body = {"messages": SAID, "max_tokens": 9} | more
-            refused = client.post("/v1/chat/completions", json=body)
-            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+        body = {"messages": SAID, "max_tokens": 9, "tools": TOOLS}
+        refused = client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400 and "no place for them" in refused.text

@@ -3,9 +3,7 @@ company, while others are loaded and removed."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +43,12 @@ class Lora:
         if not name:
             return self.base
         out, adapter = self.folder / f"merged-{name}", [str(self.folder / name)]
-        backend = self.base.config.backend
-        how = {
-            "checkpoint": self.folder / "checkpoint",
-            "backend": backend,
-            **LIMITS,
-            "adapter": adapter,
-        }
-        return g4ir.load_engine(out) if out.exists() else g4ir.build(None, out, **how)
+        return g4ir.load_engine(out) if out.exists() else self.build(out, adapter=adapter)
+
+    def build(self, out: Path, **options: Any) -> Engine:
+        """Another engine of the checkpoint."""
+        how = {"backend": self.base.config.backend, **LIMITS, **options}
+        return g4ir.build(None, out, checkpoint=self.folder / "checkpoint", **how)
 
 
 def targets(variant: str) -> list[str]:
@@ -115,15 +111,7 @@ def check_logits(lora: Lora) -> None:
 def test_a_quantised_base_stays_as_it_is(tmp_path: Path, quant: str) -> None:
     """Weights in bits, the adapter in the engine's dtype: as computed by the definition."""
     lora = made(tmp_path, "tiny-ple", "torch", quant=quant)
-    names = lora.folder, "reference"
-    other = g4ir.build(
-        None,
-        names[0] / names[1],
-        checkpoint=lora.folder / "checkpoint",
-        quant=quant,
-        backend="reference",
-        **LIMITS,
-    )
+    other = lora.build(lora.folder / "reference", quant=quant, backend="reference")
     reference = g4ir.load_engine(other.path, adapters={"a1": lora.folder / "a1"})
     got, want = logits(lora.engine, "a1"), logits(reference, "a1")
     assert (got - want).abs().max() < 1e-3 * want.std()
@@ -144,12 +132,9 @@ def test_adapters_and_the_base_in_one_batch(lora: Lora, config: dict[str, Any]) 
     """Equal to each alone, and to the merged model."""
     got = texts(Scheduler(lora.engine, SchedulerConfig(**config)), requests(lora))
     for request, text in zip(requests(lora), got, strict=True):
-        assert text == lora.merged(request.adapter).generate(
-            [*request.tokens], request.max_new_tokens, stop_ids=()
-        )
-        assert text == lora.engine.generate(
-            [*request.tokens], request.max_new_tokens, stop_ids=(), adapter=request.adapter
-        )
+        given, how = [*request.tokens], {"stop_ids": (), "max_new_tokens": request.max_new_tokens}
+        assert text == lora.merged(request.adapter).generate(given, **how)
+        assert text == lora.engine.generate(given, adapter=request.adapter, **how)
 
 
 def test_the_prefix_cache_tells_adapters_apart(lora: Lora, own_home: Path) -> None:
@@ -159,9 +144,8 @@ def test_the_prefix_cache_tells_adapters_apart(lora: Lora, own_home: Path) -> No
         for name in lora.names:
             handle = scheduler.submit(Request(prompt(30), 3, FREE, marks=(20,), adapter=name))
             finished(scheduler)
-            assert handle.answers[0].tokens == lora.merged(name).generate(
-                [*prompt(30)], 3, stop_ids=()
-            )
+            want = lora.merged(name).generate([*prompt(30)], 3, stop_ids=())
+            assert handle.answers[0].tokens == want
             seen.append(handle.counts.cached)
         scheduler.close()
     assert seen == [0] * 4 + [20] * 4
@@ -197,23 +181,10 @@ def test_loads_and_removals_disturb_no_stream(lora: Lora, full: bool) -> None:
 
 def test_drafts_are_verified_with_the_adapter(lora: Lora) -> None:
     text = [*prompt(6), *prompt(6), *prompt(6)]
-    drafted = g4ir.build(
-        None,
-        lora.folder / "drafts",
-        checkpoint=lora.folder / "checkpoint",
-        backend="torch",
-        draft_tokens=4,
-        **LIMITS,
-    )
+    drafted = lora.build(lora.folder / "drafts", draft_tokens=4)
     engine = g4ir.load_engine(drafted.path, adapters={"a0": lora.folder / "a0"})
     want = lora.merged("a0").generate(text, 20, stop_ids=())
     assert engine.generate(text, 20, stop_ids=(), adapter="a0", draft="ngram") == want
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    values = json.loads((folder / "adapter_config.json").read_text())
-    change(values)
-    (folder / "adapter_config.json").write_text(json.dumps(values))
 
 
 def test_what_is_refused(lora: Lora, tmp_path: Path) -> None:
@@ -259,13 +230,8 @@ def test_other_backends_say_so(tmp_path: Path) -> None:
     engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, backend="onnx", **LIMITS)
     with pytest.raises(MissingError, match="programs that onnx compiles for cpu take no adapters"):
         g4ir.load_engine(engine.path, adapter_slots=1)
-    for words in (
-        ("onnx",),
-        ("trt",),
-        ("torch", "--device", "cuda"),
-        ("torch", "--set", "programs=inductor"),
-    ):
-        serve = ("serve", "tiny-dense", "--random-weights", "0", "--set", "adapter_slots=1")
+    serve = ("serve", "tiny-dense", "--random-weights", "0", "--set", "adapter_slots=1")
+    for words in ("onnx",), ("torch", "--device", "cuda"), ("torch", "--set", "programs=inductor"):
         message = refused(*serve, "--backend", *words, code=3)
         assert f"programs that {words[0]} compiles for" in message
         assert "use --backend torch --device cpu, or merge one adapter" in message

@@ -1,9 +1,12 @@
-"""Checks of engines that take media: verify, verify --each-pass, bench and show."""
+"""Engines that take media: verify, verify --each-pass and bench of them; what their builds raise,
+compare, refuse and advise before anything is made."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,18 @@ import torch
 
 import g4ir
 from g4ir.bench.runners import Workload, draw_tokens
+from g4ir.builder.build import prepare
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
+from g4ir.errors import PlanError, SpecError, WeightsError
+from g4ir.model.audio import MelSettings
 from g4ir.model.media import KINDS
+from g4ir.plan.footprint import reserve
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import Spec, load_spec
 from tests import cli_tools as cli
 from tests.cases import TABLES
 from tests.engines import random_checkpoint
@@ -46,19 +55,15 @@ def engine(request: pytest.FixtureRequest, built: dict[str, Engine]) -> Engine:
     return built[request.param]
 
 
-@pytest.fixture(scope="module")
-def no_media(make_engine: Any) -> Engine:
-    return make_engine("tiny-media", random_weights=1, media="none", **LIMITS)
-
-
-def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> None:
+def test_random_tokens_are_no_placeholders(engine: Engine, make_engine: Any) -> None:
     """All others are drawn; every engine of a spec is given the same."""
     ids = random_ids(engine, (3, 20_000), 0)
     assert set(ids.unique().tolist()) == set(range(512)) - set(HOLDERS.values())
     w = Workload(20_000, 2, batch=2)
     drawn = draw_tokens(w, engine)
     assert not torch.isin(drawn, torch.tensor([*HOLDERS.values()])).any()
-    assert torch.equal(drawn, draw_tokens(w, no_media))
+    text = make_engine("tiny-media", random_weights=1, media="none", **LIMITS)
+    assert torch.equal(drawn, draw_tokens(w, text))
 
 
 def test_verify_against_transformers(built: dict[str, Engine]) -> None:
@@ -110,15 +115,11 @@ WRONG_FEEDS = [
 ]
 
 
-@pytest.mark.parametrize("name, part, feed, change", WRONG_FEEDS)
+@pytest.mark.parametrize("case", WRONG_FEEDS, ids=lambda case: case[1])
 def test_wrong_feeds_are_named(
-    built: dict[str, Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    part: str,
-    feed: str,
-    change: Any,
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, case: Any
 ) -> None:
+    name, part, feed, change = case
     engine, method = built[name], "run" if part in ("prefill_media", "decode") else "encode"
     inner = getattr(engine.runtime, method)
 
@@ -167,3 +168,90 @@ def test_broken_pass_of_one_graph(
     culprit = verify_each_pass(built["tiny-media"], FEW).culprit
     assert culprit and culprit.name == broken and culprit.first
     assert culprit.first.phase == "vision_70"
+
+
+# --- builds --------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 256}
+
+
+def prepared(variant: str, **options: Any) -> Any:
+    return prepare(load_spec(variant), BuildOptions(**OPTIONS | options))
+
+
+# --- the prefill chunk ------------------------------------------------------------------------
+
+
+def test_a_chunk_holds_the_largest_picture(caplog: pytest.LogCaptureFixture) -> None:
+    """Where its tokens see each other; with a note."""
+    with caplog.at_level(logging.WARNING):
+        assert prepared("tiny-unified", prefill_chunk=16).config.limits.prefill_chunk == 70
+        assert "prefill-chunk 16 is raised to 70" in caplog.text
+        caplog.clear()
+        assert prepared("tiny-unified", prefill_chunk=96).config.limits.prefill_chunk == 96
+        assert prepared("tiny-media", prefill_chunk=16).config.limits.prefill_chunk == 16
+        options = {"prefill_chunk": 16, "media": "audio"}
+        assert prepared("tiny-unified", **options).config.limits.prefill_chunk == 16
+    assert not caplog.text
+    with caplog.at_level(logging.WARNING):
+        short = prepared("tiny-unified", max_seq=64, prefill_chunk=16)
+    assert short.config.limits.prefill_chunk == 64
+    assert "max-seq 64: an image of 70 soft tokens, as built for, does not fit" in caplog.text
+
+
+# --- spec and checkpoint ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key, value", [("vision.rope_theta", 50.0), ("tokens.eoa", 499)])
+def test_towers_are_those_of_the_checkpoint(tmp_path: Path, key: str, value: Any) -> None:
+    """What leaves shapes alone is compared too, as far as the media that are taken need it."""
+    spec = load_spec("tiny-media")
+    part, _, name = key.partition(".")
+    other = replace(spec, **{part: replace(getattr(spec, part), **{name: value})})
+    checkpoint = random_checkpoint(tmp_path / "c", spec, media=KINDS)
+    check_without_media(other, checkpoint, SpecError, key)
+
+
+def test_a_checkpoint_without_towers_says_so(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-media")
+    check_without_media(load_spec("tiny-media"), checkpoint, WeightsError, "--media none")
+
+
+def check_without_media(spec: Spec, checkpoint: Path, error: type[Exception], says: str) -> None:
+    given = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 256}
+    with pytest.raises(error, match=says):
+        prepare(spec, BuildOptions(**given))
+    prepare(spec, BuildOptions(media="none", **given)).source.close()
+
+
+# --- sound ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("soft", (1, 2, 13, 63, 125, 250, 750))
+def test_limits_of_sound_are_exact(soft: int) -> None:
+    """The longest clip of so many soft tokens, to the padding's multiple."""
+    settings = MelSettings(bins=128).limited_to(soft)
+    assert settings.soft_tokens(settings.max_samples) <= soft
+    if soft < 750:
+        assert settings.soft_tokens(settings.max_samples + settings.pad_multiple) > soft
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def test_leaving_media_out_is_advised_where_that_fits() -> None:
+    """The towers of e2b before a tiny text model."""
+    spec = replace(load_spec("tiny-media"), vision=load_spec("e2b").vision)
+    text = prepare(spec, BuildOptions(media="none", **OPTIONS))
+    memory = 1 << 30
+    while memory - reserve(memory) < text.param_bytes() + (64 << 20):
+        memory += 1 << 28
+    with pytest.raises(PlanError, match="--media none"):
+        prepare(spec, BuildOptions(memory=memory, media="image", image_budgets=[280], **OPTIONS))
+
+
+def test_a_chunk_that_would_be_raised_again_is_not_advised() -> None:
+    spec = load_spec("tiny-unified")
+    with pytest.raises(PlanError) as refused:
+        prepare(spec, BuildOptions(memory=1 << 20, **OPTIONS | {"prefill_chunk": 256}))
+    assert "--prefill-chunk 64" not in str(refused.value)

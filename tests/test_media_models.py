@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from g4ir.backends.primitives import vision
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.media.audio import Clip, Waveform, prepare_audio
@@ -32,6 +35,7 @@ from tests.engines import agrees
 from tests.media_tools import UNIFIED, media_pair, noise, video_inputs
 from tests.runner import with_chunk
 from tests.shrink import WINDOW, shrink
+from tests.trt.emulated import emulated, use
 
 MAX_SEQ = 512
 STEPS = 3 * WINDOW + 2
@@ -46,7 +50,7 @@ TYPES = {"image": 1, "video": 2, "audio": 3}
 @cache
 def small(variant: str) -> Spec:
     spec = load_spec(variant)
-    return spec if variant == TORCH else shrink(spec, media=True)
+    return spec if variant.startswith("tiny") else shrink(spec, media=True)
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +100,12 @@ class Message:
         """What `prefill` takes."""
         return {name: self.media[kind] for name, kind in LISTS.items()}
 
-    def text(self, count: int) -> None:
-        self.tokens += self.rng.integers(4, 200, count).tolist()
-        self.types += [0] * count
+    def add(self, ids: list[int], kind: str = "") -> None:
+        self.tokens += ids
+        self.types += [TYPES.get(kind, 0)] * len(ids)
 
-    def soft(self, spec: Spec, kind: str, count: int) -> None:
-        self.tokens += [getattr(spec.tokens, kind)] * count
-        self.types += [TYPES[kind]] * count
+    def text(self, count: int) -> list[int]:
+        return self.rng.integers(4, 200, count).tolist()
 
 
 #: numbers of text tokens, and media
@@ -118,14 +121,14 @@ def message(spec: Spec, parts: Sequence[Any]) -> Message:
     m = Message([spec.tokens.bos or 0], [0], {k: [] for k in TYPES}, np.random.default_rng(1))
     for part in parts:
         if isinstance(part, int):
-            m.text(part)
+            m.add(m.text(part))
         elif part[0] in supported_media(spec):
             kind, size = part
             made: Any = medium(spec, kind, size, len(m.tokens))
             m.media[kind].append(made)
             for _ in range(size if kind == "video" else 1):
-                m.text(3 * (kind == "video"))  # the time of a frame
-                m.soft(spec, kind, made.soft_tokens)
+                m.add(m.text(3 * (kind == "video")))  # the time of a frame
+                m.add([getattr(spec.tokens, kind)] * made.soft_tokens, kind)
     return m
 
 
@@ -178,7 +181,7 @@ def test_model(pairs: Any, variant: str, case: str) -> None:
     """Logits of the whole prompt for chunks that would cut pictures, then token by token."""
     engine, model = pairs(variant)
     m = message(engine.spec, CASES[case])
-    after = m.rng.integers(4, 200, STEPS).tolist()
+    after = m.text(STEPS)
     wanted = expected(model, m.tokens + after, m.types + [0] * STEPS, m.media)
     for chunk in (70, MAX_SEQ):
         got = sent(with_chunk(engine, chunk).session(), m, all_logits=True)[0]
@@ -270,34 +273,20 @@ LENGTHS = [("e2b", n) for n in (170, 7_777, 80_003, 160_000, 480_000)]
 LENGTHS += [(UNIFIED, n) for n in (1, 41, 40 * 800 + 3)]
 
 
-def tone(samples: int, seed: int = 0) -> Waveform:
-    t = np.arange(samples) / 16_000
-    noise = np.random.default_rng(seed).standard_normal(samples)
-    wave = 0.4 * np.sin(2 * np.pi * 330 * t) + 0.05 * noise
-    return Waveform(wave.astype(np.float32), 16_000)
-
-
 @pytest.mark.parametrize("variant, samples", LENGTHS)
 def test_sounds(pairs: Any, variant: str, samples: int) -> None:
     engine, model = pairs(variant)
-    clip = prepare_audio(tone(samples), audio_settings(engine.spec))
+    wave = 0.1 * np.random.default_rng(0).standard_normal(samples).astype(np.float32)
+    clip = prepare_audio(Waveform(wave, 16_000), audio_settings(engine.spec))
     (soft,) = engine.encode("audio", clip).pieces
     assert len(soft) == clip.soft_tokens
     for fill in (0, 150):  # padding, whatever is in it, is not heard
-        agrees(soft, heard(model, clip, fill))
-
-
-def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
-    """What the reference makes of a clip with `fill` frames of padding behind it."""
-    features = np.pad(clip.features, ((0, fill), (0, 0)), constant_values=7.0)
-    mask = np.pad(clip.mask, (0, fill))
-    with torch.no_grad():
-        out = model.model.get_audio_features(
-            torch.from_numpy(features)[None], torch.from_numpy(mask)[None]
-        )
-    if out.attention_mask is None:
-        return out.pooler_output[0]
-    return out.pooler_output[0][out.attention_mask[0]]
+        features = np.pad(clip.features, ((0, fill), (0, 0)), constant_values=7.0)
+        sent = (torch.from_numpy(x)[None] for x in (features, np.pad(clip.mask, (0, fill))))
+        with torch.no_grad():
+            out = model.model.get_audio_features(*sent)
+        heard = out.pooler_output[0]
+        agrees(soft, heard if out.attention_mask is None else heard[out.attention_mask[0]])
 
 
 def test_a_sound_longer_than_built_for_is_refused(pairs: Any) -> None:
@@ -307,3 +296,64 @@ def test_a_sound_longer_than_built_for_is_refused(pairs: Any) -> None:
     clip = Clip(frames, np.ones(len(frames), np.bool_), longest + 1)
     with pytest.raises(InputError, match=f"{longest + 1} soft tokens.*audio-seconds"):
         engine.encode("audio", clip)
+
+
+# --- ONNX and TensorRT --------------------------------------------------------------------------
+
+#: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
+#: both ways, with experts
+NAMES = ("tiny-media", "tiny-unified", "26b-a4b")
+#: what the short run builds
+QUICK = [*product(("onnx", "trt"), NAMES[:2])]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "all_logits": True}
+OPTIONS |= {"max_batch": 2, "max_seq": MAX_SEQ, "prefill_chunk": 90}
+#: settings of TensorRT
+TRT = {"tiny-unified": {"attention": "fused"}, "26b-a4b": {"attention": "fused"}}
+
+
+def items(engine: Engine) -> list[tuple[str, Any]]:
+    """Wide and tall pictures, frames; sounds of one frame, of the first tower, of the second."""
+    out: list[tuple[str, Any]] = [("image", noise(60, 90, 3)), ("image", noise(90, 20, 3, seed=1))]
+    out += [("video", noise(2, 40, 60, 3))]
+    sounds = [noise(n).astype("float32") / 128 - 1 for n in (200, 7_001, 23_000)]
+    kinds = engine.media.kinds
+    return [i for i in out if i[0] in kinds] + [
+        ("audio", Waveform(s, 16_000)) for s in sounds if "audio" in kinds
+    ]
+
+
+#: numbers of text tokens, and media
+PARTS: list[Any] = [2, ("image", (50, 70)), 1, ("image", (90, 20)), 7, ("audio", 5_001)]
+PARTS += [("video", 2), 2, ("audio", 7_001), 3]
+
+
+def logits(engine: Engine, chunk: int) -> list[torch.Tensor]:
+    """Of a prompt in chunks, with pictures near each other, frames, and two sounds where they are
+    heard; of a ragged turn of text, and of a few steps."""
+    m = message(engine.spec, PARTS)
+    tokens, lengths = torch.tensor([m.tokens] * 2), [len(m.tokens), 0]
+    session = with_chunk(engine, chunk).session(2)
+    out = [session.prefill(tokens, lengths, all_logits=True, **m.lists())[0]]
+    out.append(session.prefill(torch.arange(20, 40).view(2, 10), [10, 7]))
+    return out + [session.decode(torch.tensor([i, 2 * i])) for i in (30, 31, 32)]
+
+
+@pytest.mark.parametrize("backend, name", short(*QUICK, of=product(("onnx", "trt"), NAMES)))
+def test_networks_are_the_reference(
+    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, name: str
+) -> None:
+    """Soft tokens, and logits of a prompt in chunks that would cut images; those of the reference
+    backend. In ONNX the queries of towers are in several parts."""
+    if backend == "onnx":
+        monkeypatch.setattr(vision, "SCORES", 1 << 17)
+    use(monkeypatch, emulated(tmp_path))
+    settings = {"settings": TRT.get(name, {})} if backend == "trt" else {}
+    sound = {} if small(name).audio is None else {"audio_seconds": (0.5, 1.5)}
+    build = partial(make_engine, small(name), **OPTIONS, **sound)
+    got, want = build(backend=backend, **settings), build()
+    for kind, item in items(want):
+        pairs = zip(got.encode(kind, item).pieces, want.encode(kind, item).pieces, strict=True)
+        for ours, theirs in pairs:
+            agrees(ours, theirs)
+    for ours, theirs in zip(logits(got, 71), logits(want, 71), strict=True):
+        agrees(ours, theirs)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,7 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
-from g4ir.media.prompt import (
-    check_placeholders,
-    expand_placeholders,
-    expand_text,
-    lacks_frame_times,
-    mark,
-)
+from g4ir.media.prompt import check_placeholders, expand_placeholders, expand_text, mark
 from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import audio_settings
@@ -77,15 +72,6 @@ CLIP = soft("video", 2, 2, times=("00:00", "01:05"))
 CASES: dict[str, dict[str, dict[str, Any]]] = read_table("media_prompts.yaml")
 
 
-def ids_of(values: list[int | str]) -> list[int]:
-    return [i for v in values for i in (spelled(v) if isinstance(v, str) else [v])]
-
-
-def soft_of(text: str) -> Soft:
-    kind, _, count = text.partition(" ")
-    return soft(kind, int(count)) if count else CLIP
-
-
 @contextmanager
 def expected(says: str | None) -> Iterator[None]:
     """A context that raises InputError with this text, if there is one."""
@@ -96,25 +82,26 @@ def expected(says: str | None) -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES["place"])
 def test_place(case: str) -> None:
     c = CASES["place"][case]
-    softs = [*map(soft_of, c["soft"])]
+    softs = [CLIP if s == "clip" else soft(s.split()[0], int(s.split()[1])) for s in c["soft"]]
     with expected(c.get("says")):
-        want = ids_of(c.get("want", []))
+        runs = (spelled(v) if isinstance(v, str) else [v] for v in c.get("want", []))
+        want = [*chain.from_iterable(runs)]
         assert place(c["ids"], softs, IDS, spelled) == want
         assert place(want, softs, IDS, spelled) == want
 
 
-@pytest.mark.parametrize("case", CASES["given"])
-def test_numbers_that_cannot_fit(case: str) -> None:
-    c = CASES["given"][case]
-    with expected(c.get("says")):
-        check_placeholders(c["ids"], c["kinds"], IDS)
+#: tables of refusals, and what refuses
+CHECKS = {
+    "given": lambda c: check_placeholders(c["ids"], c["kinds"], IDS),
+    "taken": lambda c: check_supported(c["kind"], Media(tuple(c["of"])), load_spec(c["variant"])),
+}
 
 
-@pytest.mark.parametrize("case", CASES["taken"])
-def test_kinds_that_are_taken(case: str) -> None:
-    c = CASES["taken"][case]
+@pytest.mark.parametrize(("table", "case"), [(t, c) for t in CHECKS for c in CASES[t]])
+def test_what_is_taken(table: str, case: str) -> None:
+    c = CASES[table][case]
     with expected(c.get("says")):
-        check_supported(c["kind"], Media(tuple(c["of"])), load_spec(c["variant"]))
+        CHECKS[table](c)
 
 
 def spell(token: int) -> str:
@@ -128,13 +115,6 @@ def test_mark(case: str) -> None:
         found, note = mark(c["text"], c["kinds"], KINDS, IDS, spell, "<bos>")
         assert found == c["want"]
         assert (note is None) == ("note" not in c) and re.search(c.get("note", ""), note or "")
-
-
-def test_without_a_tokenizer_frames_have_no_times() -> None:
-    placed = place([2, 11], [CLIP], IDS)
-    assert placed == [2, 20, 11, 11, 21, 20, 11, 11, 21]
-    assert lacks_frame_times([[2, 11]], [placed], IDS)
-    assert not lacks_frame_times([[10]], [place([10], [soft("image", 3)], IDS)], IDS)
 
 
 def test_marks_and_placeholders_that_a_variant_lacks() -> None:
@@ -281,12 +261,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("bare") / "e", "tiny-unified")
 
 
-@pytest.fixture(scope="module")
-def deaf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Takes images alone."""
-    return made(tmp_path_factory.mktemp("deaf") / "e", "tiny-media", media="image")
-
-
 def answered(*words: str | Path) -> tuple[list[int], dict[str, Any]]:
     """The new tokens of a run, and what its log says."""
     outcome = command("run", *words, "--max-new-tokens", "6", "--json")
@@ -376,7 +350,8 @@ def test_lines_with_each_kind_of_media(engine: Path, files: Path, tmp_path: Path
 # --- what is refused --------------------------------------------------------------------------
 
 
-def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None:
+def test_engines_that_take_less(tmp_path: Path, files: Path) -> None:
+    deaf = made(tmp_path / "deaf", "tiny-media", media="image")
     message = refused("run", deaf, "--tokens", "2,5", "--audio", "d.wav")
     assert "--audio: this engine takes text, image, no audio" in message
     assert "`g4ir build --media image,audio`" in message

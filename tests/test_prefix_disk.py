@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +40,13 @@ def restarted(engine: Engine, request: Request, limit: int = GIB, **config: Any)
     scheduler.close()
     assert handle.answers[0].tokens == alone(engine, request)
     return handle.counts.cached
+
+
+def snapshot_of(engine: Engine) -> Any:
+    """A snapshot behind prompt(30)."""
+    session = engine.session()
+    session.prefill(torch.tensor([prompt(30)]))
+    return session.snapshot()
 
 
 def files(home: Path) -> list[Path]:
@@ -122,24 +130,14 @@ def test_a_damaged_file_is_not_used(
 
 
 def test_a_snapshot_of_other_caches_is_not_used(engine: Engine, make_engine: Any) -> None:
-    session, other = engine.session(), make_engine("tiny-moe", **LIMITS).session()
-    session.prefill(torch.tensor([prompt(9)]))
     with pytest.raises(InputError, match="a snapshot of other caches than"):
-        other.restore(session.snapshot())
+        make_engine("tiny-moe", **LIMITS).session().restore(snapshot_of(engine))
 
 
-def test_a_full_disk(
-    engine: Engine,
-    own_home: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk(engine: Engine, own_home: Path, caplog: Any, monkeypatch: Any) -> None:
     """Answers go on, nothing is kept, and it is logged once."""
-
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
     scheduler = Scheduler(engine, SchedulerConfig(prefix_disk=GIB, prefix_bytes=0))
     for i in range(3):
         request = Request(prompt(40, i), 6, FREE, marks=(30,))
@@ -161,18 +159,14 @@ def test_the_least_recently_used_goes_first(engine: Engine, own_home: Path) -> N
         assert sum(f.stat().st_size for f in files(own_home)) <= limit
     assert oldest in files(own_home) and restarted(engine, more[0], limit) == 0
     disk = PrefixDisk(engine, 1000)
-    session = engine.session()
-    session.prefill(torch.tensor([prompt(30)]))
-    disk.store("", prompt(30), session.snapshot())
+    disk.store("", prompt(30), snapshot_of(engine))
     disk.close()
     assert disk.too_large == 1
 
 
 def test_killed_while_it_writes(engine: Engine, own_home: Path, full: bool) -> None:
     """No file of a killed process is accepted damaged, and the next writer removes its leavings."""
-    session, rng, complete = engine.session(), random.Random(0), 0
-    session.prefill(torch.tensor([prompt(30)]))
-    snapshot = session.snapshot()
+    rng, complete, snapshot = random.Random(0), 0, snapshot_of(engine)
     disk = PrefixDisk(engine, 1 << 20)
     for round_ in range(100 if full else 15):
         child = os.fork()
@@ -200,9 +194,7 @@ def test_killed_while_it_writes(engine: Engine, own_home: Path, full: bool) -> N
 
 def test_two_processes_in_one_folder(engine: Engine, own_home: Path) -> None:
     """What one writes the other finds, and both stay within the limit."""
-    session = engine.session()
-    session.prefill(torch.tensor([prompt(30)]))
-    snapshot, limit = session.snapshot(), 1 << 20
+    snapshot, limit = snapshot_of(engine), 1 << 20
     disk = PrefixDisk(engine, limit)
     children = []
     for offset in (0, 100):
