@@ -12,6 +12,17 @@ from hypothesis import strategies as st
 HOW = ("drop", "add", "change", "nudge", "nudge", "copy", "swap")
 
 
+def junk(*words: str) -> st.SearchStrategy[Any]:
+    """Trees of any values, with these words among their texts and keys."""
+    text = st.one_of(st.text(max_size=12), st.sampled_from(words))
+    large = st.sampled_from([512, 1024, 262144, 2**31, 2**63, -(2**70), 10**40])
+    return st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(-3, 600), large, st.floats(), text),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=3),
+        max_leaves=6,
+    )
+
+
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of all nodes below the root."""
     out = []

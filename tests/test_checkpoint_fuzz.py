@@ -24,7 +24,7 @@ from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from g4ir.weights.random import random_weights
 from tests.configs import two_layers
 from tests.engines import published_checkpoint
-from tests.mutations import mutate
+from tests.mutations import junk, mutate
 from tests.oracle import find_oracle
 from tests.test_quantised_checkpoints import CASES, Tensors
 
@@ -32,24 +32,14 @@ SPEC = two_layers(8, 16)
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("single") / "ckpt", shards=1)
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("sharded") / "ckpt", shards=2)
-
-
-def made(path: Path, shards: int) -> Path:
-    published_checkpoint(path, SPEC, random_weights(SPEC, 0), shards)
-    for file in list(path.iterdir()):
-        (path.parent / file.name).write_bytes(file.read_bytes())  # the originals
-    return path
-
-
-def original(path: Path, name: str) -> bytes:
-    return (path.parent / name).read_bytes()
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, bytes]]:
+    """The file that is changed: its folder and what it holds."""
+    out = {}
+    for name, shards in ((SINGLE, 1), (INDEX, 2)):
+        folder = tmp_path_factory.mktemp("checkpoint") / "ckpt"
+        published_checkpoint(folder, SPEC, random_weights(SPEC, 0), shards)
+        out[name] = folder, (folder / name).read_bytes()
+    return out
 
 
 def survives(path: Path) -> None:
@@ -72,9 +62,8 @@ EDIT = st.tuples(PLACES, st.sampled_from((0, 1, 8, 100, 1 << 20)), st.binary(max
 
 @pytest.mark.parametrize("name", [SINGLE, INDEX])
 @given(edits=st.lists(EDIT, min_size=1, max_size=4))
-def test_changed_bytes(single: Path, sharded: Path, name: str, edits: list[Any]) -> None:
-    folder, most = (single, 1 << 20) if name == SINGLE else (sharded, 4000)
-    data = original(folder, name)
+def test_changed_bytes(checkpoints: Any, name: str, edits: list[Any]) -> None:
+    (folder, data), most = checkpoints[name], 1 << 20 if name == SINGLE else 4000
     for at, count, new in edits:
         data = data[: at % most] + new + data[at % most + count :]
     (folder / name).write_bytes(data)
@@ -88,28 +77,23 @@ WORDS = (
     *("group", "channel", "block", "tensor", "int", "float", "pack-quantized", "re:.*", "Linear"),
 )
 TEXT = st.one_of(st.text(max_size=12), st.sampled_from(WORDS))
-NUMBERS = st.one_of(st.integers(-3, 600), st.integers(0, 1 << 70), st.floats())
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), NUMBERS, TEXT),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
-    max_leaves=6,
-)
+JSON = junk(*WORDS)
 
 
 @given(data=st.data())
-def test_changed_headers(single: Path, data: st.DataObject) -> None:
-    raw = original(single, SINGLE)
+def test_changed_headers(checkpoints: Any, data: st.DataObject) -> None:
+    folder, raw = checkpoints[SINGLE]
     size = int.from_bytes(raw[:8], "little")
     text = json.dumps(mutate(data, json.loads(raw[8 : 8 + size]), JSON, TEXT)).encode()
-    (single / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
-    survives(single)
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    survives(folder)
 
 
 @given(data=st.data())
-def test_changed_indexes(sharded: Path, data: st.DataObject) -> None:
-    made = mutate(data, json.loads(original(sharded, INDEX)), JSON, TEXT)
-    (sharded / INDEX).write_text(json.dumps(made))
-    survives(sharded)
+def test_changed_indexes(checkpoints: Any, data: st.DataObject) -> None:
+    folder, raw = checkpoints[INDEX]
+    (folder / INDEX).write_text(json.dumps(mutate(data, json.loads(raw), JSON, TEXT)))
+    survives(folder)
 
 
 DTYPES = (torch.int32, torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64)
@@ -123,24 +107,21 @@ def base(case: str) -> tuple[dict[str, Any], Tensors, Spec]:
 
 
 def quantised_survives(config: Any, tensors: Tensors, spec: Spec) -> None:
-    with TemporaryDirectory() as folder:
-        _quantised_survives(Path(folder), config, tensors, spec)
-
-
-def _quantised_survives(folder: Path, config: Any, tensors: Tensors, spec: Spec) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
-    try:
-        opened = Checkpoint.open(folder, spec)
-        for name, scheme in opened.forms.items():
-            codes, scales = (opened.tensor(name + part) for part in (".codes", ".scales"))
-            assert codes.shape[:-1] == scales.shape[:-1] and bool(scales.isfinite().all()), scheme
-            assert opened.tensor(name).shape[:-1] == codes.shape[:-1]
-            ids = torch.tensor([1, 0])
-            assert torch.equal(opened.rows(name, ids), opened.tensor(name)[ids])
-    except G4Error as error:
-        message = str(error)
-        assert message.replace("\n", "").isprintable() and len(message) < 3000
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+        try:
+            opened = Checkpoint.open(folder, spec)
+            for name, scheme in opened.forms.items():
+                codes, scales = (opened.tensor(name + part) for part in (".codes", ".scales"))
+                assert codes.shape[:-1] == scales.shape[:-1] and scales.isfinite().all(), scheme
+                assert opened.tensor(name).shape[:-1] == codes.shape[:-1]
+                ids = torch.tensor([1, 0])
+                assert torch.equal(opened.rows(name, ids), opened.tensor(name)[ids])
+        except G4Error as error:
+            message = str(error)
+            assert message.replace("\n", "").isprintable() and len(message) < 3000
 
 
 CASE = st.sampled_from(sorted(CASES))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,14 @@ import torch
 
 import g4ir
 from g4ir.errors import G4Error, MissingError
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import load_spec
+from tests.configs import cut
 from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
 from tests.oracle import random_tokens, relative
 
 BUDGET = 1e-4
 LIMITS: dict[str, Any] = {"backend": "reference", "all_logits": True, "max_seq": 64}
-
-
-def small(name: str) -> Spec:
-    """A variant with two layers: a sliding and a full one."""
-    spec = load_spec(name)
-    text = replace(spec.text, num_hidden_layers=2, pattern=("sliding", "full"))
-    return replace(spec, text=text)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -81,7 +74,7 @@ def test_hooks_fire_and_one_on_the_list_of_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ("tiny-dense", "tiny-moe"))
 def test_it_compiles_without_graph_breaks_and_exports(name: str) -> None:
-    module = g4ir.module(small(name))
+    module = g4ir.module(cut(load_spec(name), 2))
     if name == "tiny-moe":  # which experts compute which tokens depends on data
         module.set_experts_implementation("batched_mm")
     ids = random_tokens(module.spec, 2, 21)

@@ -49,6 +49,7 @@ from tests.engines import random_checkpoint, rewrite
 from tests.oracle import Oracle, find_oracle
 from tests.parity import prefill_then_decode
 from tests.runner import Session, built_program
+from tests.test_ops import rand
 
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {"int8": (0, "bf16"), "int4": (32, "bf16"), "fp8": (0, "f32")}
@@ -73,13 +74,9 @@ def meaning(w: torch.Tensor, scheme: Scheme, dtype: str) -> torch.Tensor:
     return dequantize(*made, to=dtype)
 
 
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
-
-
 @pytest.mark.parametrize(("form", "largest"), [("int8", 127), ("fp8", 448)])
 def test_codes_by_hand(form: str, largest: int) -> None:
-    w = gaussian(7, 96)
+    w = rand(7, 96)
     codes, scales = quantize(w, form)
     s = w.float().abs().amax(1, keepdim=True) / largest
     s = s.to(BF16) if form == "int8" else s
@@ -90,7 +87,7 @@ def test_codes_by_hand(form: str, largest: int) -> None:
 
 
 def test_value_is_rounded_once() -> None:
-    codes, scales = quantize(gaussian(8, 64), "int4")
+    codes, scales = quantize(rand(8, 64), "int4")
     exact = unpack_codes(codes).double().unflatten(-1, (2, 32)) * scales.double()[..., None]
     assert torch.equal(dequantize(codes, scales, "bf16"), exact.flatten(-2).to(BF16))
     assert torch.equal(dequantize(codes, scales).double(), exact.flatten(-2))
@@ -98,7 +95,7 @@ def test_value_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("group", [48, 256, 0])
 def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
-    w = gaussian(5, 768)
+    w = rand(5, 768)
     w[2, :16] *= 1e-3
     codes, scales = OPS["quantize"].reference(w, form="int6", group=group, scale="f16")  # type: ignore[misc]
     numbers, (integers,) = unpack_codes(codes), shared_integers(codes)
@@ -114,7 +111,7 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
 @pytest.mark.parametrize("group", [32, 256, 0])
 def test_minima_of_small_square_error(form: str, most: float, group: int) -> None:
     """Less than of int4 on Gaussian weights, and half of that where all have one sign."""
-    w = gaussian(64, 1024)
+    w = rand(64, 1024)
     w[3], w[4], w[5] = 0, 2, -3
     for x, bound in ((w, most), (w.abs(), most * 0.6), (-w.abs() - 1, most * 0.4)):
         codes, scales = OPS["quantize"].reference(x, form=form, group=group, scale="f16")  # type: ignore[misc]
@@ -125,7 +122,7 @@ def test_minima_of_small_square_error(form: str, most: float, group: int) -> Non
 
 @pytest.mark.parametrize("form", SCHEMES)
 def test_a_row_of_zeros(form: str) -> None:
-    w = gaussian(3, 64)
+    w = rand(3, 64)
     w[1] = 0
     made = dequantize(*quantize(w, form))
     assert made[1].eq(0).all() and made.isfinite().all()
@@ -156,7 +153,7 @@ def test_weights_of_other_grids_are_recovered(code: float) -> None:
 
 def test_errors_of_gaussian_weights() -> None:
     """int4 is below Q4_0, which divides the signed extremum by -8 and rounds that to float16."""
-    w = gaussian(512, 1536)
+    w = rand(512, 1536)
     groups = w.float().unflatten(-1, (-1, 32))
     d = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
     q4_0 = (groups / d + 8.5).trunc().clamp(0, 15).sub(8) * d.half().float()
