@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Compiler
+from g4ir.backends.inductor.programs import phases
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplify_formats
 
 from .kernels.base import byte_params, codes_of
-from .schedule import schedule
-from .scratch import scratch_bytes
-from .target import find_target, has_large_blocks
+from .schedule import dense_bytes, same_kernels, schedule
+from .target import HOPPER, find_target, has_large_blocks
 from .toolkit import toolchain
 
 #: files of this folder that compiled programs depend on
@@ -49,7 +50,18 @@ class Cuda(Compiler):
         return byte_params(g)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
-        return scratch_bytes(program)
+        """Return limits -> bytes of the weights that matmuls of many rows dequantise, one node at a
+        time."""
+
+        @cache
+        def of_rows(rows: int) -> int:
+            target, graphs = (
+                Target("cuda", HOPPER, rows),
+                (program.graphs[p] for p in phases(program)),
+            )
+            return max(dense_bytes(schedule(g, target)) for g in graphs)
+
+        return lambda limits: of_rows(same_kernels(limits.max_batch))
 
     def notes(self, target: Target) -> Iterator[str]:
         if not has_large_blocks(target.gpu):

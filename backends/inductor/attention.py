@@ -11,7 +11,6 @@ import torch
 
 from g4ir.ir.graph import Node
 from g4ir.ops.attention import last_visible, slot_positions, split_chunk, visible
-from g4ir.ops.base import upcast
 from g4ir.ops.kv_quant import dequantize_rows
 
 from .lowered import Run
@@ -29,14 +28,13 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend in the way that was measured fastest: matmuls per head for a chunk over a ring cache
-    with max_batch 1; else torch's grouped attention."""
+    """Attend by torch's grouped attention."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     fresh, block_ids = split_chunk(chunk, 2)
     mask = _mask(n, positions, written, cache_k, bool(fresh), block_ids)
     keys, values = _joined((cache_k, cache_v), fresh, q.dtype)
-    return _attend(n, q, keys, values, mask, chunk=bool(fresh))
+    return _grouped(q, keys, values, mask, n.number("scale"))
 
 
 def attention_latent(
@@ -108,27 +106,6 @@ def _with_chunk(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[
     if not fresh:
         return caches
     return tuple(torch.cat((old, new.transpose(0, 1))) for old, new in zip(caches, fresh))
-
-
-def _attend(n: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, chunk: bool) -> Tensor:
-    ring_of_one_row = n.attrs["window"] and n["q"].type.shape[0] == 1
-    attend = _per_head if chunk and ring_of_one_row else _grouped
-    return attend(q, k, v, mask, n.number("scale"))
-
-
-def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend for one row, by key head; q [1,S,nq,d], k, v [T,1,n,d], mask [1,S,T]."""
-    _, s, heads, d = q.shape
-    n = k.shape[2]
-    group = heads // n
-    outs = []
-    for h in range(n):
-        queries = q[0, :, h * group : (h + 1) * group].transpose(0, 1).reshape(group * s, d)
-        scores = (torch.mm(queries, k[:, 0, h].t()) * scale).view(group, s, -1)
-        scores = upcast(scores).masked_fill(~mask, torch.finfo(torch.float32).min)
-        weights = scores.softmax(-1).to(q.dtype).view(group * s, -1)
-        outs.append(torch.mm(weights, v[:, 0, h]).view(group, s, d))
-    return torch.cat(outs).transpose(0, 1).unsqueeze(0)
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

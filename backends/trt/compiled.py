@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 from g4ir.ui.units import size_text
 
-#: a kernel in the list; a tensor in its inputs or outputs
-LINE = re.compile(
+#: name, type, inputs and outputs of a kernel in the list
+KERNEL = re.compile(
     r"^(?:\[\w+\] )?(?:Layers:\s+)?Name: (\S.*?), LayerType: (\w+), Inputs: \[(.*?)\], "
     r"Constants: \[.*?\], Outputs: \[(.*?)\], Tac",
     re.M,
 )
-TENSOR = re.compile(r"Name: (.+?), Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)")
+#: name, dims and dtype of a tensor in inputs or outputs; profiles after the first have a suffix
+TENSOR = re.compile(
+    r"Name: (.+?)(?: \[profile \d+\])?, Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)"
+)
 #: suffix of a kernel's name: its profile
 GRAPH = re.compile(r"_myl(\d+)_\d+$")
-#: suffix of a tensor's name in profiles after the first
-PROFILE = re.compile(r" \[profile \d+\]$")
 SCRATCH = re.compile(r"Max Scratch Memory: (\d+) bytes")
-WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
-#: prefixes of log entries that are not kernels
+#: types of entries that are not kernels
 AROUND = ("signal", "wait", "shape_call")
 #: parts of the names of kernels that use a cache in place: scatter or attention
 IN_PLACE = ("Scat", "mha")
@@ -35,30 +35,9 @@ IN_PLACE = ("Scat", "mha")
 BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
 #: minimum bytes of a tensor to count as a copy: smaller ones may be a chunk's rows
 MIN_COPY = 1 << 12
-#: profile name of a network without optimisation profiles (static shapes)
-STATIC = "static"
 
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of the compiled engine; dynamic dims are -1."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes; unknown dims count as one."""
-        return math.prod(map(abs, self.shape)) * BYTES.get(self.dtype, 2)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    name: str
-    kind: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+#: name, type, inputs and outputs
+Kernel = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -71,54 +50,49 @@ class CompiledProfile:
     scratch_bytes: int
 
 
-def kernels_of(log: str) -> list[list[Kernel]]:
+def _kernels(log: str) -> list[list[Kernel]]:
     """Return the kernels of each profile, in order."""
     profiles: dict[int, list[Kernel]] = {}
-    for name, kind, inputs, outputs in LINE.findall(log):
-        graph = GRAPH.search(name)
-        kernels = profiles.setdefault(int(graph[1]) if graph else 0, [])
-        if kind not in AROUND:
-            kernels.append(Kernel(name, kind, _tensors(inputs), _tensors(outputs)))
-    return [profiles[i] for i in sorted(profiles)]
+    for kernel in KERNEL.findall(log):
+        graph = GRAPH.search(kernel[0])
+        profiles.setdefault(int(graph[1]) if graph else 0, []).append(kernel)
+    return [[k for k in profiles[i] if k[1] not in AROUND] for i in sorted(profiles)]
 
 
-def _tensors(text: str) -> tuple[Tensor, ...]:
-    return tuple(
-        Tensor(PROFILE.sub("", name), tuple(int(d) for d in dims.split(",") if d), dtype)
-        for name, dims, dtype in TENSOR.findall(text)
-    )
-
-
-def copies(kernels: Sequence[Kernel], caches: Collection[str]) -> list[Kernel]:
-    """Return the kernels that copy a cache or a part of one: they read only a cache or such a copy,
-    and are no matmuls. `caches`: names of a network's inputs."""
-    sources, result = {*caches, *(f"{c}.next" for c in caches)}, []
-    for k in kernels:
-        used = k.kind != "kgen" or any(part in k.name for part in IN_PLACE)
-        read, written = {t.name for t in k.inputs}, [t for t in k.outputs if t.nbytes >= MIN_COPY]
+def _copied_bytes(kernels: Sequence[Kernel], caches: Collection[str]) -> int:
+    """Count the bytes written by kernels that copy a cache or a part of one: they read only a cache
+    or such a copy, and are no matmuls. Unknown dims count as one."""
+    sources, total = {*caches, *(f"{c}.next" for c in caches)}, 0
+    for name, kind, inputs, outputs in kernels:
+        read = {tensor for tensor, _, _ in TENSOR.findall(inputs)}
+        sizes = {
+            tensor: math.prod(abs(int(d)) for d in dims.split(",") if d) * BYTES.get(dtype, 2)
+            for tensor, dims, dtype in TENSOR.findall(outputs)
+        }
+        written = {tensor for tensor, size in sizes.items() if size >= MIN_COPY}
+        used = kind != "kgen" or any(part in name for part in IN_PLACE)
         if not used and read and read <= sources and written:
-            result.append(k)
-            sources |= {t.name for t in written}
-    return result
+            sources |= written
+            total += sum(sizes.values())
+    return total
 
 
 def compiled(
     log: str, profiles: Sequence[str], caches: Collection[str]
 ) -> dict[str, CompiledProfile]:
-    """Return the cost of each profile, from the log of one build. ValueError if the log does not
-    list the kernels of every profile."""
-    kernels, scratch = kernels_of(log), [int(n) for n in SCRATCH.findall(log)]
-    names = [*profiles] or [STATIC]
+    """Return the cost of each profile, from the log of one build; `caches`: names of the network's
+    inputs. ValueError if the log does not list the kernels of every profile."""
+    kernels, scratch = _kernels(log), [int(n) for n in SCRATCH.findall(log)]
+    names = [*profiles] or ["static"]
     if len(kernels) != len(names) or len(scratch) != len(names):
         raise ValueError(
             f"the builder's log lists kernels of {len(kernels)} profiles and scratch memory of "
             f"{len(scratch)}, the network has {len(names)}: no verbose log of one build"
         )
-    rows = {}
-    for name, launched, scratch_bytes in zip(names, kernels, scratch, strict=True):
-        written = sum(t.nbytes for k in copies(launched, caches) for t in k.outputs)
-        rows[name] = CompiledProfile(len(launched), written, scratch_bytes)
-    return rows
+    return {
+        name: CompiledProfile(len(launched), _copied_bytes(launched, caches), scratch_bytes)
+        for name, launched, scratch_bytes in zip(names, kernels, scratch, strict=True)
+    }
 
 
 def summary(profiles: Mapping[str, CompiledProfile]) -> list[str]:
