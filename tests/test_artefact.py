@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -21,6 +20,7 @@ from g4ir.builder.load import load_engine
 from g4ir.cli import main
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error
+from tests.cases import TABLES
 from tests.configs import spec_called
 from tests.engines import random_checkpoint, resigned, stored_manifest
 from tests.mutations import mutate
@@ -98,11 +98,6 @@ def test_a_manifest_that_is_no_ordinary_file(altered: Path, tmp_path: Path) -> N
 
 # --- whatever is altered ----------------------------------------------------------------------
 
-JUNK = json.loads(
-    """[null, true, 0, 1, -1, 1000000000000000000, 1e400, 0.5, NaN, "", "x", "0", "../x", "torch",
-    "/etc/passwd", "cuda", "bf16", "off", "a\\nb", "\\u0000", "ü", [], [1], ["x"], {},
-    {"kind": "random", "seed": 0}, {"a": {}}]"""
-)
 NAMES = st.sampled_from(("zz", "a2", "../y"))
 
 
@@ -111,7 +106,7 @@ NAMES = st.sampled_from(("zz", "a2", "../y"))
 def test_any_alteration(engine: Engine, answer: list[int], data: st.DataObject) -> None:
     values = stored_manifest(engine.path)
     del values["digest"]
-    values = mutate(data, values, st.sampled_from(JUNK), NAMES)
+    values = mutate(data, values, st.sampled_from(TABLES["values of manifests"]), NAMES)
     file = engine.path / MANIFEST
     before = file.read_bytes()
     file.write_text(manifest_text(values))

@@ -12,23 +12,13 @@ from g4ir.model.media import KINDS
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import BLOCK, distribution, random_rows, random_tensor, random_weights
+from tests.cases import TABLES
 
 NAME = "layers.3.mlp.up_proj.weight"
 
 
-#: flat index in [2^38, 1024] -> its value with seed 7, of blocks of 2^18 elements
-LITERALS = {
-    0: 0.03078622743487358,
-    1: -0.046230215579271317,
-    BLOCK - 1: 0.012655437923967838,
-    BLOCK: -0.03563741222023964,
-    3 * BLOCK + 12345: -0.02262105979025364,
-    (1 << 47) + 5: 0.038322776556015015,
-}
-
-
 def test_literal_values() -> None:
-    for index, want in LITERALS.items():
+    for index, want in TABLES["random weights"].items():
         row, column = divmod(index, 1 << 10)
         got = random_rows(7, NAME, (1 << 38, 1 << 10), torch.tensor([row]), torch.float32)
         assert got[0, column].item() == want
