@@ -141,6 +141,7 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "int16": (np.zeros(900, np.int16), RATE, "samples of type int16; .* divided by 32768"),
     "nan": (np.array([0, 1, np.nan]), RATE, "sample 2 is nan; samples must be finite"),
     "inf": (np.array([[0, 1], [np.inf, 0]]), RATE, "sample 1 is inf"),
+    "overflow": (np.array([1e300]), RATE, "sample 0 is inf"),
     "loud": (np.full(900, 9e37, np.float32), RATE, r"samples up to .*e\+37 overflow the spectrum"),
     "short": (noise(160), RATE, "160 samples at 16000 Hz .* at least 161"),
     **{

@@ -38,13 +38,12 @@ from tests.serve.running import chat_engine, eventually, running
 from tests.test_stages import break_pass, smaller_rings
 from tests.test_verify import turned
 
-MAX_SEQ, CHUNK, MOST = 96, 16, 8
 Make = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
 def made(make_engine: Make) -> Make:
-    limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": 3, "draft_tokens": MOST}
+    limits = {"max_seq": 96, "prefill_chunk": 16, "max_batch": 3, "draft_tokens": 8}
     return partial(make_engine, random_weights=3, dtype="float32", **limits)
 
 
@@ -128,6 +127,8 @@ def test_verify_refuses(made: Make) -> None:
     session = made("tiny-ple").session(2)
     with pytest.raises(InputError, match="10 tokens; an engine of --draft-tokens 8 takes 9"):
         session.verify(some_tokens(2, 10))
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        session.verify([[5, -1], [5, 6]])
     plain = made("tiny-ple", draft_tokens=0)
     with pytest.raises(InputError, match="build the engine again with --draft-tokens K"):
         plain.session(1).verify([[5, 6]])

@@ -332,6 +332,14 @@ def test_text_alone_is_cut_as_ever(unified: Engine, monkeypatch: pytest.MonkeyPa
     assert seen == [("decode", 1)]
 
 
+def test_media_come_behind_soft_tokens_of_their_kind(unified: Engine, monkeypatch: Any) -> None:
+    a, b = image(2), image(3, 1)
+    row = request_of([a, text(1), b])
+    monkeypatch.setattr("g4ir.engine.inputs.encode", lambda *_: b.soft[0])
+    got = unified.session(1).prefill([row.tokens], soft=a.soft, images=["b"])
+    assert torch.equal(got, unified.session(1).prefill([row.tokens], soft=row.soft))
+
+
 def test_decoded_placeholders_are_padding(unified: Engine) -> None:
     """As in the reference, which has no soft tokens for what the model itself makes."""
     tokens = torch.tensor([[7, 8, 9]])

@@ -311,17 +311,9 @@ OPTIONS |= {"max_batch": 2, "max_seq": MAX_SEQ, "prefill_chunk": 90}
 TRT = {"tiny-unified": {"attention": "fused"}, "26b-a4b": {"attention": "fused"}}
 
 
-def items(engine: Engine) -> list[tuple[str, Any]]:
-    """Wide and tall pictures, frames; sounds of one frame, of the first tower, of the second."""
-    out: list[tuple[str, Any]] = [("image", noise(60, 90, 3)), ("image", noise(90, 20, 3, seed=1))]
-    out += [("video", noise(2, 40, 60, 3))]
-    sounds = [noise(n).astype("float32") / 128 - 1 for n in (200, 7_001, 23_000)]
-    kinds = engine.media.kinds
-    return [i for i in out if i[0] in kinds] + [
-        ("audio", Waveform(s, 16_000)) for s in sounds if "audio" in kinds
-    ]
-
-
+#: wide and tall pictures, frames; sounds of one frame, of the first tower, of the second
+SENT: list[Any] = [("image", (90, 60)), ("image", (20, 90)), ("video", 2)]
+SENT += [("audio", samples) for samples in (200, 7_001, 23_000)]
 #: numbers of text tokens, and media
 PARTS: list[Any] = [2, ("image", (50, 70)), 1, ("image", (90, 20)), 7, ("audio", 5_001)]
 PARTS += [("video", 2), 2, ("audio", 7_001), 3]
@@ -351,7 +343,8 @@ def test_networks_are_the_reference(
     sound = {} if small(name).audio is None else {"audio_seconds": (0.5, 1.5)}
     build = partial(make_engine, small(name), **OPTIONS, **sound)
     got, want = build(backend=backend, **settings), build()
-    for kind, item in items(want):
+    for kind, size in (x for x in SENT if x[0] in want.media.kinds):
+        item = medium(want.spec, kind, size, 0)
         pairs = zip(got.encode(kind, item).pieces, want.encode(kind, item).pieces, strict=True)
         for ours, theirs in pairs:
             agrees(ours, theirs)

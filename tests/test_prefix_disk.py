@@ -101,14 +101,8 @@ def test_images_are_in_the_key(make_engine: Any, own_home: Path) -> None:
     assert restarted(unified, shown(a, b, b)) == 35 and restarted(unified, shown(a, a, b)) == 19
 
 
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-40] ^= 1
-    path.write_bytes(raw)
-
-
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "a bit": flip,
+    "other bytes": lambda p: p.write_bytes(p.read_bytes()[:-40] + bytes(40)),
     "truncated": lambda p: os.truncate(p, p.stat().st_size - 64),
     "empty": lambda p: os.truncate(p, 0),
     "no file": lambda p: (p.unlink(), p.mkdir()),

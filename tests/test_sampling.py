@@ -149,7 +149,11 @@ def test_a_checkpoint_names_stop_ids_and_suppressed_ones(tmp_path: Path) -> None
     (checkpoint / "generation_config.json").write_text(json.dumps(config))
     engine = g4ir.build(None, tmp_path / "engine", **options)
     assert engine.stop_ids() == (1, second) and engine.suppressed() == (first,)
-    assert first not in engine.generate([2, 5, 7], 20, stop_ids=())
+    drawn = {"temperature": 1.0, "seed": 5}
+    text = engine.generate([2, 5, 7], 30, stop_ids=(), **drawn)
+    ends = [i for i, t in enumerate(text) if t in (1, second)]
+    want = text[: ends[0] + 1] if ends else text
+    assert first not in text and engine.generate([2, 5, 7], 30, **drawn) == want
 
 
 VOCAB = 50
