@@ -96,7 +96,7 @@ def host(out: Path, pytestconfig: pytest.Config) -> Iterator[Host]:
         if pytestconfig.option.dry_run:
             from tests.trt.emulated import emulated, use
 
-            backend = emulated()
+            backend = emulated(out)
             use(patch, backend)
             host = backend.host
         yield host
