@@ -41,7 +41,7 @@ CAPS = {
     "g4ir/engine": 3620,
     "g4ir/builder": 1945,
     "g4ir/generate": 820,
-    "g4ir/check": 2740,
+    "g4ir/check": 2530,
     "g4ir/bench": 1130,
     "g4ir/serve": 3200,
     "g4ir/serve/protocols": 1065,

@@ -25,6 +25,7 @@ from g4ir.engine.session import Session
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Node, Value, print_node
 from g4ir.ir.interpret import run_node
+from g4ir.model.decoder import VERIFY
 from g4ir.model.towers import is_tower
 from g4ir.ops import OPS
 from g4ir.ops.kv_quant import to_comparable
@@ -53,11 +54,11 @@ BLOCK = 1 << 24
 CHUNK = 512
 
 
-def first_difference(
+def compare_session(
     engine: Engine, reference: Engine, steps: Sequence[Step], tokens: int
-) -> Difference | None:
+) -> StageReport:
     """Run an engine through steps of a session on one sequence of `tokens` tokens in chunks of at
-    most CHUNK, forced by the interpreter's values; return the first value out of tolerance."""
+    most CHUNK, forced by the interpreter's values, up to the first value out of tolerance."""
     run = StageRun(stored_stage(engine, reference), tokens, engine)
     comparison = Comparison(StageReport(BACKEND), engine.dtype)
 
@@ -65,8 +66,11 @@ def first_difference(
         phase: str, feeds: dict[str, Tensor], state: Any, context: int, logits: bool
     ) -> Tensors | None:
         at, valid = (int(feeds[name].flatten()[0]) for name in ("positions", "lengths"))
-        trace = run.trace(GraphStep(phase, at, context, feeds, valid, "S"))
-        ForcedRuntime(trace, comparison).run(engine, state)
+        padded = "M" if phase == VERIFY else "S"
+        trace = run.trace(GraphStep(phase, at, context, feeds, valid, padded))
+        runtime = ForcedRuntime(trace, comparison)
+        runtime.run(engine, state)
+        comparison.report.phases[phase] = len(runtime.names) > len(trace.recording.graph.inputs)
         return {"logits": trace.values["logits"]} if logits else None
 
     limits = replace(engine.limits, prefill_chunk=min(engine.limits.prefill_chunk, CHUNK))
@@ -75,7 +79,7 @@ def first_difference(
         step(session)
         if comparison.report.first:
             break
-    return comparison.report.first
+    return comparison.report
 
 
 def compare_stage(

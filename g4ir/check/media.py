@@ -1,40 +1,38 @@
 """Compares an engine on media with the interpreter: the towers, and a prompt with soft tokens.
 
 The smallest tower of each kind runs once, on an item with some padding. A prompt with the
-interpreter's soft tokens then goes through the text graphs of both, in chunks that would cut the
-image, and single steps after it: a wrong tower fails alone, and so does `prefill_media`. Pixels and
-samples are drawn from a fixed seed.
+interpreter's soft tokens then goes through the text graphs, forced by the interpreter's values
+(compare.py), in chunks that would cut the image, and single steps after it: a wrong tower fails
+alone, and so does `prefill_media`. Pixels and samples are drawn from a fixed seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import TOLERANCES, Agreement, Anchor, Tolerance, compare_rows, row_errors
-from g4ir.ir.interpret import interpret
-from g4ir.ir.wide import in_float64
 from g4ir.media.soft import Soft, counts
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import PICTURES, placeholders
 from g4ir.model.towers import is_tower
 from g4ir.ui.progress import Progress, no_progress
+from g4ir.weights.pack import Packing
 
-from .compare import Step, first_difference
+from .compare import Comparison, ForcedRuntime, Step, compare_session
 from .items import Item, smallest_items
-from .reference import float64_engine, reference_engine, with_run
-from .tokens import EVERY_LOGITS, SEED, random_ids
-
-if TYPE_CHECKING:
-    from g4ir.engine.session import Session
+from .reference import reference_engine
+from .stage_report import StageReport
+from .stages import STORED, GraphStep, Stage, StageRun
+from .tokens import SEED, random_ids
 
 Tensor = torch.Tensor
+#: name of the prompt's part
+PROMPT = "prompt"
 #: tokens of text before the first medium of a prompt and after each; single steps at the end
 HEAD, BETWEEN, STEPS = 7, 4, 4
 #: a chunk is this much longer than the longest medium: less than HEAD, so that it would cut it
@@ -42,67 +40,30 @@ MORE = 3
 
 
 @dataclass(frozen=True)
-class Worst:
-    """The worst rows of an Agreement, and the tolerance."""
+class MediaPart:
+    """A tower on one item, or the prompt: what was compared, and the values inside."""
 
-    relative: float
-    cosine: float
-    budget: Tolerance
-    ok: bool
+    name: str
+    about: str
+    report: StageReport
 
-    def verdict(self) -> str:
-        verdict = "ok" if self.ok else f"FAILED ({self.budget})"
-        # Rounding takes the cosine of equal rows to either side of 1.
-        away = 0.0 if self.cosine > 1 else 1 - self.cosine
-        return f"relative {self.relative:.1e}, 1 - cosine {away:.1e}, {verdict}"
-
-
-@dataclass(frozen=True)
-class TowerReport(Worst):
-    """A tower on one item: `rows` of its `size` soft tokens were compared."""
-
-    tower: str
-    kind: str
-    rows: int
-    size: int
+    @property
+    def failed(self) -> str | None:
+        """The first graph with a value out of tolerance."""
+        return self.report.first.phase if self.report.first else None
 
     def text(self) -> str:
-        rows = f"{self.kind}, {self.rows} of {self.size} soft tokens"
-        return f"  {self.tower:12} {rows}: {self.verdict()}"
-
-
-@dataclass(frozen=True)
-class PromptReport(Worst):
-    """A prompt of so many tokens in chunks of at most `chunk`, `soft` of them by kind, and single
-    steps. phases: the graphs that ran; phase, first_difference: the first graph and the first
-    value in it that are out of tolerance."""
-
-    tokens: int
-    chunk: int
-    soft: Mapping[str, int]
-    phases: tuple[str, ...]
-    phase: str | None = None
-    first_difference: str | None = None
-
-    def text(self) -> str:
-        soft = " and ".join(f"{n} of {kind}" for kind, n in self.soft.items())
-        lines = [
-            f"{'prompt':12} {self.tokens} tokens: {self.verdict()}",
-            f"{'':12} {soft}, chunks of {self.chunk}, through {', '.join(self.phases)}",
-        ]
-        if not self.ok:
-            first = f"{self.phase}: {self.first_difference}"
-            lines.append(f"{'':12} first out of tolerance in {first}")
-        return "\n".join(f"  {line}" for line in lines)
+        first = self.report.first
+        verdict = f"FAILED, {first.line()}" if first else f"{self.report.values} values, ok"
+        return f"  {self.name:12} {self.about}: {verdict}"
 
 
 @dataclass(frozen=True)
 class MediaReport:
-    """The towers, the prompt (None if max_seq is too small for one), and the graphs for media that
-    did not run."""
+    """The towers and the prompt (none if max_seq is too small for one), and the graphs for media
+    that did not run."""
 
-    towers: tuple[TowerReport, ...]
-    prompt: PromptReport | None
+    parts: tuple[MediaPart, ...]
     not_run: tuple[str, ...]
 
     @property
@@ -112,8 +73,7 @@ class MediaReport:
     @property
     def failed(self) -> str | None:
         """The first graph that is out of tolerance."""
-        tower = next((t.tower for t in self.towers if not t.ok), None)
-        return tower or (self.prompt.phase if self.prompt else None)
+        return next((p.failed for p in self.parts if p.failed), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -121,9 +81,9 @@ class MediaReport:
 
     def lines(self) -> list[str]:
         """Return the lines of the report."""
-        out = [t.text() for t in self.towers]
-        none = f"  {'prompt':12} not checked: --max-seq has no room for one with media"
-        out.append(self.prompt.text() if self.prompt else none)
+        out = [p.text() for p in self.parts]
+        if not any(p.name == PROMPT for p in self.parts):
+            out.append(f"  {PROMPT:12} not checked: --max-seq has no room for one with media")
         if self.not_run:
             out.append(f"  {'not checked':12} {', '.join(self.not_run)}")
         return out
@@ -134,46 +94,33 @@ def check_media(
 ) -> MediaReport:
     """Compare an engine that takes media with the interpreter on its own weights; `reference`:
     `reference_engine(engine)`, if the caller has one already."""
-    pairs = []
+    parts, softs = list[MediaPart](), list[Soft]()
     for item in smallest_items(engine):
         progress(f"{item.tower} through the engine and through the interpreter")
-        pairs.append(_compare_tower(engine, item))
-    prompt, report = _plan_prompt(engine, [soft for _, soft in pairs]), None
-    if prompt is not None:
+        part, soft = _compare_tower(engine, item)
+        parts.append(part)
+        softs.append(soft)
+    ran = {p.name for p in parts}
+    if prompt := _plan_prompt(engine, softs):
         progress("a prompt with media through the engine and through the interpreter")
-        report = _compare_prompt(engine, reference or reference_engine(engine), prompt)
-    towers = tuple(t for t, _ in pairs)
-    ran = {t.tower for t in towers} | set(report.phases if report else ())
+        parts.append(_compare_prompt(engine, reference or reference_engine(engine), prompt))
+        ran |= parts[-1].report.phases.keys()
     graphs = [name for name in engine.program.graphs if name == BLOCKS or is_tower(name)]
-    return MediaReport(towers, report, tuple(name for name in graphs if name not in ran))
+    return MediaReport(tuple(parts), tuple(name for name in graphs if name not in ran))
 
 
-def _compare(dtype: str, got: Tensor, want: Tensor, exact: Callable[[], Tensor]) -> Agreement:
-    """Compare rows with the interpreter's, within its own rounding, measured against `exact`, the
-    same rows in float64."""
-    (agreement,) = compare_rows(
-        TOLERANCES[dtype, "reference"],
-        dtype,
-        [got],
-        want,
-        anchor=lambda: Anchor("float64", exact(), []),
-        rounding=lambda: float(row_errors(want, exact()).relative.max()),
-    )
-    return agreement
-
-
-def _compare_tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
+def _compare_tower(engine: Engine, item: Item) -> tuple[MediaPart, Soft]:
+    """Compare a tower's soft tokens; also return the interpreter's."""
     graph, source = engine.program.graphs[item.tower], engine.runtime.source
     params = {v.name: source.tensor(v.name).to(engine.device) for v in graph.params}
-    want = interpret(graph, item.feeds, params, {})[0]["soft"][0, : item.rows]
-    got = engine.runtime.encode(item.tower, dict(item.feeds))[0, : item.rows]
-
-    def exact() -> Tensor:
-        return in_float64(graph, item.feeds, params)["soft"][0, : item.rows]
-
-    worst = _compare(engine.dtype, got, want, exact).worst()
-    fields = {name: getattr(item, name) for name in ("tower", "kind", "rows", "size")}
-    return TowerReport(**worst, **fields), Soft(item.kind, (want,), item.times)
+    packing = Packing(engine.program, engine.prologue)
+    step = GraphStep(item.tower, 0, 1, item.feeds, item.rows, item.size)
+    trace = StageRun(Stage(STORED, packing, {item.tower: params}), 1, engine).trace(step)
+    comparison = Comparison(StageReport(item.tower), engine.dtype)
+    ForcedRuntime(trace, comparison).run(engine, None)
+    about = f"{item.kind}, {item.rows} of {item.size} soft tokens"
+    soft = trace.values["soft"][0, : item.rows]
+    return MediaPart(item.tower, about, comparison.report), Soft(item.kind, (soft,), item.times)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,20 +133,10 @@ class MediaPrompt:
     after: Tensor
     chunk: int
 
-    def steps(self, all_logits: bool = False) -> list[Step]:
+    def steps(self) -> list[Step]:
         """Return the calls of a session."""
-
-        def first(session: Session) -> Tensor:
-            logits = session.prefill(self.tokens, all_logits=all_logits, soft=self.soft)
-            return logits[0] if all_logits else logits
-
+        first = methodcaller("prefill", self.tokens, soft=self.soft)
         return [first, *(methodcaller("decode", t) for t in self.after)]
-
-    def logits(self, engine: Engine, every: bool) -> Tensor:
-        """Return the logits of the prompt (of its last token unless `every`) and of the single
-        steps."""
-        session = engine.session()
-        return torch.cat([step(session) for step in self.steps(every)])
 
 
 def _plan_prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
@@ -223,34 +160,12 @@ def _plan_prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
     return MediaPrompt(torch.cat(parts)[None], tuple(media), text[-STEPS:, None], chunk)
 
 
-def _compare_prompt(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptReport:
+def _compare_prompt(engine: Engine, reference: Engine, p: MediaPrompt) -> MediaPart:
     engine, reference = (
         e.configured(limits=replace(e.limits, prefill_chunk=p.chunk)) for e in (engine, reference)
     )
-    tokens = p.tokens.shape[1]
-    every = engine.all_logits and tokens * engine.spec.text.vocab_size <= EVERY_LOGITS
-    phases: dict[str, None] = {}
-
-    def run(phase: str, *args: Any) -> Tensors | None:
-        phases[phase] = None
-        return engine.runtime.run(phase, *args)
-
-    got = p.logits(with_run(engine, run), every)
-    want = p.logits(reference, every)
-
-    def exact() -> Tensor:
-        return p.logits(float64_engine(reference), every)
-
-    agreement = _compare(engine.dtype, got, want, exact)
-    count, soft = tokens + len(p.after), counts(p.soft)
-    report = PromptReport(
-        **agreement.worst(), tokens=count, chunk=p.chunk, soft=soft, phases=tuple(phases)
-    )
-    if report.ok:
-        return report
-    if difference := first_difference(engine, reference, p.steps(), count):
-        return replace(report, phase=difference.phase, first_difference=difference.line())
-    early = BLOCKS if BLOCKS in phases else "prefill"
-    within = agreement.tolerance.holds(agreement.errors)[: -len(p.after)]
-    phase = "decode" if bool(within.all()) else early
-    return replace(report, phase=phase, first_difference="none inside; the logits differ")
+    count = p.tokens.shape[1] + len(p.after)
+    report = compare_session(engine, reference, p.steps(), count)
+    soft = " and ".join(f"{n} of {kind}" for kind, n in counts(p.soft).items())
+    about = f"{count} tokens, {soft}, in chunks of {p.chunk}, through {', '.join(report.phases)}"
+    return MediaPart(PROMPT, about, report)

@@ -3,8 +3,10 @@ how much they round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,6 +14,7 @@ import torch
 
 from g4ir.builder.module import need_transformers
 from g4ir.engine.engine import Engine
+from g4ir.engine.session import Session
 from g4ir.ir.distance import Anchor, row_errors
 from g4ir.ui.progress import Progress, no_progress
 
@@ -53,19 +56,22 @@ class EnginePeer:
     def in_rounds(self, turns: Turns) -> Tensor:
         """Return the logits after each single step at the end of the turns, computed in
         verification steps: half of the draft tokens are right, the others are rejected."""
-        session, width = self.engine.session(), self.engine.draft_tokens + 1
-        tokens, at, rows = turns.ids, len(turns.ids) - turns.steps, list[Tensor]()
-        for t in tokens[:at].split([*turns.sizes[: len(turns.sizes) - turns.steps]]):
-            session.prefill(t[None])
-        wrong = tokens.flip(0).repeat(width)
-        while at < len(tokens):
-            right = tokens[at : at + (width + 1) // 2]
+        session, prompts = self.engine.session(), len(turns.sizes) - turns.steps
+        rows = [step(session) for step in self.round_steps(turns)]
+        return torch.cat(rows[prompts:])
+
+    def round_steps(self, turns: Turns) -> Iterator[Callable[[Session], Tensor]]:
+        """Yield the calls of a session for `in_rounds`, which return its logits; those of longer
+        turns come first."""
+        width, start = self.engine.draft_tokens + 1, len(turns.ids) - turns.steps
+        tokens, wrong = turns.ids, turns.ids.flip(0).repeat(width)
+        for t in tokens[:start].split([*turns.sizes[: len(turns.sizes) - turns.steps]]):
+            yield methodcaller("prefill", t[None])
+        size = (width + 1) // 2
+        for at in range(start, len(tokens), size):
+            right = tokens[at : at + size]
             draft = torch.cat((right, wrong))[: min(width, self.engine.limits.max_seq - at)]
-            logits = session.verify(draft[None])[0, : len(right)]
-            rows.append(logits.to("cpu", torch.float32, copy=True))
-            at += len(right)
-            session.truncate([at])
-        return torch.cat(rows)
+            yield partial(_verify, draft, len(right))
 
     def in_float64(self, turns: Turns) -> Tensor:
         """Return `logits` in float64 on the same weights."""
@@ -137,6 +143,15 @@ class HfPeer:
                 column = rows[-1].argmax()[None, None]
         logits = torch.stack(rows)
         return logits.argmax(-1).tolist(), logits
+
+
+def _verify(draft: Tensor, right: int, session: Session) -> Tensor:
+    """Verify draft tokens i64[n], of which all but the first `right` are dropped again."""
+    at = int(session.length[0])
+    logits = session.verify(draft[None])[0, :right]
+    rows = logits.to("cpu", torch.float32, copy=True)
+    session.truncate([at + right])
+    return rows
 
 
 Peer: TypeAlias = EnginePeer | HfPeer

@@ -54,7 +54,8 @@ class Difference(OpError):
 @dataclass
 class StageReport:
     """One pass, or the backend: the tensors compared, and the worst of each op. A pass that is
-    `meant` to change values is not compared; the passes after it are compared with it."""
+    `meant` to change values is not compared; the passes after it are compared with it. `phases`:
+    the graphs that ran in a session, and whether the backend exposed values inside."""
 
     name: str
     values: int = 0
@@ -62,6 +63,7 @@ class StageReport:
     first: Difference | None = None
     excused: int = 0
     meant: bool = False
+    phases: dict[str, bool] = field(default_factory=dict)
 
     def add(self, result: OpError) -> None:
         """Count a value, and store it if it is the worst of its op."""

@@ -13,6 +13,7 @@ from g4ir.artefact.directory import is_engine
 from g4ir.errors import InputError
 from g4ir.ui import console
 from g4ir.ui.files import write_file
+from g4ir.ui.plots import new_figure
 
 from .common import Draft, OnEngine, Programs, strict
 from .verb import Counts, flag
@@ -45,6 +46,8 @@ class Prove(OnEngine):
             path = vars(self)[name]
             if path is not None and not Path(path).absolute().parent.is_dir():
                 raise InputError(f"--{name} {path}: no such directory")
+        if self.html:
+            new_figure(1, 1)
         if not self.time_limit > 0:
             raise InputError(f"--time-limit {self.time_limit}: expected more than 0 seconds")
         if "kv_dtype" in self.explicit:

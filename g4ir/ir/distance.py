@@ -1,6 +1,6 @@
 """Compares logits with a reference's: distances and tolerances.
 
-`verify` judges positions, verification steps, greedy tokens and media by it, `bench` its outputs.
+`verify` judges positions, verification steps and greedy tokens by it.
 
 fp32 has a fixed tolerance, relative to the row's RMS. In 16 bits, rounding depends on the model
 and its weights, so the tolerance follows from the reference's own distance to the same model in
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -227,11 +226,6 @@ class Agreement:
     def ok(self) -> bool:
         """Whether each row is within the tolerance, and the rows as a whole."""
         return self.tolerance.all_hold(self.errors)
-
-    def worst(self) -> dict[str, Any]:
-        """Return `relative` and `cosine` of the worst rows, the tolerance as `budget`, and `ok`."""
-        relative, cosine = float(self.errors.relative.max()), float(self.errors.cosine.min())
-        return {"relative": relative, "cosine": cosine, "budget": self.tolerance, "ok": self.ok}
 
 
 def compare_rows(

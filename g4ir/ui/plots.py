@@ -25,26 +25,31 @@ if TYPE_CHECKING:
 FORMATS = {".png": "png", ".svg": "svg"}
 
 
-def check_plot(path: str | Path) -> type[Figure]:
-    """Raise an error for what can be wrong with a plot before there is anything to draw; return
-    what to draw on."""
-    if Path(path).suffix.lower() not in FORMATS:
-        raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(FORMATS)}")
-    if not Path(path).absolute().parent.is_dir():
-        raise InputError(f"--plot {path}: no such directory")
+def new_figure(width: float, height: float) -> Figure:
+    """Return a figure of a size in inches; MissingError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise MissingError("plots need matplotlib: pip install 'g4ir[plot]'") from e
-    return Figure
+    # A figure made without pyplot has the file's own canvas and never asks for a display.
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_plot(path: str | Path) -> None:
+    """Raise an error for what can be wrong with a plot before there is anything to draw."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(FORMATS)}")
+    if not Path(path).absolute().parent.is_dir():
+        raise InputError(f"--plot {path}: no such directory")
+    new_figure(1, 1)
 
 
 @contextmanager
 def figure(path: str | Path, width: float, height: float, columns: int = 1) -> Iterator[Any]:
     """A context that gives axes to draw on (an array of them for several columns); the file appears
     whole at the end. Sizes in inches."""
-    # A figure made without pyplot has the file's own canvas and never asks for a display.
-    canvas = check_plot(path)(figsize=(width, height), layout="constrained")
+    check_plot(path)
+    canvas = new_figure(width, height)
     yield canvas.subplots(1, columns)
     buffer = io.BytesIO()
     canvas.savefig(buffer, format=FORMATS[Path(path).suffix.lower()], dpi=150)
