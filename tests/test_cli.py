@@ -31,9 +31,8 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.trt.target import LIBRARIES
 from g4ir.builder.load import load_engine
 from g4ir.chat.prompt import TextStream, Vocabulary
-from g4ir.cli import VERBS, all_verbs
+from g4ir.cli import VERBS, verb_parser
 from g4ir.cli.build import GROUPS
-from g4ir.cli.parser import Parser
 from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import Scheduler
 from g4ir.engine.tokenizer_index import INDEX
@@ -132,19 +131,9 @@ def test_build_groups_every_option() -> None:
         assert all(s in help for s in find_backend(name).settings)
 
 
-def _verbs(parser: Parser) -> Iterator[Parser]:
-    """Yield the parsers of the verbs."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for verb in action.choices.values():
-                yield verb
-                yield from _verbs(verb)
-
-
 def test_every_argument_has_help() -> None:
     count = 0
-    for verb in _verbs(all_verbs()):
-        _ = verb.flags  # adds the arguments
+    for verb in map(verb_parser, VERBS):
         assert not [a.dest for a in verb._actions if not a.help or len(a.help) < 8], verb.prog
         flags = (a for a in verb._actions if a.option_strings and a.dest != "help")
         count += sum(a.help != argparse.SUPPRESS for a in flags)

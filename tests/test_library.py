@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import threading
@@ -22,9 +21,7 @@ from g4ir.builder.library import cached_engines, engines_root, find_engine, keep
 from g4ir.errors import EngineError, G4Error
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
-from g4ir.ui import compiler_cache
 from g4ir.ui.locks import EXCLUSIVE, SHARED
-from g4ir.ui.paths import cache_root
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, text_checkpoint
@@ -380,19 +377,3 @@ def test_removal_between_two_locks(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert removed == [True] and builds == [path, path]
     assert (path / "manifest.json").is_file() and not remove(path)
     assert [e.in_use for e in cached_engines()] == [True]
-
-
-def test_the_compiler_cache(model: Path) -> None:
-    """It has a line and a flag of its own; a build that uses it keeps it."""
-    (cache_root() / "programs").unlink()
-    file = cache_root() / "inductor" / "b.cpp"
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file.write_bytes(bytes(4096))
-    cache_root().chmod(0o700)
-    assert "compiler cache  4.00 KiB" in command("engines").out
-    assert json.loads(command("engines", "--json").out)["compiler_cache_bytes"] == 4096
-    with compiler_cache.in_use():
-        assert "a build uses the compiler cache" in refused("engines", "rm", "--cache")
-    assert file.exists()
-    assert command("engines", "rm", "--cache").out == "freed 4.00 KiB\n"
-    assert not file.exists()

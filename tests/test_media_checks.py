@@ -18,7 +18,7 @@ import g4ir
 from g4ir.bench.runners import Workload, draw_tokens
 from g4ir.builder.build import prepare
 from g4ir.check.logits import verify_engine
-from g4ir.check.media import HEAD
+from g4ir.check.media import HEAD, check_media
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine

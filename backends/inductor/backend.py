@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from g4ir.backends.base import Backend, Prepared, Task
@@ -15,7 +14,6 @@ from g4ir.ir.graph import Program
 from g4ir.plan.backend import Setting
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
-from g4ir.ui import compiler_cache
 from g4ir.ui.progress import Progress
 
 from . import workers
@@ -70,16 +68,12 @@ class TorchBackend(Backend):
     def packages(self, device: str) -> tuple[str, ...]:
         return find_device(device).packages
 
-    def about_to_compile(self, device: str) -> AbstractContextManager[None]:
-        return compiler_cache.in_use()
-
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         compiles = _compiles(task.device, settings)
         steps = _steps(task.program, task.limits, task.device, compiles)
         files: Mapping[str, str] = {}
         if compiles:
-            with compiler_cache.in_use():
-                files = self._compiled(task, texts_of(steps))
+            files = self._compiled(task, texts_of(steps))
         return {
             phase: tuple(files.get(s.text) if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()

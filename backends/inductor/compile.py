@@ -21,7 +21,6 @@ from typing import Any
 
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.text import parse_graph
-from g4ir.ui import compiler_cache
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import keep_inductor_private, setting
 from g4ir.weights.tensorfile import open_regular
@@ -96,7 +95,7 @@ def _compiling() -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     keep_inductor_private(default_cache_dir())
-    with compiler_cache.in_use(), _quiet_compiler(), torch.no_grad(), _kernels_understood():
+    with _quiet_compiler(), torch.no_grad(), _kernels_understood():
         yield
 
 

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 from g4ir.errors import TrustError
-from g4ir.ui.compiler_cache import PROGRAMS
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import cache_root, check_private, private, state_root
 from g4ir.weights.checkpoint import sha256
@@ -14,7 +13,7 @@ from g4ir.weights.checkpoint import sha256
 
 def cache_dir() -> Path:
     """Return the folder of cached programs."""
-    return cache_root() / PROGRAMS
+    return cache_root() / "programs"
 
 
 def from_cache(name: str, out: Path) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from g4ir import __version__
 from g4ir.errors import G4Error, InputError
 from g4ir.parallel.group import TIMEOUT_S, join, launched
+from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 
 from .config_file import with_defaults
@@ -52,6 +53,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "inspect": ("inspect.Inspect", "origin of an engine and its trust; facts of a model"),
     "trust": ("trust.Trust", "trusted engines"),
 }
+ABOUT = "Compiler and inference engine for Gemma 4 and Gemma 3 models."
 EPILOG = """\
 first steps, with a Gemma model as a GGUF file:
   g4ir run gemma.gguf "Why is the sky blue?"
@@ -86,25 +88,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> tuple[Parser, dict[str, Any]]:
     """Return the parser of a command's verb, and the values of the flags on the command line."""
-    values = vars(all_verbs().parse_args(words))
-    parser = values.pop("parser")
-    values.pop("trace", None)
-    explicit = {k: v for k, v in values.items() if v is not None and v != []}
-    explicit = parser.flags.parse_settings(explicit)
+    name, *rest = [w for w in words if w != "--trace"] or ["--help"]
+    if name in ("-h", "--help", "--version"):
+        print(f"g4ir {__version__}" if name == "--version" else help_text())
+        raise SystemExit(0)
+    parser = verb_parser(name)
+    explicit = parser.parse(rest)
     if parser.flags.verb.from_environment:
         explicit = with_defaults(parser, explicit)
     return parser, explicit
 
 
-def all_verbs() -> Parser:
-    """Return the parser of all verbs."""
-    text = "Compiler and inference engine for Gemma 4 models."
-    parser = Parser(prog="g4ir", usage="g4ir VERB [OPTIONS] ...", description=text, epilog=EPILOG)
-    parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True, prog="g4ir")
-    for name, (verb, help) in VERBS.items():
-        verbs.add_parser(name, verb=verb, help=help, description=help)
-    return parser
+def verb_parser(name: str) -> Parser:
+    """Return the parser of a verb; InputError suggests a verb for an unknown one."""
+    if name not in VERBS:
+        hint = did_you_mean(name, VERBS)
+        raise InputError(f"{name!r} is no verb{hint} (see g4ir --help)")
+    return Parser(name, *VERBS[name])
+
+
+def help_text() -> str:
+    """Return the help of all verbs."""
+    verbs = "".join(f"  {name:<15} {help}\n" for name, (_, help) in VERBS.items())
+    return f"usage: g4ir VERB [OPTIONS] ...\n\n{ABOUT}\n\nverbs:\n{verbs}\n{EPILOG}"
 
 
 def run_command(parser: Parser, values: Mapping[str, Any]) -> int:

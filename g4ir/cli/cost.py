@@ -12,8 +12,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
-from g4ir.model.encoder import ENCODE
-from g4ir.model.towers import PARTS, is_tower
+from g4ir.model.towers import is_tower
 from g4ir.ops.codecs import FORMAT_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
 from g4ir.plan.gpus import find_gpu, gpu_names
@@ -33,12 +32,6 @@ NOTE = (
 )
 #: share of the weights' bytes below which a format is not named
 LITTLE = 0.15
-#: phase -> options without effect on it
-MEANINGLESS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("decode", VERIFY, DRAFT), ("prefill_chunk",)),
-    **dict.fromkeys(("embed", ENCODE), ("context",)),
-    **dict.fromkeys(PARTS, ("prefill_chunk", "context", "batch")),
-}
 
 
 class StepSize(Part):
@@ -52,9 +45,6 @@ class StepSize(Part):
     def of(self, graph: NamedGraph) -> Step:
         """Return the step that the options describe, within the limits of the model."""
         spec, phase, context, chunk = graph.spec, graph.graph_name, self.context, self.prefill_chunk
-        for name in MEANINGLESS.get(phase, ()):
-            if name in self.explicit:
-                raise InputError(f"{flag_of(name)} means nothing in phase {phase}")
         longest = spec.text.max_position_embeddings
         single = phase in ("decode", VERIFY, DRAFT)
         new = 1 if single else chunk or min(TOKENS, context or longest)
@@ -78,7 +68,6 @@ class CostOf(Verb):
     graph: NamedGraph
     layer: int | None = flag("only the nodes of layer I", None, "I")
     step: StepSize
-    nodes: bool = flag("list every node with a cost", False)
     json: bool = json_flag()
 
     def __call__(self) -> int:
@@ -102,7 +91,7 @@ class CostOf(Verb):
             "total": _row(total(costs), roof),
             "kinds": {kind: _row(cost, roof) for kind, cost in by_kind(costs).items()},
         }
-        if self.nodes or self.layer is not None:
+        if self.layer is not None:
             report["nodes"] = [
                 {"node": c.node, "op": c.op, "kind": c.kind, **_row(c.cost, roof)}
                 for c in costs

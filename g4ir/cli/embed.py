@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -71,14 +70,10 @@ class Embed(OnEngine):
                 from g4ir.engine.embeddings import WINDOW
 
                 for start in range(0, len(texts), WINDOW):
-                    yield engine.embedder.embed(
-                        texts[start : start + WINDOW],
-                        self.task,
-                        self.dims,
-                        self.truncate,
-                        partial(report, progress, start, len(texts)),
-                        start,
-                    )
+                    progress(f"{start}/{len(texts)} texts")
+                    part = texts[start : start + WINDOW]
+                    how = (self.task, self.dims, self.truncate)
+                    yield engine.embedder.embed(part, *how, first=start)
 
             if self.out is not None:
                 size, start = self.dims or engine.spec.embedding_size, time.perf_counter()
@@ -95,10 +90,6 @@ class Embed(OnEngine):
             else:
                 print("".join(_lines(texts, rows)), end="")
         return 0
-
-
-def report(progress: console.Progress, start: int, total: int, done: int) -> None:
-    progress(f"{start + done}/{total} texts")
 
 
 def read_texts(source: str) -> list[Any]:

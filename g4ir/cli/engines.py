@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from g4ir.errors import InputError
 from g4ir.plan.options import flags_of
-from g4ir.ui import compiler_cache
 from g4ir.ui.units import size_text
 
 from .common import output
@@ -26,7 +25,6 @@ class Engines(Verb):
     )
     names: list[str] = argument("engines to remove, as listed", "NAME", "*")
     all: bool = flag("remove every engine that no process uses", False)
-    cache: bool = flag("remove the compiler cache, alone or too", False)
     json: bool = json_flag()
 
     def __call__(self) -> int:
@@ -36,17 +34,14 @@ class Engines(Verb):
             return output(self.json, {"path": str(engines_root())}, f"{engines_root()}\n")
         if self.action == "rm":
             return self._remove()
-        if self.names or self.all or self.cache:
-            flags = "names, --all and --cache"
-            raise InputError(f"engines {self.action}: {flags} are for `g4ir engines rm`")
-        entries, cache = cached_engines(), compiler_cache.size()
+        if self.names or self.all:
+            raise InputError(f"engines {self.action}: names and --all are for `g4ir engines rm`")
+        entries = cached_engines()
         rows = [_row(e) for e in entries]
         lines = [_line(e) for e in entries]
         if len(entries) > 1:
             lines.append(f"in all  {size_text(disk_bytes(entries))}, shared files counted once\n")
-        if cache:
-            lines.append(f"compiler cache  {size_text(cache)}  (g4ir engines rm --cache)\n")
-        facts = {"engines": rows, "bytes": disk_bytes(entries), "compiler_cache_bytes": cache}
+        facts = {"engines": rows, "bytes": disk_bytes(entries)}
         return output(self.json, facts, "".join(lines))
 
     def _remove(self) -> int:
@@ -54,20 +49,16 @@ class Engines(Verb):
 
         by_name = {e.path.name: e for e in cached_engines()}
         names = list(by_name) if self.all else self.names
-        if (self.names and self.all) or not (names or self.all or self.cache):
-            ways = "names, as `g4ir engines` lists them, or --all, or --cache"
-            raise InputError(f"engines rm: give either {ways}")
+        if (self.names and self.all) or not (names or self.all):
+            raise InputError("engines rm: give names, as `g4ir engines` lists them, or --all")
         if unknown := [name for name in names if name not in by_name]:
             raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-        before = disk_bytes(by_name.values()) + compiler_cache.size()
+        before = disk_bytes(by_name.values())
         removed = [name for name in names if remove(by_name[name].path)]
         in_use = [name for name in names if name not in removed]
         if in_use and self.names:
             raise InputError(f"engines rm {in_use[0]}: a process uses it; end that first")
-        if self.cache and not compiler_cache.delete_all():
-            why = "a build uses the compiler cache; end that first"
-            raise InputError(f"engines rm --cache: {why}")
-        freed = before - disk_bytes(cached_engines()) - compiler_cache.size()
+        freed = before - disk_bytes(cached_engines())
         facts = {"removed": removed, "in_use": in_use, "bytes": freed}
         return output(self.json, facts, f"freed {size_text(freed)}\n")
 

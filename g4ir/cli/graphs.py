@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +17,7 @@ from g4ir.model.media import Media, supported_media
 from g4ir.model.text import TEXT_GRAPHS, build_graph, text_graphs
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
-from g4ir.passes import Dump, find_pass, run_passes
+from g4ir.passes import find_pass, run_passes
 from g4ir.plan import resolve
 from g4ir.plan.backend import DEFINITION
 from g4ir.plan.engine_limits import Limits
@@ -118,15 +117,12 @@ class NamedGraph(Part):
                 raise InputError(f"--skip needs --after or --why: {reason}")
             return find_graph(engine.packing.program, self.graph_name, engine.spec)
         graph, skip = self.before_passes()
-        return graph if self.after == "none" else self.behind(graph, skip)
-
-    def behind(self, graph: Graph, skip: Collection[str], dump: Dump | None = None) -> Graph:
-        """Return a graph as it is after the pass of `--after`."""
+        if self.after == "none":
+            return graph
         if self.after and self.after in skip:
             find_pass(self.after)
             raise InputError(f"--after {self.after}: the pass is skipped")
-        options = self.config.options
-        return run_passes(graph, skip=skip, until=self.after, dump=dump, options=options)
+        return run_passes(graph, skip=skip, until=self.after, options=self.config.options)
 
     def before_passes(self) -> tuple[Graph, set[str]]:
         """Return the graph before all passes, and the passes to leave out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import unified_diff
 from typing import Any
 
 from g4ir.errors import InputError
@@ -30,7 +29,6 @@ class Show(Verb):
     graph: NamedGraph
     layer: int | None = flag("only the nodes of layer I", None, "I")
     why: str | None = flag("explain why a pass did or did not match", None, "PASS")
-    diff: bool = flag("with --after PASS: diff of the graph before and after it", False)
     ops: bool = flag("list the ops of the IR: kind, tolerance, definition", False)
     json: bool = json_flag()
 
@@ -39,15 +37,13 @@ class Show(Verb):
             flags = ["the engine" if n == "engine" else flag_of(n) for n in extra]
             fix = f"leave out {', '.join(flags)}"
             raise InputError(f"--ops shows the ops of every graph: {fix}")
-        if self.why is not None and (self.diff or self.graph.after is not None):
-            raise InputError("give --why, or --after and --diff, not both")
+        if self.why is not None and self.graph.after is not None:
+            raise InputError("give --why or --after, not both")
 
     def __call__(self) -> int:
         if self.ops:
             return self._ops()
         self.graph.check()
-        if self.diff:
-            return self._diff()
         if self.why:
             return self._why(self.why)
         graph = self.graph.chosen()
@@ -81,24 +77,6 @@ class Show(Verb):
         head = ("op", "kind", "rounded", "summed", "meaning")
         rows = [tuple(str(f[key] or "-") for key in head) for f in facts]
         return output(self.json, facts, aligned([head, *rows], indent=0, left=len(head)) + NOTE)
-
-    def _diff(self) -> int:
-        """Print what a pass changes."""
-        if self.graph.after in (None, "none"):
-            raise InputError("--diff: give --after PASS for what a pass changes")
-        find_pass(self.graph.after)
-        graph, skip = self.graph.before_passes()
-        stages = [graph]
-        self.graph.behind(graph, skip, dump=lambda _, g: stages.append(g))
-        stages = stages[-2:]
-        if self.layer is not None and not any(_nodes_of(g, self.layer) for g in stages):
-            raise no_layer(graph, self.layer)
-        before, after = (_text(g, self.layer).splitlines() for g in stages)
-        changes = [*unified_diff(before, after, n=0, lineterm="")][2:]  # without names of files
-        output(self.json, changes, "".join(f"{line}\n" for line in changes))
-        if not changes:
-            console.say(f"{self.graph.after} changes nothing in graph {graph.name}")
-        return 0
 
 
 def _text(graph: Graph, layer: int | None) -> str:

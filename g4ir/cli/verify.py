@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ UNQUANTISED = "the unquantised weights"
 class Verify(OnEngine):
     """Compare an engine with a reference, or on texts."""
 
-    against: str | None = flag("reference (default), hf; with --text another engine", None, "WHAT")
+    against: str | None = flag("reference (default) or hf", None, "WHAT")
     checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
     text: list[str] = flag("perplexity and KL divergence on a text (--all-logits)", (), "FILE")
     tokens: str | None = flag("token ids (default: random); with --text: maximum", None, "2,5,7")
@@ -39,8 +39,8 @@ class Verify(OnEngine):
         if self.each_pass and self.against is not None:
             flag_text = f"leave out --against {self.against}"
             raise InputError(f"--each-pass compares with the interpreter: {flag_text}")
-        if self.text and self.against is not None and self.checkpoint is not None:
-            raise InputError("--checkpoint is not read beside --against ENGINE")
+        if self.text and self.against is not None:
+            raise InputError("--against is for token ids: with --text leave it out")
 
     def __call__(self) -> int:
         from g4ir.check.logits import check_against
@@ -56,53 +56,29 @@ class Verify(OnEngine):
         )
 
     def _on_texts(self) -> int:
-        """Compare an engine with its unquantised weights, or another engine, on texts."""
-        from g4ir.artefact.directory import read_manifest
-        from g4ir.check.logits import AGAINST
+        """Compare an engine with its unquantised weights on texts."""
+        from g4ir.check.reference import is_quantised, param_bytes, unquantised
         from g4ir.check.stage_report import engine_name
 
-        if self.against in AGAINST:
-            raise InputError(
-                f"--against {self.against} is for token ids: with --text give an engine directory, "
-                f"or leave it out to compare with {UNQUANTISED}"
-            )
         max_tokens = None if self.tokens is None else parse_count(self.tokens, "--tokens")
         documents = Documents(self.text, tokens=max_tokens)
         documents.check()
-        if self.against is not None:
-            read_manifest(Path(self.against))
         path = self.with_engine(all_logits=True).engine
-        with (
-            console.Progress() as progress,
-            closing(loaded(self.load, path, progress)) as engine,
-            self._baseline(engine, progress) as (other, name),
-        ):
-            if other is None:
-                console.say(f"note: no KL divergence: {name}")
-            head = {"engine": engine_name(engine), "against": name if other else None}
-            engines = [engine, other] if other else [engine]
-            return report(documents, engines, self.json, means, progress, head)
-
-    @contextmanager
-    def _baseline(
-        self, engine: Engine, progress: console.Progress
-    ) -> Iterator[tuple[Engine | None, str]]:
-        """A context with what an engine is compared with, and its name; or None, and why not."""
-        from g4ir.check.reference import is_quantised, param_bytes, unquantised
-        from g4ir.check.score import require_same_tokens
-
         with ExitStack() as stack:
-            if self.against is None and not is_quantised(engine):
-                yield None, "nothing is quantised; --against ENGINE compares with another engine"
-            elif self.against is None:
+            progress = stack.enter_context(console.Progress())
+            engine = stack.enter_context(closing(loaded(self.load, path, progress)))
+            other: Engine | str = "nothing is quantised; `g4ir compare` compares engines"
+            if is_quantised(engine):
                 progress("opening the unquantised weights")
-                param_size = param_bytes(engine)
-                baseline = stack.enter_context(unquantised(engine, self.checkpoint, param_size))
-                yield (None, baseline) if isinstance(baseline, str) else (baseline, UNQUANTISED)
+                size = param_bytes(engine)
+                other = stack.enter_context(unquantised(engine, self.checkpoint, size))
+            engines, against = [engine], None
+            if isinstance(other, str):
+                console.say(f"note: no KL divergence: {other}")
             else:
-                other = stack.enter_context(loaded(self.load, self.against, progress))
-                require_same_tokens(engine, other, f"--against {self.against}")
-                yield other, self.against
+                engines, against = [engine, other], UNQUANTISED
+            head = {"engine": engine_name(engine), "against": against}
+            return report(documents, engines, self.json, means, progress, head)
 
 
 def compared(
