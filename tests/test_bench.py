@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import g4ir as g4ir_
-from g4ir.bench import measure, roof, run
+from g4ir.bench import measure, run
 from g4ir.bench.agreement import agreement
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
 from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, speedup, void_roles
-from g4ir.bench.roof import Meter, Rates
+from g4ir.bench.roof import Rates
 from g4ir.bench.run import ENGINE_ROLES, check_specs, run_bench
 from g4ir.bench.runners import (
     MODES,
@@ -44,7 +44,6 @@ from g4ir.bench.text import (
     text,
 )
 from g4ir.bench.work import request_costs, request_runs
-from g4ir.check.reference import with_run
 from g4ir.engine.engine import Engine
 from g4ir.plan.cost import Cost, graph_costs, total
 from g4ir.spec.record import load_spec
@@ -122,26 +121,6 @@ def test_tokens_of_a_text(tmp_path: Path) -> None:
     assert "1 tokens; 9 are needed" in refused("bench", out, *flags)
     file.write_bytes(b"\xff\xfe\xff")
     assert "not UTF-8" in refused("bench", out, *flags)
-
-
-@pytest.mark.parametrize("w", [DEEP, Workload(1, 2), Workload(CHUNK + 1, 3, context=7)])
-def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
-    """(graph, tokens, tokens held, logits) of each run that a session makes."""
-    seen: list[tuple[str, int, int, bool]] = []
-
-    def run(phase: str, feeds: Any, state: Any, context: int, logits: bool) -> Any:
-        new = feeds["positions"].shape[1]
-        seen.append((phase, new, context - new, logits))
-        return ple.runtime.run(phase, feeds, state, context, logits)
-
-    runner = EngineRunner(with_run(ple, run), 1)
-    tokens = draw_tokens(w, ple)
-    runner.set_context(tokens[:, : w.context])
-    seen.clear()
-    for piece in request_steps(w, tokens):
-        runner.step(piece)
-    made = [(c.phase, c.new, c.context, c.logits) for c in request_runs(w, CHUNK)]
-    assert seen == made
 
 
 SLOW = pytest.param("hf-compile", marks=pytest.mark.full)  # a minute to compile
@@ -271,17 +250,6 @@ def test_differences_beyond_the_spreads_are_marked(report: Values, tmp_path: Pat
     assert "several workloads" in refused("bench-compare", a, several)
 
 
-def test_what_makes_two_reports_incomparable_is_said(report: Values) -> None:
-    run = report["runs"][0]
-    odd = {**run, "void": True, "engine": {**run["engine"], "manifest": "0" * 64}}
-    changes = {"workload": {**report["workload"], "input_len": 7}, "runs": [odd]}
-    other = {**report, **changes, "env": {**report["env"], "cores": 99}}
-    found = compare_reports(report, other)
-    said = "\n".join(found["notes"])
-    assert "input_len: 30 in A, 7 in B" in said and "cores" in said and "run engine: " in said
-    assert "VOID" in compare_text(found)
-
-
 def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     files = {flag: tmp_path / f"r.{end}" for flag, end in (("--json", "json"), ("--plot", "png"))}
     words = [w for pair in files.items() for w in pair]
@@ -395,12 +363,3 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setitem(sys.modules, module, None)
         assert extra in refused("bench", "engine", *words, code=3)
-
-
-@pytest.mark.parametrize("quicker", [torch.bfloat16, torch.float32])
-def test_quicker_dtype_of_products(quicker: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a CPU has no products of bf16, a prompt's are of float32."""
-    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(Meter, "_flop_rate", lambda self, m: float(m.dtype == quicker))
-    meter = Meter("cpu", torch.bfloat16)
-    assert meter.matrix.dtype == quicker and meter.measure().matmul == 1

@@ -29,18 +29,6 @@ def test_options_refused(tmp_path: Path) -> None:
     assert code and "--variants e3b: " in text
 
 
-def test_the_most_useful_comes_first(tmp_path: Path) -> None:
-    """Whatever the budget: engines before what runs them, one row before more."""
-    _, text = run(tmp_path, "--collect-only", "--variants", "e2b,e4b,31b,12b", "--dry-run")
-    names = [line.split("/")[-1] for line in text.splitlines() if "::" in line]
-    files = [n.split("::")[0].removeprefix("test_").removesuffix(".py") for n in names]
-    assert list(dict.fromkeys(files)) == [*("preflight", "kernels", "decode", "peers", "trt")]
-    rows = [int(n.rpartition("-")[2].rstrip("]")) for n in names if "_decode[" in n]
-    assert rows == [1, 1, 1, 8, 8, 8, 32, 32, 32, 1, 8, 32]
-    built = next(i for i, n in enumerate(names) if "engines_are_built" in n)
-    assert built < next(i for i, n in enumerate(names) if "_decode[" in n)
-
-
 @pytest.mark.full
 def test_a_dry_run_in_part(tmp_path: Path) -> None:
     """What is measured and kept of one tiny variant with one row."""

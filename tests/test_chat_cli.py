@@ -115,12 +115,6 @@ def test_what_a_terminal_is_shown() -> None:
     assert shown(EVENTS[:1], True) == "\x1b[2mhm\\x1b[1m\x1b[0m\n"
 
 
-def test_what_a_pipe_is_given() -> None:
-    call = '{"name": "f", "arguments": {"a": "\\u00e9"}}\n'
-    assert shown(EVENTS, False) == f"a\n{call}b\n"
-    assert shown([Event("content", "\x1b[1m")], False) == "\x1b[1m\n"
-
-
 # --- pipes ------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import io
 import itertools
 import json
 import re
@@ -274,13 +273,6 @@ def test_dry_runs_of_other_sources(checkpoint: Path, tmp_path: Path) -> None:
     assert 0 < plan["programs"]["compiled"] < plan["programs"]["calls"]
 
 
-def test_what_a_killed_build_left_is_named(tmp_path: Path) -> None:
-    left = tmp_path / ".e.building-1"
-    left.mkdir()
-    words = ("--variant", "tiny-dense", "--random-weights", "0", "--out", tmp_path / "e")
-    assert f"{left} is left of a killed build" in g4ir(*BUILD, *words).err
-
-
 # --- run --------------------------------------------------------------------------------------
 
 
@@ -399,15 +391,6 @@ def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) 
     assert "w3" not in outcome.err and 'prompt"' not in outcome.err
 
 
-def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = b'\xef\xbb\xbf{"tokens": [2, 5]}\r\n'
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
-    out = ok("run", engine, "--input-jsonl", "-", "--max-new-tokens", "2")
-    assert json.loads(out)["id"] == 1
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    assert ok("run", engine, "--input-jsonl", "-") == ""
-
-
 # --- settings ---------------------------------------------------------------------------------
 
 
@@ -467,17 +450,6 @@ def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
     words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")
     message = refused(*BUILD, *words)
     assert "short;" in message and "needs" in message and not list(tmp_path.iterdir())
-
-
-def test_a_tokenizer_that_would_cut(checkpoint: Path, tmp_path: Path) -> None:
-    """A prompt is whole; other lines (tests/refused/command.yaml) fail alone."""
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "c"))
-    cut = json.loads((folder / "tokenizer.json").read_text())
-    cut["truncation"] = {"max_length": 2, "stride": 2, "strategy": "LongestFirst"}
-    cut["truncation"]["direction"] = "Right"
-    (folder / "tokenizer.json").write_text(json.dumps(cut))
-    engine = built(tmp_path / "e", "--checkpoint", folder)
-    assert ok("run", engine, "--prompt", PROMPT, "--max-new-tokens", "1")
 
 
 # --- show --ops ---------------------------------------------------------------------------------

@@ -55,18 +55,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree / python(code, cwd=tree).splitlines()[-1]
 
 
-def test_every_folder_is_in_the_package_list() -> None:
-    folders = {installed(path.parent) for path in sources(".py")}
-    assert sorted(SETUPTOOLS["packages"]) == sorted(".".join(folder.parts) for folder in folders)
-    folders = {ROOT / path.parent for path in sources(".py")}
-    assert not [f for f in folders if not (f / "__init__.py").exists()]
-
-
-def test_the_mapping_names_the_top_level_folders() -> None:
-    expected = {"g4ir": "g4ir"} | {f"g4ir.{name}": name for name in MAPPED}
-    assert SETUPTOOLS["package-dir"] == expected
-
-
 def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {Path(name) for name in archive.namelist() if ".dist-info/" not in name}
@@ -163,25 +151,6 @@ def test_the_container_has_what_was_compared() -> None:
     assert f"\ntriton=={pins['triton']}\n" in constraints
     least, beyond = TENSORRT.supported
     assert least <= version_tuple(pins["tensorrt-cu13"]) < beyond
-
-
-@pytest.mark.parametrize("file", sorted(ROOT.glob("docker/*.Dockerfile")), ids=lambda p: p.stem)
-def test_containers(file: Path) -> None:
-    """What can be said without Docker: instructions, shell syntax, extras, files of the tree."""
-    text = file.read_text()
-    lines = [x for x in re.sub(r"\\\n", "", text).splitlines() if x and not x.startswith("#")]
-    known = ["ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"]
-    steps = [line.partition(" ")[::2] for line in lines]
-    assert {name for name, _ in steps} <= set(known) and steps[0][0] == "FROM"
-    for name, rest in steps:
-        if name == "RUN":
-            script = re.sub(r"^(--\S+ +)+", "", rest)
-            subprocess.run(["sh", "-n"], input=script, text=True, check=True)
-            extras = {e for found in re.findall(r"\[([\w,]+)\]", script) for e in found.split(",")}
-            assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
-        if name == "COPY":
-            assert all((ROOT / word).exists() for word in rest.split()[:-1])
-    assert f"docker build -f docker/{file.name} " in text
 
 
 def test_the_folder_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

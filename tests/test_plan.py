@@ -82,15 +82,6 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     assert planned[1] - planned[0] == more > 0
 
 
-def test_no_pass_no_planning() -> None:
-    """Without the passes the engine is as naive as the rest, and shared layers have caches too."""
-    spec = load_spec("e2b")
-    found = make_plan(spec, replace(PLANNED, skip=["plan_cache"]), ctx=4096).rows[0]
-    layers = [x.attention for x in spec.layers()]
-    every = sum(2 * 2 * 4096 * a.num_key_value_heads * a.head_dim for a in layers)
-    assert found.planned == every > found.naive
-
-
 # --- activations and workspace ------------------------------------------------------------------
 
 
@@ -130,18 +121,6 @@ def test_activations_by_definition(name: str, phase: str) -> None:
         main = split_prologue(g)[1]
         for dims in ({"B": 1, "S": 64, "C": 512}, {"B": 5, "S": 7, "C": 256}):
             assert max(s.at(dims) for s in live_sizes(main)) == by_definition(main, dims)
-
-
-def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
-    spec = load_spec("31b")
-    plans = {f: make_plan(spec, replace(PLANNED, latent_kv=f), ctx=4096) for f in FORMS}
-    needs = {f: plan.rows[0].workspace for f, plan in plans.items()}
-    keys, mask = 4096 + 1024, (4096 + 1024) * 1024 * (1 + 8 * 2)
-    assert needs["off"] == max(2 * keys * 4 * 512 * 2 + mask, 2 * 2048 * 16 * 256 * 2 + 2048 * 5120)
-    assert needs["value"] < needs["off"]
-    capped = replace(spec, text=replace(spec.text, attn_logit_softcapping=50.0))
-    scores = 32 * 1024 * keys * 2 * (2 + 4)
-    assert make_plan(capped, ctx=4096).rows[0].workspace == needs["off"] + scores
 
 
 # --- what fits ----------------------------------------------------------------------------------
@@ -214,15 +193,6 @@ def test_where_the_table_lies_by_default(device: str, memory: int, place: str) -
     assert plan.to_dict()["ple_placement"] == place
 
 
-def test_each_format_has_its_own_placement() -> None:
-    """Unless one is given."""
-    spec, memory = load_spec("e2b"), 9 * GIB
-    plan = make_plan(spec, ctx=(1024, 131072), memory=memory)
-    assert [w.mapped > 0 for w in plan.weights] == [True, False, False]
-    given = make_plan(spec, replace(PLANNED, ple_placement="device"), memory=memory)
-    assert {w.mapped for w in given.weights} == {0}
-
-
 # --- refusing a build ---------------------------------------------------------------------------
 
 
@@ -273,16 +243,6 @@ def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
     check(name, more, **options)
     with pytest.raises(PlanError):
         check(name, memory + int(short[1]) - 2, **options)
-
-
-def test_the_advice_is_the_most_that_fits() -> None:
-    with pytest.raises(PlanError) as refusal:
-        check("31b", 80 * GB, max_batch=12)
-    for setting in advised(str(refusal.value)):
-        check("31b", 80 * GB, **{"max_batch": 12, **setting})
-        more = {key: value + 1 for key, value in setting.items()}
-        with pytest.raises(PlanError):
-            check("31b", 80 * GB, **{"max_batch": 12, **more})
 
 
 def test_nothing_fits() -> None:
