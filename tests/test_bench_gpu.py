@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,66 +44,6 @@ def test_a_dry_run_in_part(tmp_path: Path) -> None:
     made = found["test_peers.py::test_transformers[tiny-moe-1]"]
     assert made["hf-static c32"]["cosine"] > 0.9999
     assert "prefill 24" in (tmp_path / "report.md").read_text()
-
-
-#: tests that go wrong in every way, beside the conftest of bench/gpu
-TESTS = """
-import os, signal, time
-import pytest
-from g4ir.errors import InputError
-
-class DRY:
-    variants = ("tiny-moe",)
-
-CARD = DRY
-
-def refuse(): raise InputError("no room")
-def fail(): raise ValueError("odd")
-def crash(): os.kill(os.getpid(), signal.SIGSEGV)
-def right(): return {"us": 1, "time": time.time()}
-
-def test_in_part(measure):
-    assert measure("a", refuse) == measure.found["a"] and "b" not in measure.found
-    assert "odd" in measure("b", fail)["failed"]
-    measure("c", right)
-
-def test_wrong(measure):
-    measure("a", lambda: {"ok": False})
-
-def test_crash(measure):
-    measure("a", right)
-    measure("b", crash)
-
-@pytest.mark.limit(0.3)
-def test_hang(measure):
-    measure("a", lambda: time.sleep(600))
-
-def test_right(measure):
-    measure("a", right)
-    measure("b", refuse)
-"""
-
-
-def test_one_measurement_does_not_cost_the_others(tmp_path: Path) -> None:
-    """A crash or a hang costs its test; what is kept is not measured again."""
-    at, out = tmp_path / "tests", tmp_path / "out"
-    at.mkdir()
-    shutil.copy(ROOT / "bench" / "gpu" / "conftest.py", at)
-    (at / "test_preflight.py").write_text(TESTS)
-    code, text = run(out, "-n", "1", at=at)
-    assert code == 1 and "worker 'gw0' crashed" in text, text
-    found = read_results(out / "results.jsonl")
-    found = {name.partition("::")[2]: values for name, values in found.items()}
-    part = found["test_in_part"]
-    assert part["a"]["refused"] == "no room" and "failed" in part["b"] and part["c"]["us"] == 1
-    assert "begun" in found["test_crash"]["b"] and "begun" in found["test_hang"]["a"]
-    assert "time.sleep(600)" in TESTS and "test_preflight.py" in (out / "hung.txt").read_text()
-    assert found["test_right"]["a"]["us"] == 1 and "refused" in found["test_right"]["b"]
-    code, text = run(out, at=at)
-    again = read_results(out / "results.jsonl").values()
-    assert code == 1 and "crashed" not in text and [*again] == [*found.values()]
-    code, text = run(out, "--budget", "0", "--again", at=at)
-    assert code == 0 and "5 skipped" in text and not (out / "results.jsonl").exists()
 
 
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:

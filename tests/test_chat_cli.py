@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import select
-import shlex
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.chat import Event
-from g4ir.cli import parse
 from g4ir.cli.chat import COMMANDS, from_pipe, read_message
 from g4ir.cli.talking import Screen
 from g4ir.errors import InputError
@@ -374,12 +372,3 @@ def test_the_python_example_of_the_guide(folder: Path, monkeypatch: pytest.Monke
     code, _ = blocks("chat.md", "python")
     names, _ = run_python(code, "chat.md")
     assert len(names["tokens"]) <= 16 and names["answer"].content == names["turn"].content
-
-
-def test_commands_of_the_shell_in_the_guide(folder: Path) -> None:
-    """Each is one of the command line."""
-    (block,) = blocks("chat.md", "sh")
-    lines = [shlex.split(x.partition("|")[2] or x) for x in block.splitlines()]
-    assert len(lines) >= 4
-    for words in lines:
-        assert words[0] == "g4ir" and parse(words[1:])

@@ -14,8 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from g4ir.backends.inductor.toolchain import cpp_compiler
-from g4ir.cli import parse
-from g4ir.cli.verb import utf8
 from g4ir.errors import MissingError
 from g4ir.ui import console
 from g4ir.ui.paths import cache_root, private, state_root
@@ -97,18 +95,6 @@ def test_a_closed_stderr() -> None:
         done = shell(f'"{sys.executable}" -c "{code}" {closed}')
         assert (done.returncode, done.stdout) == (0, "True True\n")
     assert shell("$G4IR specs no-such-verb 2>&-").returncode == 2
-
-
-def test_a_text_in_another_locale() -> None:
-    """An argument in UTF-8 is one in the locale of C too, in which Python escapes its bytes."""
-    code = "import sys; from g4ir.cli.verb import utf8; print(ascii(utf8(sys.argv[1])))"
-    run = f"export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0; '{sys.executable}' -c '{code}'"
-    for word, text in (("é 😀", ascii("é 😀")), ("plain", "'plain'"), ("\\xff", "'\\udcff'")):
-        assert shell(f"{run} $'{word}'").stdout.strip() == text
-    assert [utf8(x) for x in ("é", "\ud83d", "\udcc3\udca9")] == ["é", "\ud83d", "é"]
-    for words in (["run", "e", "--prompt", "\udcc3\udca9"], ["chat", "e"]):
-        _, values = parse([*words, "--system", "\udcc3\udca9"])
-        assert {values["system"], values.get("prompt", "é")} == {"é"}
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,10 +30,11 @@ from g4ir.plan.cost import (
     Cost,
     NodeCost,
     Roof,
+    Step,
     by_kind,
     floor,
     graph_costs,
-    prefill_chunks,
+    step_costs,
     total,
 )
 from g4ir.plan.count import counts
@@ -150,12 +150,10 @@ def test_visible_pairs_against_the_mask(queries: int, held: int, window: int, af
 def test_a_prompt_costs_the_same_in_any_chunks(name: str, tokens: int, chunk: int) -> None:
     """Where every row is asked for: FLOPs are exact, so they add up. Weights are read again."""
     g = graph(name, "prefill", True)
-    (whole,), parts = prefill_chunks(g, tokens), prefill_chunks(g, tokens, chunk)
-    together = sum(parts, Cost())
+    cost, whole = step_costs(g), total(graph_costs(g, S=tokens))
+    steps = (Step(1, min(chunk, tokens - at), at) for at in range(0, tokens, chunk))
+    together = sum(map(cost, steps), Cost())
     assert together.flops == whole.flops and together.weight_bytes >= whole.weight_bytes
-    assert whole == total(graph_costs(g, S=tokens))
-    last = graph_costs(g, S=(tokens - 1) % chunk + 1, C=(tokens - 1) // chunk * chunk)
-    assert total(last) == parts[-1]
 
 
 # --- what passes may change -------------------------------------------------------------------
@@ -237,22 +235,6 @@ def test_a_floor_is_the_longer_of_bytes_and_flops() -> None:
     kinds = {kind: floor(cost, roof).seconds for kind, cost in by_kind(costs).items()}
     assert kinds == {"kv": 5, "mlp": 5}
     assert floor(total(costs), roof).seconds == 5, "one overlaps the other"
-
-
-REFUSED = [
-    *((partial(graph_costs, **options), message) for options, message in CASES["steps"]),
-    *((partial(prefill_chunks, tokens=n), "expected a positive integer") for n in (0, -1)),
-    *((partial(prefill_chunks, tokens=5, chunk=n), "expected a positive integer") for n in (0, -2)),
-]
-
-
-@pytest.mark.parametrize(("cost", "message"), REFUSED)
-def test_bad_sizes_are_refused(cost: Callable[[Graph], Any], message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        cost(graph("tiny-moe", "prefill"))
-    for rates in ((0, 1), (1, 0), (-1, 1), (1, math.nan), (math.inf, 1)):
-        with pytest.raises(InputError, match="expected a positive number"):
-            Roof(*rates)
 
 
 # --- GPUs -------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from g4ir.model.text import build_program
 from g4ir.ops import OPS, Op, with_infer
 from g4ir.ops.types import Type
 from g4ir.spec.record import load_spec
-from tests.cases import TABLES
 from tests.test_docs import ROOT, blocks, read_spec
 from tests.test_interpreted import run_pytest
 
@@ -166,23 +165,6 @@ def test_the_example_of_a_pass(softcap_pass: ModuleType) -> None:
     torch.testing.assert_close(
         logits(passes.find_pass("fuse_softcap")(decode)), logits(decode), rtol=1e-12, atol=1e-12
     )
-
-
-@pytest.mark.full
-def test_the_steps_of_an_op_and_a_pass_end_green(tmp_path: Path) -> None:
-    """In a copy of the tree: the files of the guide, then the command that writes golden data, then
-    the tests of ops and passes."""
-    files = {"g4ir/ops/linear_softcap.py": example("op")}
-    files["passes/fuse_softcap.py"] = example("pass fuse_softcap")
-    for stem in ("fuse_softcap", "fuse_softcap.refuse"):
-        text = example(f"golden {stem}").partition("\n")[2]
-        files[f"tests/passes/{stem}.g4ir"] = text
-    tree_with(tmp_path, files)
-    here, stems = {"PYTHONPATH": str(tmp_path)}, ("passes", "golden")
-    run_pytest(tmp_path, *(f"tests/test_{n}.py" for n in stems), "--rewrite-golden", **here)
-    golden = (tmp_path / "tests/passes/fuse_softcap.g4ir").read_text()
-    assert "%logits = linear_softcap(%x, %w)" in golden
-    run_pytest(tmp_path, *(f"tests/{name}" for name in TABLES["docs"]["affected"]), **here)
 
 
 def test_the_example_of_a_variant(tmp_path: Path) -> None:

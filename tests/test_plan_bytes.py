@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from g4ir import build
-from g4ir.artefact.directory import open_artefact
 from g4ir.backends import find_backend
 from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
@@ -28,7 +27,7 @@ from g4ir.ops.types import TORCH_NAMES
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.gpus import find_gpu
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.plan import PLANNED, make_plan, plan_engine
+from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import SCHEMES, built_in_names
 from g4ir.spec.record import Spec, load_spec
@@ -213,28 +212,6 @@ def test_gguf_files_by_the_command_line(kind: str, tmp_path: Path) -> None:
         assert (planned["backend"], planned["device"]) == ("torch", device)
 
 
-ENGINES = [
-    *((backend, "cpu", quant) for backend in ("reference", "onnx") for quant in ("int8", "uint4")),
-    *(pytest.param("torch", "cpu", q, marks=pytest.mark.full) for q in (None, "uint4", "int6")),
-]
-
-
-@pytest.mark.parametrize(("backend", "device", "quant"), ENGINES)
-def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -> None:
-    """What a built engine holds and its session allocates is what was planned."""
-    spec = widened("tiny-ple")
-    own = quant in SCHEMES and quant not in built_in_names()
-    given = recipe_of(quant, tmp_path) if own else quant
-    options = {"backend": backend, "device": device, "quant": given, "media": "none"}
-    _, plan = both(spec, **options)
-    engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)
-    assert_stored(engine, plan)
-    found = open_artefact(engine.path)
-    again = plan_engine(found.config, find_backend(backend), memory=ENOUGH)
-    assert again.rows[0].needed == plan.rows[0].needed
-    engine.close()
-
-
 def test_a_card_that_is_too_small_for_what_is_computed(tmp_path: Path) -> None:
     """A file of 6.6 GiB in uint4 needs 22 GiB in TensorRT: the plan says so, and why; torch keeps
     the formats of the file."""
@@ -265,10 +242,3 @@ def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) ->
             kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
             assert kernels[0] == kernels[1]
             assert dense_bytes(one) == dense_bytes(other)
-
-
-def test_devices_by_default() -> None:
-    """A GPU that is named is the device; else that of a build."""
-    for words, device in {"--gpu 24GiB": "cuda", "": "cpu", "--backend trt": "cuda"}.items():
-        found = json.loads(g4ir("plan", "tiny-dense", *words.split(), "--json").out)
-        assert found["device"] == device

@@ -81,17 +81,6 @@ def test_a_quantised_file_keeps_its_codes(tmp_path: Path) -> None:
     assert "is quantised already; leave" in refused("plan", file, "--quant", "int8")
 
 
-def test_presets_are_planned_as_plan_does() -> None:
-    rows = json.loads(g4ir("presets", "tiny-ple", "--json").out)
-    assert [r["name"] for r in rows] == [*PRESETS]
-    for row in rows:
-        words = ("--preset", row["name"], "--ctx", row["plan"]["context"], "--json")
-        (need,) = json.loads(g4ir("plan", "tiny-ple", *words).out)["rows"]
-        assert need["needed"] == row["plan"]["needed"] > row["plan"]["kv_cache"] > 0
-        assert row["plan"]["context"] == 1024  # the model's limit is below that of all presets
-    assert all("plan" not in row for row in json.loads(g4ir("presets", "--json").out))
-
-
 # --- models -------------------------------------------------------------------------------------
 
 

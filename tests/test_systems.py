@@ -1,5 +1,5 @@
-"""Systems other than Linux: modules and paths of Windows, processors as other systems name them, and
-kernels that a cross compiler makes for macOS and Windows."""
+"""Systems other than Linux: modules and paths of Windows, processors as other systems name them,
+and kernels that a cross compiler makes for macOS and Windows."""
 
 from __future__ import annotations
 

@@ -153,14 +153,6 @@ def test_an_answer_that_was_stopped_before_it_began(talk: ChatSession, tmp_path:
     assert not talk.attached and len(talk.messages) == 2
 
 
-def test_a_reader_that_fails_ends_the_answer(talk: ChatSession) -> None:
-    with pytest.raises(BrokenPipeError):
-        talk.say("hello", Mock(side_effect=BrokenPipeError))
-    assert not talk.messages
-    talk.choose({"max_new_tokens": 2})
-    assert talk.say("hello").counts.generated == 2
-
-
 def test_calls_and_their_answers(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [CALLING[:-1] + CALLING, WORDS])
     talk.set_tools(TOOLS)
@@ -317,11 +309,3 @@ def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyP
     engine.generate("hello", 2, chat=True)
     engine.generate("hello", 2, chat=True, stop_ids=[7])
     assert seen == [{*engine.stop_ids(), *ends}, {7}]
-
-
-def test_wrong_prompts_of_generate(engine: Engine) -> None:
-    for wrong in (7, [], None, [7], [[]], [{"role": "robot"}]):
-        with pytest.raises(InputError):
-            engine.generate(wrong, chat=True)
-    with pytest.raises(InputError, match="chat=True"):
-        engine.generate("hello")

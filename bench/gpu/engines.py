@@ -29,7 +29,7 @@ from g4ir.builder.load import load_engine
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, PlanError
-from g4ir.plan.cost import graph_costs, prefill_chunks, total
+from g4ir.plan.cost import Step, graph_costs, step_costs, total
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 
@@ -223,8 +223,8 @@ def prefill_cell(engine: Engine, n: int, rates: Rates) -> dict[str, Any]:
         session.prefill(tokens)
         synchronize(engine.device)
         times.append(time.perf_counter() - begun)
-    chunks = prefill_chunks(engine.program.graphs["prefill"], n, engine.limits.prefill_chunk)
-    flops = sum(cost.flops for cost in chunks)
+    cost, chunk = step_costs(engine.program.graphs["prefill"]), engine.limits.prefill_chunk
+    flops = sum(cost(Step(1, min(chunk, n - at), at)).flops for at in range(0, n, chunk))
     best = percentile(times[1:], 50)
     return {
         "prefill_s": best,

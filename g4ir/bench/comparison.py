@@ -69,25 +69,11 @@ class Size(NamedTuple):
     elements: int
 
 
-@dataclass(frozen=True)
-class Text:
-    """UTF-8 files, or the sample; `tokens`: how many of them at most."""
-
-    files: Sequence[str] = ()
-    tokens: int = 1 << 62
-
-    def windows(self, engine: Engine, max_seq: int) -> list[Window]:
-        """Return the text as windows; random tokens if the sample cannot be tokenised."""
-        reader = Reader(engine, max_seq, self.tokens)
-        if self.files or (engine.path / TOKENIZER).is_file():
-            return [*reader.files(self.files or [str(SAMPLE)])]
-        return [*reader.values(random_ids(engine, (min(RANDOM_TOKENS, max_seq),)).tolist())]
-
-
 def compare_formats(
-    formats: Sequence[Format], text: Text, load: Load, progress: Progress
+    formats: Sequence[Format], text: Sequence[str], tokens: int, load: Load, progress: Progress
 ) -> Values:
-    """Measure formats, the first of which is the baseline; return the report.
+    """Measure formats, the first of which is the baseline; return the report. text: UTF-8 files, or
+    the sample (random tokens if that cannot be tokenised); tokens: how many of them at most.
 
     Rows have bytes, elements and bits_per_weight; NLL (nats a token) and perplexity of the text,
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);
@@ -96,11 +82,13 @@ def compare_formats(
     start = load_average()
     with closing(load(formats[0].scored)) as engine:
         max_seq = engine.limits.max_seq
-        windows = text.windows(engine, max_seq)
+        reader = Reader(engine, max_seq, tokens)
+        notes = [] if text or (engine.path / TOKENIZER).is_file() else [NO_TOKENIZER]
+        ids = random_ids(engine, (min(RANDOM_TOKENS, max_seq),)).tolist()
+        windows = [*(reader.values(ids) if notes else reader.files(text or [str(SAMPLE)]))]
         rows = [*_qualities(engine, formats, windows, load, progress)]
         env = environment(engine.device)
         facts: Values = {"kind": "g4ir compare", "model_id": engine.spec.name}
-        notes = [] if text.files or (engine.path / TOKENIZER).is_file() else [NO_TOKENIZER]
     with closing(load(formats[0].timed)) as engine:
         w = plan_workload([engine.limits])
         w = replace(w, output_len=min(w.output_len, MAX_OUTPUT))
@@ -108,8 +96,8 @@ def compare_formats(
             row |= rates
     stats = [row[rate] for row in rows for rate in RATES]
     busy = busy_text(start) or (NOISY if any(s.noisy for s in stats) else None)
-    tokens = sum(len(window.ids) for window in windows)
-    facts |= {"text": [*text.files] or SAMPLE.name, "tokens": tokens, "workload": vars(w)}
+    count = sum(len(window.ids) for window in windows)
+    facts |= {"text": [*text] or SAMPLE.name, "tokens": count, "workload": vars(w)}
     facts |= {"env": env, "rows": rows, "notes": notes, "warnings": [busy] if busy else []}
     return dict(plain(facts))
 

@@ -14,7 +14,7 @@ from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import is_tower
 from g4ir.ops.codecs import FORMAT_OF
-from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
+from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, total
 from g4ir.plan.gpus import find_gpu, gpu_names
 from g4ir.quant.recipe import QuantConfig
 from g4ir.ui.table import aligned
@@ -63,7 +63,7 @@ class StepSize(Part):
 
 
 class CostOf(Verb):
-    """Print the cost of one step of a graph; for prefill also of the full prompt."""
+    """Print the cost of one step of a graph."""
 
     graph: NamedGraph
     layer: int | None = flag("only the nodes of layer I", None, "I")
@@ -97,11 +97,6 @@ class CostOf(Verb):
                 for c in costs
                 if c.cost != Cost()
             ]
-        if graph.name == "prefill" and self.layer is None:
-            chunks = prefill_chunks(graph, step.C + step.S, step.S, B=step.B)
-            report["prompt"] = {"chunks": len(chunks), **asdict(sum(chunks, Cost()))}
-            if roof:
-                report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
         return output(self.json, report, "".join(f"{line}\n" for line in _lines(report)))
 
 
@@ -138,14 +133,6 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
         yield from _table("node", {r["node"]: r for r in report["nodes"]}, roof)
         yield ""
     yield from _table("kind", {**report["kinds"], "total": report["total"]}, roof)
-    prompt = report.get("prompt", {"chunks": 1})
-    if prompt["chunks"] > 1:
-        yield ""
-        floor_s = f", floor {si(prompt['floor_s'], 's')}" if roof else ""
-        yield (
-            f"whole prompt of {report['context']} tokens in {prompt['chunks']} chunks: "
-            f"{si(prompt['flops'], 'FLOP')}{floor_s}"
-        )
     if roof:
         yield from ("", NOTE)
 

@@ -17,7 +17,7 @@ from g4ir.ui.files import write_file
 
 from .common import OnEngine, Programs, emit
 from .media import MediaFlags
-from .verb import Text, flag, json_flag
+from .verb import flag, json_flag
 
 #: ends of --out
 NPY, JSONL = ".npy", ".jsonl"
@@ -32,7 +32,7 @@ WIDTH = 40
 class Embed(OnEngine):
     """Print or write embeddings of texts, images, audio and video."""
 
-    text: list[Text] = flag("a text", (), "TEXT")
+    text: list[str] = flag("a text", (), "TEXT")
     input: str | None = flag(
         'a text per line of FILE.txt, {"text"} or {"content"} of FILE.jsonl; - for stdin',
         None,

@@ -15,7 +15,7 @@ from g4ir.ui import console
 from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts, output
 from .media import MediaFlags
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
-from .verb import Text, TokenIds, argument, flag, flag_of, json_flag, setting
+from .verb import TokenIds, argument, flag, flag_of, json_flag, setting
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Run(OnEngine):
     """Answer a prompt, or the lines of a file."""
 
-    text: Text | None = argument("the prompt", "TEXT", "?")
-    prompt: Text | None = flag("the prompt", None, "TEXT", short=("-p",))
+    text: str | None = argument("the prompt", "TEXT", "?")
+    prompt: str | None = flag("the prompt", None, "TEXT", short=("-p",))
     tokens: TokenIds | None = flag("the prompt as token ids", None, "2,5,7")
     input_jsonl: str | None = flag("requests, one JSON object per line (guide.md)", None, "FILE")
     stop: TokenIds | None = flag("additional stop token ids, such as 1,106", None, "IDS")

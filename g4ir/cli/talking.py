@@ -14,7 +14,7 @@ from g4ir.errors import InputError
 from g4ir.ui import console
 
 from .common import Draft, OnDisk
-from .verb import Part, Text, flag
+from .verb import Part, flag
 
 if TYPE_CHECKING:
     from g4ir.chat import Event
@@ -30,7 +30,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 class Talk(Part, title="conversation"):
     """A conversation."""
 
-    system: Text | None = flag("system prompt", None, "TEXT")
+    system: str | None = flag("system prompt", None, "TEXT")
     tools: str | None = flag("JSON file of tool definitions in OpenAI's format", None, "FILE")
     think: bool = flag("enable reasoning before the answer", False)
     think_budget: int | None = flag("with --think: maximum reasoning tokens", None, "N")

@@ -40,15 +40,6 @@ PRESET = "build options by name, also of the backend; flags win (see `g4ir prese
 SWITCHES = {"on": True, "off": False}
 
 
-def utf8(word: str, flag: str = "") -> str:
-    """Return an argument as UTF-8, whatever the locale: in that of C, Python escapes its bytes
-    (PEP 383). Bytes that are no UTF-8 stay escaped."""
-    try:
-        return word.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # half a character that is no escaped byte
-        return word
-
-
 def size(text: str, flag: str) -> int:
     """`4GiB` -> bytes; 0 is allowed."""
     return 0 if text.strip() == "0" else parse_bytes(text, flag)
@@ -64,7 +55,6 @@ def token_ids(text: str, flag: str) -> list[int]:
 
 
 # Types of fields whose flag is text: the value, and its parser, a function of text and flag.
-Text = Annotated[str, utf8]
 Count = Annotated[int, parse_count]
 Counts = Annotated[list[int], parse_counts]
 Bytes = Annotated[int, parse_bytes]
@@ -323,22 +313,19 @@ def parse_pairs(words: Sequence[str], flag: str, expected: str) -> dict[str, str
     return table
 
 
-def _parse_positive(text: str, flag: str, kind: Callable[[str], Any] = int) -> list[Any]:
-    """`70,280` -> [70, 280]"""
+def _parse_seconds(text: str, flag: str) -> list[float]:
+    """`5,10.5` -> [5.0, 10.5]"""
     words = text.split(",")
-    for word in words:
-        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", word.strip()) or (
-            kind is int and "." in word
-        ):
-            raise InputError(f"{flag} {word[:40]!r}: expected numbers above 0, such as 70,280")
-    return [kind(word) for word in words]
+    if wrong := [w for w in words if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", w.strip())]:
+        raise InputError(f"{flag} {wrong[0][:40]!r}: expected numbers above 0, such as 5,10.5")
+    return [float(word) for word in words]
 
 
 #: fields of BuildOptions whose flag is text -> parser of the text, with the flag
 _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "max_seq": parse_count,
     "prefill_chunk": parse_count,
-    "image_budgets": _parse_positive,
-    "audio_seconds": partial(_parse_positive, kind=float),
+    "image_budgets": parse_counts,
+    "audio_seconds": _parse_seconds,
     "memory": lambda text, flag: find_gpu(text).memory_bytes if text else None,
 }

@@ -42,10 +42,6 @@ RAW = (
     "the checkpoint has a chat template; the prompt is taken raw, without the marks of turns "
     "(`g4ir run --chat` makes them)"
 )
-BOS_ADDED = (
-    "the prompt begins with <bos>, which the tokenizer's files do not add; "
-    "--set bos=off leaves it out"
-)
 
 #: sampling settings of a request or a flag
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
@@ -262,12 +258,9 @@ class OfflineEngine:
             marked, note = prompts.mark(text, media_kinds, kinds, special, codec.spell, begin)
             # What media are expanded to has special tokens, which are no turns.
             marked = prompts.expand_text(marked, asked.soft, special, codec.spell)
-        bos, ids = asked.fields.get("bos", True), codec.encode(text, asked.where)
-        raw = codec.instructed and not codec.has_turns(ids)
-        head = codec.encode(text, asked.where, bos=False)[:1]
-        added = bos and codec.bos not in (None, *head) and not codec.adds_bos
-        warning = "; ".join([*[RAW] * raw, *[BOS_ADDED] * added])
-        return codec.encode(marked, asked.where, bos), [note, warning]
+        raw = codec.instructed and not codec.has_turns(codec.encode(text, asked.where))
+        ids = codec.encode(marked, asked.where, asked.fields.get("bos", True))
+        return ids, [note, RAW if raw else None]
 
     def answer(
         self, request: OfflineRequest, on_token: Callable[[int], None] = lambda token: None

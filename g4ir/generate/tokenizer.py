@@ -21,9 +21,6 @@ class Codec:
         path, template = (engine.path / n for n in ("tokenizer_config.json", "chat_template.jinja"))
         config = parse_json(path, path.read_bytes()) if path.is_file() else {}
         self.room, self.bos = engine.limits.max_seq, engine.spec.tokens.bos
-        first = self._ids("", "a text", True)[:1]
-        #: whether the tokenizer's own files begin a text with it
-        self.adds_bos = config.get("add_bos_token") is True or first == [self.bos]
         #: whether the checkpoint has a chat template
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Any
 
-from g4ir.errors import InputError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.rewrite import split_prologue
@@ -93,18 +92,12 @@ class Step:
     S: int = 1
     C: int = 0
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            minimum = int(name != "C")
-            if not isinstance(value, int) or value < minimum:
-                raise InputError(f"{name}={value!r}: expected an integer of at least {minimum}")
-
 
 def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCost]:
     """Return the cost of each node at one step (see Step); S is 1 in a graph of single tokens.
 
     Of experts the expected number for uniform choices is read (ops/moe.py). Any graph will do,
-    before and after any pass. Raises InputError for sizes out of range.
+    before and after any pass.
     """
     return _Meter(g).nodes(Step(B, S, C))
 
@@ -112,21 +105,6 @@ def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCos
 def step_costs(g: Graph) -> Callable[[Step], Cost]:
     """Return a function from a step to the cost of the whole graph."""
     return _Meter(g).total
-
-
-def prefill_chunks(g: Graph, tokens: int, chunk: int | None = None, *, B: int = 1) -> list[Cost]:
-    """Cost a prompt of `tokens` tokens per row from empty caches, chunk by chunk (default: one).
-    Chunks run one after the other, so the floor of a prompt is the sum of their floors."""
-    _positive("tokens", tokens)
-    size = tokens if chunk is None else chunk
-    _positive("chunk", size)
-    meter = _Meter(g)
-    return [meter.total(Step(B, min(size, tokens - at), at)) for at in range(0, tokens, size)]
-
-
-def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}={value!r}: expected a positive integer")
 
 
 class _Meter:
@@ -238,12 +216,6 @@ class Roof:
     bytes_per_s: float
     flops_per_s: float
     name: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_s", "flops_per_s"):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise InputError(f"{name}={value!r}: expected a positive number")
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class InstructionSet:
 
 _V2 = frozenset({"ssse3", "sse4_2"})
 _V3 = _V2 | {"avx2", "fma", "f16c", "bmi2"}
+_AVX_VNNI = _V3 | {"avx_vnni"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16", "avx512vbmi"}
@@ -60,34 +61,21 @@ _BF16_OPTIONS = ("-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
 _AMX_OPTIONS = (*_BF16_OPTIONS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _Set, _X86, _ARM = InstructionSet, "x86_64", "aarch64"
 
+
+def _avx512(
+    name: str, flags: frozenset[str], options: tuple[str, ...], of_onednn: str
+) -> InstructionSet:
+    caps = ("avx512", f"AVX512_CORE{of_onednn}", "AVX512")
+    return _Set(name, _X86, "x86-64-v4", options, flags, caps)
+
+
 #: per architecture, best first
 SETS = (
-    _Set("amx", _X86, "x86-64-v4", _AMX_OPTIONS, _AMX, ("avx512", "AVX512_CORE_AMX", "AVX512")),
-    _Set(
-        "avx512_bf16",
-        _X86,
-        "x86-64-v4",
-        _BF16_OPTIONS,
-        _BF16,
-        ("avx512", "AVX512_CORE_BF16", "AVX512"),
-    ),
-    _Set(
-        "avx512_vnni",
-        _X86,
-        "x86-64-v4",
-        ("-mavx512vnni",),
-        _VNNI,
-        ("avx512", "AVX512_CORE_VNNI", "AVX512"),
-    ),
-    _Set("avx512", _X86, "x86-64-v4", (), _V4, ("avx512", "AVX512_CORE", "AVX512")),
-    _Set(
-        "avx_vnni",
-        _X86,
-        "x86-64-v3",
-        ("-mavxvnni",),
-        _V3 | {"avx_vnni"},
-        ("avx2", "AVX2_VNNI", "AVX2"),
-    ),
+    _avx512("amx", _AMX, _AMX_OPTIONS, "_AMX"),
+    _avx512("avx512_bf16", _BF16, _BF16_OPTIONS, "_BF16"),
+    _avx512("avx512_vnni", _VNNI, ("-mavx512vnni",), "_VNNI"),
+    _avx512("avx512", _V4, (), ""),
+    _Set("avx_vnni", _X86, "x86-64-v3", ("-mavxvnni",), _AVX_VNNI, ("avx2", "AVX2_VNNI", "AVX2")),
     _Set("avx2", _X86, "x86-64-v3", (), _V3, ("avx2", "AVX2", "AVX2")),
     _Set("v2", _X86, "x86-64-v2", (), _V2, ("default", "SSE41", "SSE4_2")),
     _Set("i8mm", _ARM, "armv8.2-a+dotprod+i8mm+bf16", (), _DOTPROD | {"i8mm", "bf16"}),
