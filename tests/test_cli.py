@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import io
 import itertools
 import json
 import re
@@ -453,3 +454,23 @@ def test_show_ops_knows_every_op() -> None:
         assert o["kind"] in printed[name] and o["fused"] == (OPS[name].expand is not None)
     for words, said in TABLES["cli"]["show ops"]:
         assert refused("show", "--ops", *words.split()).rstrip().endswith(f"leave out {said}")
+
+
+def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = b'\xef\xbb\xbf{"tokens": [2, 5]}\r\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    out = ok("run", engine, "--input-jsonl", "-", "--max-new-tokens", "2")
+    assert json.loads(out)["id"] == 1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert ok("run", engine, "--input-jsonl", "-") == ""
+
+
+def test_a_tokenizer_that_would_cut(checkpoint: Path, tmp_path: Path) -> None:
+    """A prompt is whole; other lines (tests/refused/command.yaml) fail alone."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "c"))
+    cut = json.loads((folder / "tokenizer.json").read_text())
+    cut["truncation"] = {"max_length": 2, "stride": 2, "strategy": "LongestFirst"}
+    cut["truncation"]["direction"] = "Right"
+    (folder / "tokenizer.json").write_text(json.dumps(cut))
+    engine = built(tmp_path / "e", "--checkpoint", folder)
+    assert ok("run", engine, "--prompt", PROMPT, "--max-new-tokens", "1")

@@ -21,6 +21,7 @@ from g4ir.ir.graph import Graph, Value
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.text import build_graph
+from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible, visible_pairs
 from g4ir.ops.moe import distinct_experts
 from g4ir.ops.types import torch_dtype
@@ -301,3 +302,24 @@ def test_show_cost_says_what_the_model_says() -> None:
         assert row["floor_s"] == floor(cost, roof).seconds and row["flops"] == cost.flops
     assert (report["batch"], report["new_tokens"], report["context"]) == (4, 1, 8192)
     assert "nodes" not in report and "prompt" not in report
+
+
+def test_every_op_has_a_kind() -> None:
+    """Those that serve several parts, by the name of their result."""
+    others = {name for name, op in OPS.items() if not op.kind}
+    named = [c for v in TINY for c in graph_costs(graph(v)) if c.op in others]
+    assert named and all(c.kind != "other" for c in named)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 40])
+def test_a_ring_is_written_where_it_keeps_the_tokens(tokens: int) -> None:
+    """Of a chunk longer than the ring, the last tokens alone."""
+    spec = load_spec("tiny-dense")
+    g = graph("tiny-dense", "prefill")
+    writes = [c for c in graph_costs(g, B=2, S=tokens, C=5) if c.op == "cache_write"]
+    written = {c.node: c.cost.state_bytes for c in writes}
+    for layer in spec.layers():
+        kind = layer.attention
+        row = 2 * 4 * kind.num_key_value_heads * kind.head_dim
+        kept = min(tokens, kind.window or tokens)
+        assert written[f"L{layer.index}.k.next"] == written[f"L{layer.index}.v.next"] == row * kept

@@ -337,3 +337,15 @@ def test_two_cards_where_one_is_too_small() -> None:
     assert two.rows[0].step_s == pytest.approx(one.rows[0].step_s / 2, rel=0.01)
     assert "one of 2 ranks, " in plan_text(two) and "without collectives" in plan_text(two)
     assert "ranks" not in plan_text(one)
+
+
+def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
+    spec = load_spec("31b")
+    plans = {f: make_plan(spec, replace(PLANNED, latent_kv=f), ctx=4096) for f in FORMS}
+    needs = {f: plan.rows[0].workspace for f, plan in plans.items()}
+    keys, mask = 4096 + 1024, (4096 + 1024) * 1024 * (1 + 8 * 2)
+    assert needs["off"] == max(2 * keys * 4 * 512 * 2 + mask, 2 * 2048 * 16 * 256 * 2 + 2048 * 5120)
+    assert needs["value"] < needs["off"]
+    capped = replace(spec, text=replace(spec.text, attn_logit_softcapping=50.0))
+    scores = 32 * 1024 * keys * 2 * (2 + 4)
+    assert make_plan(capped, ctx=4096).rows[0].workspace == needs["off"] + scores

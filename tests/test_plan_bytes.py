@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from g4ir import build
+from g4ir.artefact.directory import open_artefact
 from g4ir.backends import find_backend
 from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
@@ -27,7 +28,7 @@ from g4ir.ops.types import TORCH_NAMES
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.gpus import find_gpu
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.plan.plan import PLANNED, make_plan, plan_engine
 from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import SCHEMES, built_in_names
 from g4ir.spec.record import Spec, load_spec
@@ -145,10 +146,14 @@ def of_mlx(folder: Path) -> Path:
     return folder / "mlx"
 
 
-#: quantised model -> the function that writes it into a folder: every type of GGUF files and every
-#: format of checkpoint directories that is read
+#: quantised model -> the function that writes it into a folder: every type of GGUF files that
+#: the package gguf writes, and every format of checkpoint directories that is read
 FILES: dict[str, Callable[..., Path]] = {
-    **{kind: partial(gguf_file, kind) for kind in READ},
+    **{
+        kind: partial(gguf_file, kind)
+        for kind in READ
+        if not kind.startswith(("IQ1", "IQ2", "IQ3"))
+    },
     "Q4_K, tables Q6_K": partial(gguf_file, "Q4_K", "Q6_K"),
     "Q4_0, tables F16": partial(gguf_file, "Q4_0", "F16"),
     **{name: partial(directory, "tiny-ple", case.quantise) for name, case in CASES.items()},
@@ -242,3 +247,32 @@ def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) ->
             kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
             assert kernels[0] == kernels[1]
             assert dense_bytes(one) == dense_bytes(other)
+
+
+ENGINES = [
+    *((backend, "cpu", quant) for backend in ("reference", "onnx") for quant in ("int8", "uint4")),
+    *(pytest.param("torch", "cpu", q, marks=pytest.mark.full) for q in (None, "uint4", "int6")),
+]
+
+
+@pytest.mark.parametrize(("backend", "device", "quant"), ENGINES)
+def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -> None:
+    """What a built engine holds and its session allocates is what was planned."""
+    spec = widened("tiny-ple")
+    own = quant in SCHEMES and quant not in built_in_names()
+    given = recipe_of(quant, tmp_path) if own else quant
+    options = {"backend": backend, "device": device, "quant": given, "media": "none"}
+    _, plan = both(spec, **options)
+    engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)
+    assert_stored(engine, plan)
+    found = open_artefact(engine.path)
+    again = plan_engine(found.config, find_backend(backend), memory=ENOUGH)
+    assert again.rows[0].needed == plan.rows[0].needed
+    engine.close()
+
+
+def test_devices_by_default() -> None:
+    """A GPU that is named is the device; else that of a build."""
+    for words, device in {"--gpu 24GiB": "cuda", "": "cpu", "--backend trt": "cuda"}.items():
+        found = json.loads(g4ir("plan", "tiny-dense", *words.split(), "--json").out)
+        assert found["device"] == device

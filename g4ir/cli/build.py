@@ -5,11 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Any
 
-from g4ir.artefact.directory import BUILDING
 from g4ir.backends import find_backend
 from g4ir.backends.base import Prepared
 from g4ir.errors import EngineError, G4Error, InputError, check_all
@@ -93,7 +91,6 @@ class Build(Verb):
             _tell_notes(prepared)
             if self.dry_run:
                 return _dry_run(prepared, out, self.json, progress)
-            _tell_leftovers(out)
             written = write_engine(prepared, out, progress)
             prepared.source.close()
         seconds = written.compile_s
@@ -152,11 +149,6 @@ def _tell_notes(p: Prepared) -> None:
     if p.source.defaults:
         first, value = next(iter(p.source.defaults.items()))
         console.say(f"note: {len(p.source.defaults)} tensors absent ({first}, ...): {value:g} used")
-
-
-def _tell_leftovers(out: Path) -> None:
-    for leftover in sorted(out.absolute().parent.glob(f".{escape(out.name)}{BUILDING}*")):
-        console.say(f"note: {leftover} is left of a killed build, or of one that still runs")
 
 
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:
