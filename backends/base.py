@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -211,10 +210,6 @@ class Backend(PlannedBackend, ABC):
         """Return checks of the environment for a build for `ranks` ranks, easiest to satisfy first;
         each raises MissingError. A dry run skips them."""
         return ()
-
-    def about_to_compile(self, device: str) -> AbstractContextManager[None]:
-        """Return a context around `compile` and its preparation, for work that can start early."""
-        return nullcontext()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         """Write compiled files into the folder; return their record for the manifest."""

@@ -381,12 +381,11 @@ def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progr
         if other == path or remove(other):
             shutil.rmtree(folder, ignore_errors=True)
     progress(f"building {path.name}")
-    with find_backend(options.backend).about_to_compile(_device(options)):
-        prepared = prepare(spec, options)
-        try:
-            write_engine(prepared, path, progress)
-        finally:
-            prepared.source.close()
+    prepared = prepare(spec, options)
+    try:
+        write_engine(prepared, path, progress)
+    finally:
+        prepared.source.close()
     if not path.name.endswith(_hash(spec, options)):
         _clear(path)
         raise EngineError(f"{options.checkpoint} changed while it was read; try again")

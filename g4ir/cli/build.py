@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends import find_backend
 from g4ir.backends.base import Prepared
 from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ir.graph import Graph
@@ -66,12 +64,6 @@ class Build(Verb):
             )
 
     def __call__(self) -> int:
-        backend = find_backend(self.options.backend)
-        device = self.options.device or backend.devices[0]
-        with nullcontext() if self.dry_run else backend.about_to_compile(device):
-            return self._build()
-
-    def _build(self) -> int:
         from g4ir.builder.build import check_absent, prepare, write_engine
 
         console.spec_warnings()
