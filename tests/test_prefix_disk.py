@@ -102,7 +102,7 @@ def test_images_are_in_the_key(make_engine: Any, own_home: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "other bytes": lambda p: p.write_bytes(p.read_bytes()[:-40] + bytes(40)),
+    "other bytes": lambda p: p.write_bytes(p.read_bytes()[:-40] + b"x" * 40),
     "truncated": lambda p: os.truncate(p, p.stat().st_size - 64),
     "empty": lambda p: os.truncate(p, 0),
     "no file": lambda p: (p.unlink(), p.mkdir()),
