@@ -21,14 +21,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import numpy as np
 
 import g4ir  # before torch: it sets how threads wait
 
@@ -36,6 +33,7 @@ import torch  # isort: skip
 from common import arguments, finish, process, seconds
 
 from g4ir.backends.sampling import SamplingParams
+from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.roof import Meter
 from g4ir.bench.runners import draw_tokens, plan_workload
 from g4ir.bench.work import request_costs
@@ -50,8 +48,6 @@ STATES = 1.25
 AGREE = 0.98
 #: what is measured beside steps of so many sequences; tokens that sequences hold before steps
 PROMPT, HELD = 0, 32
-#: GGML's log level of errors
-ERROR = 4
 
 
 class Ours:
@@ -81,81 +77,23 @@ class Ours:
         return taken / (scheduler.totals.steps[len(tokens)] - before)
 
 
-def binding() -> tuple[Any, list[str], Any]:
-    """Return the binding, the list that collects its errors, and the log callback, which has to
-    stay alive."""
-    try:
-        import llama_cpp as api
-    except (ImportError, OSError, RuntimeError) as e:
-        raise SystemExit(
-            f"llama-cpp-python is missing: `pip install llama-cpp-python` ({e})"
-        ) from e
-    errors: list[str] = []
-
-    @api.llama_log_callback
-    def log(level: int, line: bytes, _: Any) -> None:
-        if level == ERROR:
-            errors.append(line.decode(errors="replace").strip())
-
-    api.llama_log_set(log, None)
-    api.llama_backend_init()
-    return api, errors, log
-
-
 class Llama:
-    """A GGUF file in llama.cpp with its defaults: KV cache in float16, activations quantised to 8
-    bits; as many threads as torch has. `max_len`: max tokens of each of `batch` sequences.
+    """llama.cpp on a file, as `g4ir bench --peer llama.cpp` has it."""
 
-    It computes on a thread of its own: it sets a thread's AMX tiles once, and torch resets them."""
-
-    def __init__(self, file: str, max_len: int, batch: int) -> None:
-        self._api, errors, self._log = binding()
-        api, self.label = self._api, f"llama-cpp-python {self._api.__version__}"
-        config, params = api.llama_model_default_params(), api.llama_context_default_params()
-        config.n_gpu_layers = 0
-        params.n_seq_max, params.kv_unified = batch, False
-        params.n_ctx = params.n_batch = max_len * batch
-        params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        self._thread = ThreadPoolExecutor(1)
-        model = self._call(api.llama_model_load_from_file, file.encode(), config)
-        self._context = model and self._call(api.llama_init_from_model, model, params)
-        if not self._context:
-            raise SystemExit(f"llama.cpp cannot load {file}: {errors[-1] if errors else 'unknown'}")
-        self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
-        self._batch = api.llama_batch_init(params.n_batch, 0, 1)
-        self._length = 0
-
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._thread.submit(function, *args).result()
+    def __init__(self, file: str, room: int, sequences: int) -> None:
+        self._runner = LlamaRunner(Path(file), sequences, room)
+        self.label = self._runner.label
 
     def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read i64[B,T] into empty caches; return the last logits."""
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
-        self._length = 0
-        return self._append(tokens)
+        self._runner.set_context(tokens[:, :0])
+        return self._runner.step(tokens)
 
     def steps(self, tokens: torch.Tensor, count: int) -> float:
         """As `Ours.steps`."""
         chosen, start = self.prompt(tokens).argmax(-1), time.perf_counter()
         for _ in range(count):
-            chosen = self._append(chosen[:, None]).argmax(-1)
+            chosen = self._runner.step(chosen[:, None]).argmax(-1)
         return (time.perf_counter() - start) / count
-
-    def _append(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B,n]; return logits [B,vocab] of the last tokens."""
-        b, (rows, count) = self._batch, tokens.shape
-        b.n_tokens = rows * count
-        for at, token in enumerate(tokens.flatten().tolist()):
-            row, i = divmod(at, count)
-            b.token[at], b.pos[at], b.n_seq_id[at] = token, self._length + i, 1
-            b.seq_id[at][0], b.logits[at] = row, i == count - 1
-        if code := self._call(self._api.llama_decode, self._context, b):
-            raise SystemExit(f"llama_decode of {rows} x {count} tokens: {code}")
-        self._length += count
-        ends = range(count - 1, rows * count, count)
-        pointers = (self._api.llama_get_logits_ith(self._context, at) for at in ends)
-        logits = [np.ctypeslib.as_array(p, shape=(self._vocab,)) for p in pointers]
-        return torch.from_numpy(np.stack(logits))
 
 
 def by_program(folder: str, file: str, args: Any) -> Iterator[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""A `llama_cpp` whose model is the interpreter: the calls of bench/peer_llama.py, checked."""
+"""A `llama_cpp` whose model is the interpreter: the calls of bench/llama.py, checked."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class LlamaDouble:
 
     __version__ = "0.0"
     llama_log_callback = staticmethod(lambda f: f)
+    llama_supports_gpu_offload = staticmethod(lambda: False)
     llama_model_default_params = llama_context_default_params = SimpleNamespace
     llama_get_model = llama_model_get_vocab = llama_get_memory = staticmethod(lambda x: x)
 
@@ -63,7 +64,9 @@ class LlamaDouble:
             row.append(b.token[i])
         self.ends = [i for i in range(b.n_tokens) if b.logits[i]]
         rows = [self.rows[i] for i in dict.fromkeys(b.seq_id[i][0] for i in self.ends)]
-        logits = self.engine.session(len(rows)).prefill(torch.tensor(rows)).float()
+        every, ids = len(rows) < len(self.ends), torch.tensor(rows)
+        logits = self.engine.session(len(rows)).prefill(ids, all_logits=every).float()
+        logits = logits[0, -len(self.ends) :] if every else logits
         self.logits = (logits + self.off).contiguous()
         return 0
 

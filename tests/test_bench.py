@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import pytest
 import torch
 
 import g4ir as g4ir_
-from g4ir.bench import measure, run
+from g4ir.bench import llama, measure, run
 from g4ir.bench.agreement import agreement
+from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
 from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, speedup, void_roles
 from g4ir.bench.roof import Rates
@@ -45,11 +48,13 @@ from g4ir.bench.text import (
 )
 from g4ir.bench.work import request_costs, request_runs
 from g4ir.engine.engine import Engine
+from g4ir.engine.speculative import StepCosts
+from g4ir.errors import InputError, MissingError
 from g4ir.plan.cost import Cost, graph_costs, total
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
-from tests.engines import CHUNK, MAX_SEQ
+from tests.engines import CHUNK, MAX_SEQ, random_checkpoint
 from tests.gguf_files import bare_file
 from tests.llama_double import LlamaDouble
 from tests.small_bench import shifted, small_bench
@@ -180,6 +185,29 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
     keys = json.loads(outcome.out)
     assert outcome.code == 1 and keys["runs"][0]["void"]
     assert [keys[k] for k in ("output_throughput", "mean_ttft_ms", "p99_itl_ms")] == [None] * 3
+
+
+def test_drafts_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of the source: drafts that are all rejected, and 70 % right ones."""
+    # Measured costs decide how many tokens are drafted: on a busy machine any number.
+    monkeypatch.setattr(StepCosts, "add", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "known", lambda *_: True)
+    options: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 64}
+    engine = g4ir_.build("tiny-dense", tmp_path / "e", draft_tokens=4, **options)
+    words = ("--input-len", "8", "--output-len", "32", "--rounds", "2", "--warmup", "0")
+    outcome = g4ir("bench", engine.path, *words, "--draft", "ngram", "--json", "-")
+    drafts = json.loads(outcome.out)["drafts"]
+    kinds = drafts["by_kind"]
+    assert drafts["same_text"] and drafts["draft_tokens"] == 4
+    assert [*kinds] == ["none", "ngram", "rejected", "right_70"]
+    assert kinds["rejected"]["tokens_per_round"] == kinds["none"]["tokens_per_round"] == 1
+    assert kinds["rejected"]["accepted"][0] == 0 and kinds["right_70"]["tokens_per_round"] > 1.5
+    assert all(k["tokens_per_second"] > 0 and k["speedup"] > 0 for k in kinds.values())
+    shown = g4ir("bench", engine.path, *words, "--draft", "ngram").out
+    assert re.search(r"tokens/s without; ngram, up to 4 x.*; all rejected x.*70 % right x", shown)
+    plain = g4ir_.build("tiny-dense", tmp_path / "p", **options)
+    outcome = g4ir("bench", plain.path, *words, "--draft", "ngram")
+    assert outcome.code == 2 and "verifies no drafted tokens" in outcome.err
 
 
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:
@@ -324,24 +352,54 @@ def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:
     check_specs({"a": spec, "b": replace(spec, name="other", hub="some/other")})
 
 
+@pytest.fixture
+def gguf(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, LlamaDouble]]:
+    """A GGUF file, and a llama.cpp that computes as the interpreter does; a home of its own."""
+    file = bare_file(own_home / "tiny.gguf", load_spec("tiny-moe"), kind="Q8_0")
+    words = ("--backend", "reference", "--checkpoint", file, "--max-batch", "2", "--max-seq", "64")
+    engine = g4ir_.load_engine(built(own_home / "own", *words))
+    double = LlamaDouble(engine)
+    monkeypatch.setitem(sys.modules, "llama_cpp", double)
+    llama.binding.cache_clear()
+    yield file, double
+    engine.close()
+    llama.binding.cache_clear()
+
+
+@pytest.mark.parametrize("off", [0.0, 30.0])
+def test_llama_cpp_on_the_same_file(off: float, gguf: tuple[Path, LlamaDouble]) -> None:
+    """In one command from the file; two rows at a depth that is held again for each request."""
+    file, double = gguf
+    double.off = off
+    build = ("--backend", "reference", "--max-seq", "64", "--max-batch", "2")
+    words = ("--batch", "2", "--context", "5", "--peer", "llama.cpp", "--json", "-")
+    outcome = g4ir("bench", file, *build, *FLAGS, *words)
+    assert outcome.code == (off > 0), outcome
+    made = json.loads(outcome.out)
+    peer = made["runs"][1]
+    assert [r["role"] for r in made["runs"]] == ["engine", "llama.cpp"]
+    assert peer["label"] == "llama-cpp-python 0.0 (tiny.gguf)"
+    assert len(double.threads) == 1 and threading.get_ident() not in double.threads
+    agree = {a["role"]: a["ok"] for a in made["agreement"]}
+    assert agree == {"engine": True, "llama.cpp": off == 0}
+    assert (made["speedup"]["llama.cpp"] is None) == peer["void"] == (off > 0)
+    assert ("| llama.cpp | 6 | 2 | VOID " in markdown([made])) == (off > 0)
+
+
 @pytest.mark.parametrize("off", [0.0, 1.0])
 def test_a_script_measures_what_agrees(
-    off: float, own_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    gguf: Any, off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """bench/peer_llama.py refuses an engine whose logits are not llama.cpp's."""
-    file = bare_file(own_home / "tiny.gguf", load_spec("tiny-moe"), kind="Q8_0")
-    out = built(own_home / "e", "--checkpoint", file, "--max-seq", "64", "--max-batch", "2")
+    file, double = gguf
+    double.off = off
+    out = built(tmp_path / "e", "--checkpoint", file, "--max-seq", "64", "--max-batch", "1")
     monkeypatch.syspath_prepend(BENCH)
-    words = ("--input-len", "40", "--steps", "2", "--rounds", "1", "--sequences", "1,2")
+    words = ("--input-len", "40", "--steps", "2", "--rounds", "1")
     monkeypatch.setattr(sys, "argv", ["peer_llama.py", str(out), str(file), *words])
-    with g4ir_.load_engine(out) as engine:
-        double = LlamaDouble(engine, off)
-        monkeypatch.setitem(sys.modules, "llama_cpp", double)
-        refused = importlib.import_module("peer_llama").main()
+    refused = importlib.import_module("peer_llama").main()
     if off:
         assert "cosine to llama.cpp's is 0." in refused and "expected 0.98 or more" in refused
-    else:
-        assert len(double.threads) == 1 and threading.get_ident() not in double.threads
     assert (refused is None) == ("prompt of 40, tokens/s" in capsys.readouterr().out) == (not off)
 
 
@@ -356,9 +414,32 @@ def test_noise_is_warned_of(moe: Engine, tmp_path: Path, monkeypatch: pytest.Mon
     assert " ± " in g4ir("bench", tmp_path / "a.json", "--table").out
 
 
+def test_files_that_llama_cpp_does_not_read(
+    gguf: tuple[Path, LlamaDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, double = gguf
+    peer = (*FLAGS, "--peer", "llama.cpp")
+    seeded = built(tmp_path / "seeded", "--variant", "tiny-moe", "--random-weights", "0")
+    assert "random weights, which is no GGUF file; bench one" in refused("bench", seeded, *peer)
+    folder = random_checkpoint(tmp_path / "checkpoint", "tiny-moe")
+    words = ("bench", seeded, *peer, "--checkpoint", folder)
+    assert f"{folder} is no GGUF file; bench one" in refused(*words)
+    with pytest.raises(MissingError, match="runs on CPUs alone"):
+        LlamaRunner(file, 1, 8, "cuda")
+    (tmp_path / "other").write_bytes(b"....")
+    with pytest.raises(InputError, match=r"it cannot load .*other: not GGUF"):
+        LlamaRunner(tmp_path / "other", 1, 8)
+    monkeypatch.setattr(double, "llama_decode", lambda *_: 1)
+    runner = LlamaRunner(file, 1, 8)
+    with pytest.raises(InputError, match="llama_decode of 1 x 2 tokens: 1"):
+        runner.step(torch.tensor([[2, 5]]))
+
+
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama.binding.cache_clear()
     for module, words, extra in (
         ("transformers", ("--peer", "hf"), "pip install 'g4ir[hf]'"),
+        ("llama_cpp", ("--peer", "llama.cpp"), "pip install llama-cpp-python"),
         ("matplotlib.figure", ("--plot", "x.png"), "g4ir[plot]"),
     ):
         monkeypatch.setitem(sys.modules, module, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 
 import g4ir
 from g4ir import load_spec
-from g4ir.bench import comparison
+from g4ir.bench import comparison, llama
 from g4ir.bench.comparison import weight_size
 from g4ir.builder.library import cached_engines
 from g4ir.plan.count import counts
+from g4ir.weights.origin import GgufFile
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, text_checkpoint
 from tests.gguf_files import bare_file
+from tests.llama_double import LlamaDouble
 from tests.small_bench import small_bench
 
 #: shapes of engines that are built on first use
@@ -69,17 +72,24 @@ def test_formats_of_a_checkpoint(tmp_path: Path, text: Path) -> None:
     assert len(table) == 4 and table[2].startswith("| c | ") and " | - | - | " in table[2]
 
 
-def test_a_quantised_file(tmp_path: Path) -> None:
-    """Formats of its dequantised weights; the same file as a further model."""
+def test_a_quantised_file_and_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats of its dequantised weights; the same file as a further model; llama.cpp."""
     file = bare_file(tmp_path / "a.gguf", load_spec("tiny-moe"), kind="Q8_0")
     other = tmp_path / "b.gguf"
     other.write_bytes(file.read_bytes())
-    rows = rows_of(file, "--quant", "int4", other, "--tokens", "40")
-    assert [*rows] == ["a", "int4", "b"]
-    same, sizes = rows["b"], ("bytes", "elements")
+    engine = g4ir.load(file, backend="reference", max_seq=24, all_logits=True)
+    monkeypatch.setitem(sys.modules, "llama_cpp", LlamaDouble(engine, 0.5))
+    llama.binding.cache_clear()
+    rows = rows_of(file, "--quant", "int4", other, "--peer", "llama.cpp", "--tokens", "40")
+    llama.binding.cache_clear()
+    stored = GgufFile(file).open(engine.spec, (), "f32").headers[0].entries.values()
+    assert [*rows] == ["a", "int4", "b", "llama.cpp, a", "llama.cpp, b"]
+    same, double = rows["b"], rows["llama.cpp, a"]
     assert abs(same["kl"]) < 1e-12 and same["same_top"] == 1 and rows["int4"]["kl"] > 1e-4
-    with g4ir.load(file, backend="reference", max_seq=24) as engine:
-        assert [rows["a"][k] for k in sizes] == [same[k] for k in sizes] == [*weight_size(engine)]
+    assert (rows["a"]["bytes"], rows["a"]["elements"]) == weight_size(engine)
+    # Equal shifts of all logits change no probability.
+    assert double["nll"] == pytest.approx(rows["a"]["nll"], abs=1e-5) and double["same_top"] == 1
+    assert double["bytes"] == sum(e.nbytes for e in stored)
 
 
 def test_without_a_tokenizer_and_as_a_plot(tmp_path: Path) -> None:

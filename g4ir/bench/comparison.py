@@ -7,7 +7,7 @@ two engines are loaded at once, the baseline and one format, and their timed rou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,17 +17,34 @@ import torch
 from g4ir.backends.reference import text_graphs
 from g4ir.check.documents import Reader, Window
 from g4ir.check.reference import plain_packing
-from g4ir.check.score import Sums, require_same_tokens, score_windows
+from g4ir.check.score import (
+    Scored,
+    Sums,
+    require_same_tokens,
+    score_sessions,
+    score_windows,
+    window_chunk,
+)
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.ui.plots import figure
 from g4ir.ui.progress import Progress
 from g4ir.ui.table import markdown_table
 from g4ir.ui.units import size_text
+from g4ir.weights.origin import GgufFile
 
+from .llama import LlamaRunner
 from .measure import Stat, requests_per_round, speeds, timed_request
 from .report import Values, plain
-from .runners import EngineRunner, RequestTiming, Rounds, Workload, draw_tokens, plan_workload
+from .runners import (
+    BenchRunner,
+    EngineRunner,
+    RequestTiming,
+    Rounds,
+    Workload,
+    draw_tokens,
+    plan_workload,
+)
 from .system import busy_text, environment, load_average
 from .text import stat_text
 
@@ -43,6 +60,8 @@ NO_TOKENIZER = (
     "the model has no tokenizer: it is compared on random tokens, whose perplexity means nothing"
 )
 NOISY = "rounds differ by more than 30 %: compare speeds on a quiet machine"
+#: what a baseline has of quality
+SCORES = ("nll", "ppl")
 #: rate -> its key among `speeds`
 RATES = {
     "prompt_tokens_per_s": "prefill_throughput",
@@ -53,12 +72,13 @@ Load = Callable[[str], Engine]
 
 @dataclass(frozen=True)
 class Format:
-    """A row: directories of an engine with all_logits and of one without. `other`: it may be of
-    another model, with other tokens."""
+    """A row: directories of an engine with all_logits and of one without; or a GGUF file in
+    llama.cpp. `other`: it may be of another model, with other tokens."""
 
     name: str
-    scored: str
-    timed: str
+    scored: str = ""
+    timed: str = ""
+    file: Path | None = None
     other: bool = False
 
 
@@ -69,11 +89,25 @@ class Size(NamedTuple):
     elements: int
 
 
+@dataclass(frozen=True)
+class Text:
+    """UTF-8 files, or the sample; `tokens`: how many of them at most."""
+
+    files: Sequence[str] = ()
+    tokens: int = 1 << 62
+
+    def windows(self, engine: Engine, max_seq: int) -> list[Window]:
+        """Return the text as windows; random tokens if the sample cannot be tokenised."""
+        reader = Reader(engine, max_seq, self.tokens)
+        if self.files or (engine.path / TOKENIZER).is_file():
+            return [*reader.files(self.files or [str(SAMPLE)])]
+        return [*reader.values(random_ids(engine, (min(RANDOM_TOKENS, max_seq),)).tolist())]
+
+
 def compare_formats(
-    formats: Sequence[Format], text: Sequence[str], tokens: int, load: Load, progress: Progress
+    formats: Sequence[Format], text: Text, load: Load, progress: Progress
 ) -> Values:
-    """Measure formats, the first of which is the baseline; return the report. text: UTF-8 files, or
-    the sample (random tokens if that cannot be tokenised); tokens: how many of them at most.
+    """Measure formats, the first of which is the baseline; return the report.
 
     Rows have bytes, elements and bits_per_weight; NLL (nats a token) and perplexity of the text,
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);
@@ -82,13 +116,11 @@ def compare_formats(
     start = load_average()
     with closing(load(formats[0].scored)) as engine:
         max_seq = engine.limits.max_seq
-        reader = Reader(engine, max_seq, tokens)
-        notes = [] if text or (engine.path / TOKENIZER).is_file() else [NO_TOKENIZER]
-        ids = random_ids(engine, (min(RANDOM_TOKENS, max_seq),)).tolist()
-        windows = [*(reader.values(ids) if notes else reader.files(text or [str(SAMPLE)]))]
+        windows = text.windows(engine, max_seq)
         rows = [*_qualities(engine, formats, windows, load, progress)]
         env = environment(engine.device)
         facts: Values = {"kind": "g4ir compare", "model_id": engine.spec.name}
+        notes = [] if text.files or (engine.path / TOKENIZER).is_file() else [NO_TOKENIZER]
     with closing(load(formats[0].timed)) as engine:
         w = plan_workload([engine.limits])
         w = replace(w, output_len=min(w.output_len, MAX_OUTPUT))
@@ -96,8 +128,8 @@ def compare_formats(
             row |= rates
     stats = [row[rate] for row in rows for rate in RATES]
     busy = busy_text(start) or (NOISY if any(s.noisy for s in stats) else None)
-    count = sum(len(window.ids) for window in windows)
-    facts |= {"text": [*text] or SAMPLE.name, "tokens": count, "workload": vars(w)}
+    tokens = sum(len(window.ids) for window in windows)
+    facts |= {"text": [*text.files] or SAMPLE.name, "tokens": tokens, "workload": vars(w)}
     facts |= {"env": env, "rows": rows, "notes": notes, "warnings": [busy] if busy else []}
     return dict(plain(facts))
 
@@ -110,19 +142,28 @@ def _qualities(
     progress: Progress,
 ) -> Iterator[Values]:
     """Yield size and quality of each format; `engine` is the baseline."""
-
-    def means(*engines: Engine) -> Values:
-        scores = score_windows(engines, windows, progress)
-        return sum((s.sums for s in scores), Sums()).means()
-
-    progress(f"scoring {formats[0].name}")
-    yield _row(formats[0], weight_size(engine), means(engine))
+    size, chunk = weight_size(engine), window_chunk([engine])
     for f in formats[1:]:
         progress(f"scoring {f.name}")
-        with closing(load(f.scored)) as other:
-            if f.other:
-                require_same_tokens(engine, other, f.name)
-            yield _row(f, weight_size(other), means(other, engine))
+        with ExitStack() as stack:
+            if f.file:
+                longest = max(len(w.ids) for w in windows)
+                other: Scored = LlamaRunner(f.file, 1, longest, engine.device)
+                other_size, rows = Size(_tensor_bytes(f.file, engine), size.elements), chunk
+            else:
+                loaded = stack.enter_context(closing(load(f.scored)))
+                if f.other:
+                    require_same_tokens(engine, loaded, f.name)
+                other, other_size = loaded.session(), weight_size(loaded)
+                rows = window_chunk([engine, loaded])
+            scores = score_sessions([other, engine.session()], windows, rows, progress)
+            sums = sum((s.sums for s in scores), Sums())
+        if f is formats[1]:
+            yield _row(formats[0], size, {k: sums.means()[f"baseline_{k}"] for k in SCORES})
+        yield _row(f, other_size, sums.means())
+    if not formats[1:]:
+        sums = sum((s.sums for s in score_windows([engine], windows, progress)), Sums())
+        yield _row(formats[0], size, sums.means())
 
 
 def _row(f: Format, size: Size, means: Values) -> Values:
@@ -138,6 +179,12 @@ def weight_size(engine: Engine) -> Size:
     return Size(sum(v.type.nbytes() for v in stored), sum(v.type.numel() for v in elements))
 
 
+def _tensor_bytes(file: Path, engine: Engine) -> int:
+    opened = GgufFile(file).open(engine.spec, (), engine.dtype)
+    opened.close()
+    return sum(e.nbytes for header in opened.headers for e in header.entries.values())
+
+
 def _speeds(
     engine: Engine, formats: Sequence[Format], w: Workload, load: Load, progress: Progress
 ) -> list[dict[str, Stat]]:
@@ -149,8 +196,11 @@ def _speeds(
     baseline_rounds: list[list[RequestTiming]] = []
     for f in formats[1:]:
         progress(f"timing {f.name}")
-        with closing(load(f.timed)) as other:
-            runner = EngineRunner(other, w.batch)
+        with ExitStack() as stack:
+            if f.file:
+                runner: BenchRunner = LlamaRunner(f.file, w.batch, w.max_len, engine.device)
+            else:
+                runner = EngineRunner(stack.enter_context(closing(load(f.timed))), w.batch)
             _timed(runner, w, tokens, 1)
             rounds = []
             for _ in range(ROUNDS):
@@ -163,7 +213,7 @@ def _speeds(
 
 
 def _timed(
-    runner: EngineRunner, w: Workload, tokens: torch.Tensor, count: int
+    runner: BenchRunner, w: Workload, tokens: torch.Tensor, count: int
 ) -> list[RequestTiming]:
     runner.set_context(tokens[:, : w.context])
     return [timed_request(runner, w, tokens) for _ in range(count)]

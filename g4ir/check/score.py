@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,6 @@ from g4ir.artefact.directory import rebuild
 from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import Engine
 from g4ir.engine.prefill import CHUNK_LOGITS
-from g4ir.engine.session import Session
 from g4ir.errors import InputError
 from g4ir.ui.progress import Progress, no_progress
 
@@ -155,15 +154,9 @@ def score_windows(
 ) -> Iterator[Score]:
     """Yield the score of each window by the first engine, against the second if there is one.
     Engines have all_logits, the same vocabulary, and room for a window."""
-    sessions, size, total = [e.session() for e in engines], window_chunk(engines), 0
-    for w in windows:
-        rows = torch.cat([*score_chunks(sessions, w, size)], 1)
-        values = iter(rows[0].tolist())
-        scored = [i > 0 and label != IGNORED for i, label in enumerate(w.labels)]
-        logprobs = tuple(next(values) if is_scored else None for is_scored in scored)
-        yield Score(w.document, w.part, tuple(w.ids), logprobs, Sums.of(rows))
-        total += len(w.ids)
-        progress(f"{total} tokens scored")
+    yield from score_sessions(
+        [e.session() for e in engines], windows, window_chunk(engines), progress
+    )
 
 
 def window_chunk(engines: Sequence[Engine]) -> int:
@@ -181,7 +174,30 @@ def require_same_tokens(engine: Engine, other: Engine, name: str) -> None:
         raise InputError(f"{name}: its tokenizer has other tokens")
 
 
-def score_chunks(sessions: Sequence[Session], w: Window, size: int) -> Iterator[Tensor]:
+class Scored(Protocol):
+    """A session, or what computes logits as one does."""
+
+    def reset(self) -> None: ...
+
+    def prefill(self, tokens: Tensor, *, all_logits: bool) -> Tensor: ...
+
+
+def score_sessions(
+    sessions: Sequence[Scored], windows: Iterable[Window], size: int, progress: Progress
+) -> Iterator[Score]:
+    """Yield the score of each window, computed in chunks of `size` tokens; see score_windows."""
+    total = 0
+    for w in windows:
+        rows = torch.cat([*score_chunks(sessions, w, size)], 1)
+        values = iter(rows[0].tolist())
+        scored = [i > 0 and label != IGNORED for i, label in enumerate(w.labels)]
+        logprobs = tuple(next(values) if is_scored else None for is_scored in scored)
+        yield Score(w.document, w.part, tuple(w.ids), logprobs, Sums.of(rows))
+        total += len(w.ids)
+        progress(f"{total} tokens scored")
+
+
+def score_chunks(sessions: Sequence[Scored], w: Window, size: int) -> Iterator[Tensor]:
     """Yield `score_rows` of each chunk, without ignored labels."""
     for s in sessions:
         s.reset()

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from g4ir.errors import InputError
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import find_quant_config
 from g4ir.ui import console
@@ -42,13 +43,14 @@ class CompareFormats(Verb):
     quant: str | None = flag("weight formats, such as int8,int4,FILE.yaml", None, "Q,..")
     text: list[str] = flag("UTF-8 text to score (default: a short sample)", (), "FILE")
     tokens: Count | None = flag("maximum number of tokens to score, such as 4K", None, "N")
+    peer: Literal["llama.cpp"] | None = flag("also run GGUF files in llama.cpp", None, "llama.cpp")
     json: bool = json_flag()
     plot: str | None = flag("plot quality, size and speed, .png or .svg", None, "FILE")
     first_use: FormatUse
     load: Load
 
     def __call__(self) -> int:
-        from g4ir.bench.comparison import compare_formats, comparison_table, plot_comparison
+        from g4ir.bench.comparison import Text, compare_formats, comparison_table, plot_comparison
         from g4ir.chat.text_files import check_files
 
         check_files(self.text, "--text")
@@ -57,8 +59,8 @@ class CompareFormats(Verb):
         formats = [*self._formats()]
         with console.Progress() as progress:
             load = partial(self.load.engine, progress=progress)
-            tokens = self.tokens or sys.maxsize
-            report = compare_formats(formats, self.text, tokens, load, progress)
+            text = Text(self.text, self.tokens or sys.maxsize)
+            report = compare_formats(formats, text, load, progress)
         emit(report) if self.json else print(comparison_table(report))
         for kind in ("notes", "warnings"):
             for line in report[kind]:
@@ -70,10 +72,16 @@ class CompareFormats(Verb):
     def _formats(self) -> Iterator[Format]:
         """Yield the rows, whose engines are built on first use."""
         from g4ir.bench.comparison import Format
+        from g4ir.bench.llama import binding
 
         words = [w.strip() for w in (self.quant or "none").split(",")]
         quants = [w for w in dict.fromkeys(words) if find_quant_config(w)]
         first, *others = self.models
+        files = [Path(m) for m in self.models if Path(m).suffix == GGUF]
+        if self.peer and not files:
+            raise InputError(f"--peer {self.peer}: runs GGUF files, and no MODEL is one")
+        if self.peer:
+            binding()
         requantize = bool(quants and named_model(first).quant)
         if requantize:
             console.say(f"note: {first} is quantised: --quant applies to its dequantised weights")
@@ -82,6 +90,8 @@ class CompareFormats(Verb):
             yield Format(quant, *self._engines(first, quant, requantize))
         for model in others:
             yield Format(_name(model), *self._engines(model, None), other=True)
+        for file in files if self.peer else ():
+            yield Format(f"llama.cpp, {file.stem}", file=file, other=file != Path(first))
 
     def _engines(self, model: str, quant: str | None, requantize: bool = False) -> tuple[str, str]:
         """Return the engines of a format, with all_logits and without."""
