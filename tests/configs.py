@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from g4ir.spec.parts import FULL, SLIDING, AttentionKind, Moe, Ple, Rope, Text
-from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.rules import canonical
 from tests.covering import covering
-from tests.shrink import TOKENS, shrink
+from tests.shrink import TOKENS, check_spec, shrink
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")

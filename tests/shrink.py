@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from g4ir.spec.parts import (
@@ -22,8 +24,8 @@ from g4ir.spec.parts import (
     UnifiedVision,
     Vision,
 )
-from g4ir.spec.record import Spec, check_spec
-from g4ir.spec.rules import shortest_pattern
+from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.rules import canonical, shortest_pattern
 
 WINDOW = 8
 VOCAB = 256
@@ -32,6 +34,15 @@ TOKENS = Tokens(bos=2, eos=(1,), pad=0)
 _MEDIA = ("image", "video", "audio", "boi", "eoi", "boa", "eoa")
 MEDIA_TOKENS = {name: 240 + i for i, name in enumerate(_MEDIA)}
 BUDGET = 70
+
+
+def check_spec(spec: Spec) -> Spec:
+    """Return the spec, if a file of it says the same."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "spec.yaml")
+        file.write_text(spec.to_yaml())
+        assert load_spec(file) == canonical(spec)
+    return spec
 
 
 def shrink(spec: Spec, media: bool = False) -> Spec:

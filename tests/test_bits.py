@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 import g4ir
 from g4ir.builder import bits as bits_module
 from g4ir.builder.bits import Measured, choose
-from g4ir.errors import G4Error, InputError
+from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
 from g4ir.quant.recipe import SCHEMES, find_quant_config
 from g4ir.quant.rewrite import weights_of
@@ -123,18 +122,6 @@ def test_refused(files: Path, tmp_path: Path, words: list[str], says: str) -> No
     base = ["--checkpoint", files / "dense", "--backend", "reference", "--out", tmp_path / "e"]
     outcome = command("build", *base, *words)
     assert outcome.code == 2 and says in outcome.err and not (tmp_path / "e").exists()
-
-
-def test_fewer_bits_than_the_weights_can_have(tmp_path: Path) -> None:
-    """Rows of 96 have int5 at least."""
-    spec = widened("tiny-dense")
-    spec = replace(spec, text=replace(spec.text, hidden_size=96))
-    source = random_checkpoint(tmp_path / "c", spec)
-    tokenizer().save(str(source / "tokenizer.json"))
-    (tmp_path / "t.txt").write_text(TEXT)
-    given = {"checkpoint": source, "calibrate": tmp_path / "t.txt", **OPTIONS}
-    with pytest.raises(G4Error, match=r"--bits 3: the smallest formats of these weights have \d"):
-        g4ir.build(None, tmp_path / "e", bits=3.0, **given)
 
 
 @pytest.mark.parametrize("backend", ["torch", "onnx"])

@@ -25,8 +25,8 @@ from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.spec.parts import SLIDING
-from g4ir.spec.record import Spec, check_spec, load_spec
-from tests.configs import spec_called
+from g4ir.spec.record import Spec, load_spec
+from tests.configs import check_spec, spec_called
 from tests.test_ops import node, tensors
 
 OPS_OF_CACHES = ("attention", "attention_latent")

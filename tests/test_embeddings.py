@@ -28,7 +28,7 @@ from g4ir.media.prompt import marks
 from g4ir.model.media import KINDS, placeholders
 from g4ir.model.tensors import text_tensors
 from g4ir.spec.parts import FULL, SLIDING, Ple, Tokens
-from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.rules import canonical
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf.container import read_container
@@ -37,7 +37,7 @@ from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
-from tests.configs import short
+from tests.configs import check_spec, short
 from tests.engines import CASES
 from tests.gguf_files import finish, metadata, stored_name, write_values
 from tests.media_tools import media_files, media_tokenizer

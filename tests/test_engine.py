@@ -226,8 +226,7 @@ def test_weights_are_checked_unless_told_otherwise(built: Engine, tmp_path: Path
 
 #: packages and modules that answers to text do not need
 UNUSED = {"transformers", "torch._inductor", "torch._dynamo", "sympy", "triton", "networkx"}
-UNUSED |= {"jinja2", "PIL", "soundfile", "huggingface_hub", "safetensors", "matplotlib", "fastapi"}
-UNUSED |= {"tokenizers"}
+UNUSED |= {"jinja2", "PIL", "soundfile", "huggingface_hub", "matplotlib", "fastapi", "tokenizers"}
 
 USE = (
     "import contextlib, io, sys, g4ir\n"

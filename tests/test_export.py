@@ -295,18 +295,6 @@ def test_wrong_side_files(name: str, text: str, says: str, tmp_path: Path) -> No
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_named_templates(tmp_path: Path) -> None:
-    folder, named = text_checkpoint(tmp_path / "c"), {"default": "D", "tool_use": "T"}
-    rows = [{"name": name, "template": text} for name, text in named.items()]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": rows}))
-    file = g4ir.export(folder, tmp_path / "out.gguf", format="gguf")
-    fields = gguf.GGUFReader(file).fields
-    assert fields["tokenizer.chat_template"].contents() == "D"
-    assert fields["tokenizer.chat_template.tool_use"].contents() == "T"
-    assert fields["tokenizer.chat_templates"].contents() == ["default", "tool_use"]
-    assert find_origin(file).side_files()["chat_template.jinja"] == b"D"
-
-
 @pytest.mark.parametrize("name", ["out", "out.gguf"])
 def test_a_full_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = text_checkpoint(tmp_path / "c")

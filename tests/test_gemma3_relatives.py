@@ -48,7 +48,6 @@ def answer(i: int, content: str) -> dict[str, Any]:
 
 
 CALLS = calls({"place": "Oslo", "count": 2}, {"place": "a{}b", "list": [1, True, {"x": "y"}]})
-SO = {"role": "model", "content": "So."}
 CONVERSATIONS: dict[str, tuple[list[Any], Any]] = {
     "no tools": ([HI], None),
     "system": ([SYSTEM, HI, {"role": "assistant", "content": "Yes."}, HI], None),

@@ -25,13 +25,11 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import FINAL_NORM, HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
-from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMATS, dequantize_codes
-from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf import blocks as block_forms
-from g4ir.weights.gguf.blocks import CODED, DEQUANTIZE, BlockFormat
+from g4ir.weights.gguf.blocks import CODED, DEQUANTIZE
 from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
 from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
@@ -139,13 +137,6 @@ def test_other_keys(tmp_path: Path, case: str) -> None:
         assert read_spec(read_container(bare)).text == found.text
 
 
-def test_a_window_that_is_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    key = "gemma4.attention.sliding_window"
-    file = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), lambda v: v.pop(key))
-    assert read_spec(read_container(file)).text.sliding.window == 512
-    assert "gemma4.attention.sliding_window is missing: 512 is taken" in caplog.text
-
-
 def test_what_files_of_gemma_3_leave_out(tmp_path: Path) -> None:
     """What divides the scores follows from the number of layers, unless a spec says it; a pattern
     may be its period."""
@@ -241,18 +232,6 @@ def test_k_blocks(tmp_path: Path, kind: str, backend: str) -> None:
 
 def packed_tensors(engine: Path) -> list[tuple[str, torch.Tensor]]:
     return [pair for file in engine.glob("*.safetensors") for pair in load_file(file).items()]
-
-
-def test_linked_codes_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an older g4ir read them: the engine is refused, with the command that builds it again."""
-    now, as_bytes = CODED["Q6_K"], OPS["as_bytes"].reference
-    codes, scales = (lambda b, i=i: as_bytes(now.codes(b), now.scales(b))[i] for i in range(2))
-    with monkeypatch.context() as patch:
-        patch.setitem(CODED, "Q6_K", BlockFormat(Scheme("int8", 16, "f32"), codes, scales))
-        built(tmp_path, widened("tiny-dense"), all_of("Q6_K"), link_weights=True)
-        g4ir.load_engine(tmp_path / "engine")
-    with pytest.raises(G4Error, match=r"takes codes in other forms than .*g4ir build --spec "):
-        g4ir.load_engine(tmp_path / "engine")
 
 
 def test_an_engine_that_refers_to_its_file(tmp_path: Path) -> None:

@@ -113,14 +113,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(folder, "second-assistant.gguf")
 
 
-def test_importance_matrices_are_named(tmp_path: Path) -> None:
-    """Those of before GGUF too: a count, then the length and the name of the first tensor."""
-    name, path = b"blk.0.attn_q.weight", tmp_path / "imatrix.dat"
-    path.write_bytes((312).to_bytes(4, "little") + len(name).to_bytes(4, "little") + name)
-    with pytest.raises(G4Error, match=r"an importance matrix of llama.cpp .* and no model"):
-        find_engine(path, BuildOptions(**LIMITS))
-
-
 def test_towers_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

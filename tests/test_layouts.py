@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g4ir.ops.codecs import FORMATS
-from g4ir.ops.layouts import LAYOUTS, in_order, in_six_bits, six_bits
+from g4ir.ops.layouts import LAYOUTS, in_order
 from g4ir.weights.gguf.blocks import CODED
 from g4ir.weights.gguf.container import TYPES
 
@@ -56,9 +56,3 @@ def test_values_in_order(width: int) -> None:
     want = [[n >> at & (1 << width) - 1 for at in range(0, 96, width)] for n in numbers]
     assert in_order(width).read(data).tolist() == want
     assert torch.equal(in_order(width).write(in_order(width).read(data)), data)
-
-
-def test_integers_of_six_bits() -> None:
-    data = random_bytes(40, 24)
-    assert all(part.shape == (40, 16) and part.max() == 63 for part in six_bits(data))
-    assert torch.equal(in_six_bits(*six_bits(data)), data)

@@ -32,7 +32,8 @@ from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
 from g4ir.model.text import build_graph
-from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.spec.record import Spec, load_spec
+from tests.configs import check_spec
 from tests.engines import CASES, agrees
 from tests.runner import with_chunk
 from tests.spies import spy

@@ -259,12 +259,6 @@ def test_glu_rounds_the_activation(act: str) -> None:
     torch.testing.assert_close(exact, by_hand.double() * wide[1], rtol=1e-5, atol=1e-6)
 
 
-def test_last_row_takes_the_last_valid_token() -> None:
-    x = torch.arange(24.0).view(3, 4, 2)
-    got = run("last_row", x, torch.tensor([4, 1, 0]))
-    assert got.tolist() == [[[6, 7]], [[8, 9]], [[16, 17]]]
-
-
 # --- the cache --------------------------------------------------------------------------------
 
 

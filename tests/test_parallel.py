@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count, islice
@@ -13,17 +13,15 @@ import torch
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Program
-from g4ir.ir.interpret import Tensors, empty_state, interpret, run_node
+from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantize_codes
-from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
-from g4ir.parallel.group import exchanged
-from g4ir.parallel.shard import collectives, shard, shard_program
+from g4ir.parallel.shard import collectives, rank_name, shard, shard_program, unroll
 from g4ir.parallel.table import FIRST, Sharding, Share
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
@@ -31,6 +29,7 @@ from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import codes_as_params, quantise
 from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.pack import local_params, split_program
 from tests.cases import TABLES
 from tests.configs import TINY, VARIANTS, fewest_of, random_spec
 from tests.oracle import relative
@@ -120,54 +119,25 @@ def of_one(
     return torch.cat(out)
 
 
-def lockstep(
-    g: Graph, inputs: Tensors, params: Sequence[Tensors], state: Sequence[Tensors]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Run `g` once for each rank, with the same inputs and params and caches of its own; returns
-    each rank's (outputs, state), as `interpret` does."""
-    envs = []
-    for own, caches in zip(params, state, strict=True):
-        given = {**inputs, **own, **caches}
-        envs.append({v.name: given[v.name] for v in g.sources()})
-    for i, n in enumerate(g.nodes):
-        tensors = [[env[v.name] for v in n.inputs] for env in envs]
-        results = (
-            exchanged(n, tensors) if n.op in COLLECTIVES else [run_node(n, own) for own in tensors]
-        )
-        for env, made in zip(envs, results, strict=True):
-            env.update({v.name: t for v, t in zip(n.outputs, made, strict=True)})
-            for name in g.last_uses.get(i, ()):
-                env.pop(name, None)
-    return [
-        (
-            {v.name: env[v.name] for v in g.outputs},
-            {v.name: env[g.next[v.name].name if v.name in g.next else v.name] for v in g.state},
-        )
-        for env in envs
-    ]
-
-
 def together(
     p: Program,
     name: str,
     ranks: int,
     dtype: torch.dtype,
     params: dict[str, torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """The same of each rank of a sharded program; `params` of the whole model."""
+) -> torch.Tensor:
+    """The same of all ranks of a sharded program, in one graph; `params` of the whole model."""
     given = params or weights(name, dtype)
     graphs = {phase: g for phase, g in p.graphs.items() if g.state}
     ep = any(v.name == FIRST for g in graphs.values() for v in g.params)
     shares = [Share(Sharding(spec_of(name), ranks, ep), rank) for rank in range(ranks)]
     own = [packed(graphs, lambda v, s=s: s.read_part(v, given.__getitem__)) for s in shares]
-    state = [empty_state(p.graphs["prefill"], {"B": 2, "C": SLOTS}, dtype) for _ in range(ranks)]
-    out: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-    for phase, inputs in chunks(name, dtype):
-        results = lockstep(split_prologue(graphs[phase])[1], inputs, own, state)
-        state = [after for _, after in results]
-        for mine, (made, _) in zip(out, results, strict=True):
-            mine.append(valid_logits(inputs, made["logits"]))
-    return [torch.cat(mine) for mine in out]
+    packing = split_program(Program(graphs))
+    local = local_params(packing, shares[0])
+    each = {
+        rank_name(n, r) if n in local else n: t for r, of in enumerate(own) for n, t in of.items()
+    }
+    return of_one(packing.program.map(lambda g: unroll(g, local, ranks)), name, each, dtype)
 
 
 def packed(
@@ -205,13 +175,11 @@ CASES = [
 @pytest.mark.parametrize("name, ranks, ep", CASES)
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 def test_ranks_agree(name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float) -> None:
-    """With all passes and without any; every rank has the same logits, bit for bit."""
+    """With all passes and without any."""
     want = alone(name, dtype)
     own = sharded(name, ranks, ep)
     for p in (own, run_program(own, options=SLACK)):
-        got = together(p, name, ranks, dtype)
-        assert all(torch.equal(x, got[0]) for x in got)
-        assert distance(got[0], want) < most
+        assert distance(together(p, name, ranks, dtype), want) < most
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
@@ -220,7 +188,7 @@ def test_latent_caches_of_ranks(name: str) -> None:
     p = run_program(sharded(name, 2), options=SLACK.changed(LatentOptions("value")))
     assert any(p.graphs["decode"].find("attention_latent"))
     got = together(p, name, 2, torch.float64)
-    assert distance(got[0], alone(name, torch.float64)) < 1e-12
+    assert distance(got, alone(name, torch.float64)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
@@ -270,7 +238,7 @@ def test_codes(recipe: str, ranks: int, ep: bool, held: bool) -> None:
     given = weights(name, dtype) | codes
     own = shard_program(made.map(codes_as_params) if held else made, to)
     for p in (own, run_program(own, options=SLACK)):
-        assert distance(together(p, name, ranks, dtype, given)[0], want) < 1e-12
+        assert distance(together(p, name, ranks, dtype, given), want) < 1e-12
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -342,5 +310,3 @@ def test_ranks_of_another_number_are_refused() -> None:
     x = {"x": torch.zeros(1, 8)}
     with pytest.raises(ValueError, match="a rank of 2 alone"):
         interpret(g, x, {}, {})
-    with pytest.raises(InputError, match="%y = all_reduce is of 2 ranks, 3 run"):
-        lockstep(g, x, [{}] * 3, [{}] * 3)

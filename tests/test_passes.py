@@ -43,8 +43,9 @@ from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import quantise
 from g4ir.spec.parts import Moe, Rope
-from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
+from g4ir.spec.record import Spec, load_spec, spec_names
 from tests.cases import TABLES
+from tests.configs import check_spec
 from tests.test_stages import break_pass
 
 PHASES = ("prefill", "decode", ENCODE)

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import (
+    pack_to_int32,
+    unpack_from_int32,
+)
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -106,21 +110,6 @@ def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [N, K] as i32 [N, K * bits / 32], low bits first, each + 2^(bits - 1)."""
-    stored = codes.to(torch.int64) + (1 << bits - 1)
-    flat = (stored[..., None] >> torch.arange(bits) & 1).flatten(1)
-    flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 32)).unflatten(1, (-1, 32))
-    made = (flat << torch.arange(32)).sum(-1)
-    return torch.where(made >= 1 << 31, made - (1 << 32), made).to(torch.int32)
-
-
-def from_words(stored: torch.Tensor, bits: int, width: int) -> torch.Tensor:
-    flat = (stored[..., None] >> torch.arange(32) & 1).flatten(1)[:, : width * bits]
-    values = (flat.unflatten(1, (width, bits)) << torch.arange(bits)).sum(-1)
-    return values.float() - (1 << bits - 1)
-
-
 def grouped(w: torch.Tensor, group: int) -> torch.Tensor:
     return w.unflatten(-1, (-1, group or w.shape[-1]))
 
@@ -133,7 +122,7 @@ def packed_weight(bits: int, group: int, dtype: str = "float32") -> Pack:
         scale = (x.abs().amax(-1) / (top - 0.5)).to(getattr(torch, dtype))
         codes = (x / scale.float()[..., None]).round().clamp(-top, top - 1).flatten(-2)
         return {
-            f"{module}.weight_packed": words(codes, bits),
+            f"{module}.weight_packed": pack_to_int32(codes.to(torch.int8), bits),
             f"{module}.weight_scale": scale,
             f"{module}.weight_shape": torch.tensor(w.shape),
         }
@@ -165,9 +154,9 @@ def zeroed_weight(bits: int, group: int) -> Pack:
         zero = (-top - low / scale).round().clamp(-top, top - 1)
         codes = (x / scale[..., None] + zero[..., None]).round().clamp(-top, top - 1).flatten(-2)
         return {
-            f"{module}.weight_packed": words(codes, bits),
+            f"{module}.weight_packed": pack_to_int32(codes.to(torch.int8), bits),
             f"{module}.weight_scale": scale,
-            f"{module}.weight_zero_point": words(zero.t(), bits).t(),
+            f"{module}.weight_zero_point": pack_to_int32(zero.to(torch.int8), bits, packed_dim=0),
             f"{module}.weight_shape": torch.tensor(w.shape),
         }
 
@@ -271,7 +260,7 @@ def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> 
     if codes is None:
         codes = named["weight"].float()
     else:
-        codes = from_words(codes, 32 * codes.shape[1] // shape[1], shape[1])
+        codes = unpack_from_int32(codes, 32 * codes.shape[1] // shape[1], shape).float()
     scale = scale.view(-1, 1) if scale.dim() < 2 else scale
     spread = scale.repeat_interleave(rows or shape[0], 0)[: shape[0]]
     return codes * spread.repeat_interleave(columns or shape[1], 1)[:, : shape[1]]
@@ -305,7 +294,6 @@ def packed_zero_points() -> Iterator[None]:
 
 def theirs(folder: Path, oracle: Oracle) -> torch.Tensor:
     pytest.importorskip("accelerate")
-    pytest.importorskip("compressed_tensors")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -340,7 +328,6 @@ def test_against_transformers(case: str, model: str, backend: str, tmp_path: Pat
 
 def test_nvfp4_as_its_library_writes_it() -> None:
     """transformers computes with them in bf16 alone, so codes are compared."""
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import nvfp4
     from compressed_tensors.quantization import QuantizationScheme
 

@@ -13,9 +13,9 @@ import torch
 
 from g4ir.builder.build import build
 from g4ir.errors import InputError
-from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.rules import canonical
-from tests.configs import GEMMA3_SEEDS, random_spec, short
+from tests.configs import GEMMA3_SEEDS, check_spec, random_spec, short
 from tests.oracle import relative
 from tests.trt.emulated import emulated, use
 

@@ -157,11 +157,9 @@ def test_an_index_that_does_not_fit_is_refused(name: str, edit: Any, tmp_path: P
         IndexedTokenizer(tmp_path / INDEX, trained)
 
 
-@pytest.mark.parametrize("case", ["hashes", "deep buckets", "collisions"])
+@pytest.mark.parametrize("case", ["hashes", "collisions"])
 def test_splits_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hashes, they are those of a search for each part."""
-    if case == "deep buckets":
-        monkeypatch.setattr(token_splits, "MAX_PROBES", 0)
     if case == "collisions":
         monkeypatch.setattr(token_splits, "BASE", np.uint64(1))
     assert not any(len(HashedTokens(texts).splits().token) for texts in ([], ["a"], ["", "ab"]))

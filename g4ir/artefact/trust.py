@@ -6,17 +6,16 @@ file can tell what they will do. They are run
 - if this user built the engine on this machine: `build` records the engine's digest;
 - if the user decided so: `--trust` for one command, `g4ir trust ENGINE` once and for all.
 
-Decisions are files in the user's own state folder, one for each engine's digest.
+Decisions are files in the user's own state folder, one for each engine's digest; deleting one
+revokes it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 import shlex
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,8 +34,6 @@ log = logging.getLogger(__name__)
 BUILT, TRUSTED = "built here", "trusted"
 #: folder of the decisions in the user's state
 ENGINES = "engines"
-#: digest of an engine, as a file name
-DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -103,12 +100,14 @@ def _weights_text(artefact: Artefact) -> str:
 # --- decisions --------------------------------------------------------------------------------
 
 
-def record(digest: str, why: str, path: Path) -> None:
-    """Store a decision. OSError if the state folder cannot be written; TrustError if other users
-    could write to it."""
+def record(digest: str, why: str, path: Path) -> Path:
+    """Store a decision and return its file. OSError if the state folder cannot be written;
+    TrustError if other users could write to it."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     decision = asdict(Decision(why, now, str(path.resolve())))
-    write_file(private(state_root() / ENGINES) / digest, [json.dumps(decision).encode()])
+    file = private(state_root() / ENGINES) / digest
+    write_file(file, [json.dumps(decision).encode()])
+    return file
 
 
 def record_built(manifest: Manifest, path: Path) -> bool:
@@ -134,23 +133,3 @@ def find_decision(digest: str) -> Decision | None:
         stored = json.loads(file.read_text())
         return Decision(**{k: str(stored[k]) for k in ("why", "when", "path")})
     return None
-
-
-def revoke(digest: str) -> bool:
-    """Delete the decision for an engine, by its digest; return whether there was one."""
-    exists = digest in _digests()
-    if exists:
-        (state_root() / ENGINES / digest).unlink()
-    return exists
-
-
-def decisions() -> Iterator[tuple[str, Decision]]:
-    """Yield (digest, decision) of every engine that is trusted here, in order of digest."""
-    for name in _digests():
-        if decision := find_decision(name):
-            yield name, decision
-
-
-def _digests() -> list[str]:
-    path = state_root() / ENGINES
-    return sorted(f.name for f in path.glob("*") if DIGEST.fullmatch(f.name))

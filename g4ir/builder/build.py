@@ -51,7 +51,7 @@ from g4ir.weights.checkpoint import Checkpoint, sha256
 
 from .bits import MAX_BITS, MIN_BITS, bits_config
 from .calibration import DEFAULT as DEFAULT_TEXT
-from .calibration import RANDOM, CalibrationText, calibrate, calibrated_schemes
+from .calibration import CalibrationText, calibrate, calibrated_schemes
 from .load import described, engine_of, linked_files, open_runtime
 from .sources import Sources, find_sources
 
@@ -239,18 +239,15 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
     paths = paths or ((DEFAULT_TEXT,) if o.bits is not None else ())
     if not paths:
         return None
-    recipe, spec = config.quant, config.spec
+    recipe = config.quant
     fitted = o.bits is not None or (
-        recipe and not recipe.from_checkpoint and calibrated_schemes(recipe, spec)
+        recipe and not recipe.from_checkpoint and calibrated_schemes(recipe, config.spec)
     )
     if not fitted:
         why = "no matrix of the layers is quantised to integers"
         fix = "give --quant int4, nl4, nl3 or int8 too"
         raise InputError(f"--calibrate {', '.join(map(str, paths))}: {why}; {fix}")
-    if sources.seed is not None and {*map(str, paths)} <= {DEFAULT_TEXT, RANDOM}:
-        log.warning("random weights are calibrated on random tokens")
-        return CalibrationText.random(spec.text.readable_ids, sources.seed)
-    return CalibrationText.read(paths, spec, sources.side_files.result())
+    return CalibrationText.read(paths, config.spec, sources.side_files.result())
 
 
 def _fitted(
@@ -324,7 +321,6 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         raise PlanError(short)
     for graph in text_graphs(p.config.spec):
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
-    progress = _checking(p, progress)
     with _new_directory(out) as folder:
         params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
         digests: Mapping[Path, str] = {}
@@ -350,24 +346,13 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     return Written(artefact, seconds, record_built(manifest, out))
 
 
-def _checking(p: Prepared, progress: Progress) -> Progress:
-    """Return a progress callback that raises an error of the side files as soon as it is known."""
-
-    def checked(message: str) -> None:
-        if p.side_files.done():
-            p.side_files.result()
-        progress(message)
-
-    return checked
-
-
 def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
     """Write the params; return the SHA-256 of each file."""
-    calibrated = calibrate(p, progress) if p.calibration else None
-    params = packings.MadeParams(p.packing, p.source, p.share(0), calibrated or {}, quantized)
+    calibrated, files = calibrate(p, progress) if p.calibration else ({}, None)
+    params = packings.MadeParams(p.packing, p.source, p.share(0), calibrated, quantized)
     written = packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
-    if calibrated is not None:
-        calibrated.remove()
+    if files:
+        shutil.rmtree(files, ignore_errors=True)
     return written
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import lzma
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files as package_files
@@ -32,7 +31,6 @@ from g4ir.ir.names import layer_of
 from g4ir.ir.rewrite import drop_dead
 from g4ir.model.names import CODES, SCALES
 from g4ir.model.text import build_graph
-from g4ir.ops.codecs import CALIBRATED
 from g4ir.ops.mlp import activate
 from g4ir.ops.types import torch_dtype
 from g4ir.quant import compensation
@@ -45,15 +43,12 @@ from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import TOKENIZER, Checkpoint, sha256
-from g4ir.weights.formats.base import Files
-from g4ir.weights.pack import MadeParams, Packing, open_table
+from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 
 #: maximum and minimum tokens of the texts; tokens of one context, without <bos>
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
 #: name of the text that comes with the package
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
-#: name of the text of random weights, and its tokens
-RANDOM, RANDOM_TOKENS = "random", 4096
 #: folder of layers that are done, in the cache
 FOLDER = "calibration"
 
@@ -106,13 +101,6 @@ class CalibrationText:
             problem = f"{len(ids)} tokens, and {MIN_TOKENS} are the least that say something"
             raise InputError(f"--calibrate {named}: {problem}; give a longer text")
         return cls(tuple(records), tuple(ids))
-
-    @classmethod
-    def random(cls, ids_end: int, seed: int) -> CalibrationText:
-        """Return random tokens below `ids_end`, for random weights."""
-        generator = torch.Generator().manual_seed(seed)
-        ids = tuple(torch.randint(ids_end, (RANDOM_TOKENS,), generator=generator).tolist())
-        return cls((Calibration(Line(RANDOM), _digest(repr(ids)), len(ids)),), ids)
 
     def windows(self, bos: int | None) -> list[Tensor]:
         """Return tokens [1, n] of each context, after <bos>."""
@@ -260,45 +248,20 @@ def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[
 # --- quantised weights ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CalibratedWeights(Mapping[str, Codes]):
-    """Codes and scales of calibrated weights by name, in files of the cache."""
-
-    folder: Path
-    files: Files
-    weights: tuple[str, ...]
-
-    def __getitem__(self, weight: str) -> Codes:
-        if weight not in self.weights:
-            raise KeyError(weight)
-        codes, scales = (self.files.rows(self.files.names[f"{weight}{e}"]) for e in (CODES, SCALES))
-        return codes, scales
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-    def remove(self) -> None:
-        """Remove the files; the engine that was made of them has copies."""
-        self.files.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
 def calibrated_schemes(config: QuantConfig, spec: Spec) -> dict[str, Scheme]:
     """Return the layers' matrices whose format is fitted to a text -> their schemes."""
     schemes = config.schemes(weights_of(spec)).items()
     return {
         name: scheme
         for name, scheme in schemes
-        if layer_of(name) is not None and (is_compensated(scheme.form) or scheme.form in CALIBRATED)
+        if layer_of(name) is not None and is_compensated(scheme.form)
     }
 
 
-def calibrate(p: Prepared, progress: Progress) -> CalibratedWeights:
-    """Quantise the matrices of the layers on the calibration text. Layers that an interrupted build
-    has quantised with the same weights, text and config are not quantised again."""
+def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
+    """Return codes and scales of the layers' matrices, quantised on the calibration text, and the
+    folder of their files, which the caller removes. Layers that an interrupted build has quantised
+    with the same weights, text and config are not quantised again."""
     assert p.config.quant
     c, schemes = p.config, calibrated_schemes(p.config.quant, p.config.spec)
     key = cache_key(c.spec, c.dtype, p.source, p.calibration, p.weights, sorted(schemes.items()))
@@ -316,13 +279,14 @@ def calibrate(p: Prepared, progress: Progress) -> CalibratedWeights:
             for name in products.keys:
                 w, inputs = stages.params.tensor(name), products.of(name)
                 codes = quantised(w, inputs, schemes[name], c.dtype)
-                parts = zip((CODES, SCALES), codes, strict=True)
-                tensors |= {f"{name}{end}": tensorfile.FileTensor.of(t) for end, t in parts}
+                for end, t in zip((CODES, SCALES), codes, strict=True):
+                    tensors[f"{name}{end}"] = tensorfile.FileTensor.of(t)
             tensorfile.write_tensors(file, tensors)
-    headers = [tensorfile.read_header(file) for file in done]
-    names = {name: (h, e) for h in headers for name, e in h.entries.items()}
-    weights = (n.removesuffix(CODES) for n in names if n.endswith(CODES))
-    return CalibratedWeights(folder, Files(folder, names), tuple(weights))
+    stored = StoredParams.open(done)
+    weights = [n.removesuffix(CODES) for n in stored.files.names if n.endswith(CODES)]
+    return {
+        w: (stored.tensor(f"{w}{CODES}"), stored.tensor(f"{w}{SCALES}")) for w in weights
+    }, folder
 
 
 def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -> Codes:

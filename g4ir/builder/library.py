@@ -79,11 +79,14 @@ class CachedEngine:
     path: Path
     model: str
     options: Mapping[str, Any]
-    bytes: int
+    #: (device, inode) -> bytes
+    files: Mapping[tuple[int, int], int] = field(repr=False)
     used: float
     in_use: bool
-    #: (device, inode) -> bytes
-    files: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.files.values())
 
 
 @shows_options
@@ -161,8 +164,7 @@ def cached_engines() -> list[CachedEngine]:
 
 def disk_bytes(engines: Iterable[CachedEngine]) -> int:
     """Return the bytes of engines on disk; shared files count once."""
-    files = {file: n for e in engines for file, n in e.files.items()}
-    return sum(files.values())
+    return sum({file: n for e in engines for file, n in e.files.items()}.values())
 
 
 def remove(path: Path) -> bool:
@@ -462,10 +464,8 @@ def _described(record: Path) -> CachedEngine | None:
         facts = json.loads(record.read_text())
         every = [*(f for f in path.rglob("*") if f.is_file()), *_kernels(path)]
         files = {(s.st_dev, s.st_ino): s.st_size for s in map(os.stat, every)}
-        used, size = record.stat().st_mtime, sum(files.values())
-        return CachedEngine(
-            path, facts["model"], facts["options"], size, used, _is_used(path), files
-        )
+        used = record.stat().st_mtime
+        return CachedEngine(path, facts["model"], facts["options"], files, used, _is_used(path))
     except (OSError, ValueError):  # being removed, or its record is damaged
         return None
 

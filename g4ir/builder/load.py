@@ -34,7 +34,6 @@ from g4ir.parallel.group import Group, current
 from g4ir.parallel.table import Share
 from g4ir.plan.backend import checked_settings
 from g4ir.plan.resolve import find_placement
-from g4ir.quant.rewrite import checkpoint_quant_config
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, max_rank, with_adapters
@@ -297,11 +296,6 @@ def _open_params(artefact: Artefact, device: str) -> packings.ParamSource:
         why = f"its weight files are not those that {artefact.path / MANIFEST} names"
         fix = "restore them, or build again without --link-weights"
         raise EngineError(f"{weights.directory}: {why}; {fix}")
-    if checkpoint_quant_config(c.spec, checkpoint.forms) != (
-        c.quant if c.quant and c.quant.from_checkpoint else None
-    ):
-        why = f"{artefact.path} takes codes in other forms than this g4ir reads from"
-        raise EngineError(f"{why} {weights.directory}; {rebuild(artefact.path, artefact.manifest)}")
     return packings.MadeParams(artefact.packing, checkpoint, share=share, quantized=quantized)
 
 

@@ -62,8 +62,6 @@ def module(
     finally:
         source.close()
     model_module.spec, model_module.config.use_cache = spec, False
-    for kinds in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
-        setattr(model_module.model.layers, f"register_{kinds}_hook", _refuse_hook)
     return model_module
 
 
@@ -75,13 +73,6 @@ def _with_weights(model: str | Path, dtype: str) -> tuple[Spec, Checkpoint]:
     origin = existing_origin(path)
     spec = origin.spec()
     return spec, origin.open(spec, (), dtype)
-
-
-def _refuse_hook(*_: Any, **__: Any) -> None:
-    raise InputError(
-        "model.layers is a list, which is never called; register the hook on a layer, as in "
-        "module.model.layers[0], or on all: for layer in module.model.layers"
-    )
 
 
 def need_transformers(asked: str) -> None:

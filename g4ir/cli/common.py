@@ -221,12 +221,12 @@ def folder_drafts(model: str, draft: Draft) -> Draft:
     """Return the draft flags: those of a draft model if MODEL is a folder with one and no --draft
     says otherwise."""
     from g4ir.artefact.directory import is_engine
-    from g4ir.weights.origin import DRAFTER_FILE, in_cache_folder, read_folder
+    from g4ir.weights.origin import DRAFTER_FILE, read_folder
 
     path = Path(model)
     if draft.draft != "none" or "draft" in draft.explicit or not path.is_dir() or is_engine(path):
         return draft
-    folder = read_folder(in_cache_folder(path))
+    folder = read_folder(path)
     return replace(draft, draft="mtp") if folder and folder.files[DRAFTER_FILE] else draft
 
 

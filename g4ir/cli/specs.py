@@ -15,7 +15,6 @@ from g4ir.spec.record import (
     DRAFTER,
     diff_specs,
     drafter_names,
-    json_schema,
     load_spec,
     spec_names,
     specs_dir,
@@ -31,8 +30,8 @@ from .verb import Verb, argument, flag, json_flag
 class Specs(Verb):
     """List, print, check or convert specs."""
 
-    action: Literal["list", "show", "validate", "from-hf", "to-hf", "diff", "schema"] = argument(
-        "list (default); show, to-hf: NAME; validate FILE; from-hf CHECKPOINT; diff A B; schema",
+    action: Literal["list", "show", "validate", "from-hf", "to-hf", "diff"] = argument(
+        "list (default); show, to-hf: NAME; validate FILE; from-hf CHECKPOINT; diff A B",
         "ACTION",
         "?",
         "list",
@@ -90,14 +89,10 @@ class Specs(Verb):
         output(self.json, [{"key": key, "a": x, "b": y} for key, x, y in rows], text)
         return 1 if rows else 0
 
-    def _schema(self) -> int:
-        emit(json_schema(), indent=2)
-        return 0
-
 
 #: action -> metavars of its arguments
 OPERANDS = {"list": "", "show": "VARIANT", "validate": "FILE", "from-hf": "CHECKPOINT"}
-OPERANDS |= {"to-hf": "VARIANT", "diff": "A B", "schema": ""}
+OPERANDS |= {"to-hf": "VARIANT", "diff": "A B"}
 
 
 def _spec_row(name: str) -> dict[str, Any]:

@@ -110,8 +110,6 @@ FORMAT_OF = {f.codes: name for name, f in FORMATS.items()}
 PACKED = {f.codes: f.block_values for f in FORMATS.values() if f.layout.nbytes == 1}
 #: format of quantised activations -> values that share a scale, 0: the row
 ACTIVATIONS = {"int8": 32, "fp8": 0}
-#: formats whose scales minimise the weighted error of calibrated weights
-CALIBRATED = ("int4", "uint4", "uint5", "nl4", "nl3", "nl2")
 #: formats that are converted to int8 for matmuls that do not support them
 AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2", "fp4", "nl4", "nl3", "nl2")
 #: formats that are also converted where a sibling of another format is packed with them
@@ -340,15 +338,15 @@ def quantize_values(
     w: Any, fmt: str, group: int, scale: str, moments: Any = None
 ) -> tuple[Any, Any]:
     """Quantise rows [.., K] to codes and scales. For float64, scales and fp8 codes stay float64.
-    `moments` [K] weight the squared error of each column in formats of 4 bits and with minima;
-    other formats ignore them."""
+    `moments` [K] weight the squared error of each column in int4, nl4, nl3 and nl2; other formats
+    ignore them."""
     x = upcast(w).unflatten(-1, (-1, group))
     dtype = torch_dtype(scale)
     if moments is not None:
         moments = moments.to(x.dtype).unflatten(-1, (-1, group))
     if FORMATS[fmt].scales > 1:
         stored = torch.float64 if w.dtype == torch.float64 else dtype
-        return _quantize_with_minima(x, fmt, stored, dtype, moments)
+        return _quantize_with_minima(x, fmt, stored, dtype)
     if FORMATS[fmt].shift:
         codes, scales = _quantize_nonuniform(x, fmt, dtype, moments)
         return codes, scales if w.dtype == torch.float64 else scales.to(dtype)
@@ -420,18 +418,12 @@ def _quantize_nonuniform(x: Any, name: str, dtype: Any, moments: Any) -> tuple[A
     return codes, rows.flatten(1)
 
 
-def _quantize_with_minima(
-    x: Any, fmt: str, scale_dtype: Any, dtype: Any, moments: Any = None
-) -> tuple[Any, Any]:
+def _quantize_with_minima(x: Any, fmt: str, scale_dtype: Any, dtype: Any) -> tuple[Any, Any]:
     """Return the codes of groups x [n, G, g], and their scales and minima rounded to `dtype`."""
     max_value, max_integer = FORMATS[fmt].largest, FORMATS[fmt].max_integer
     shared = FORMATS[fmt].shared or x.shape[-1]
     parts = x.unflatten(-1, (-1, shared))
-    if moments is None:
-        targets = _fit_scale_minimum(parts, max_value)
-    else:
-        by = moments.unflatten(-1, (-1, shared))
-        targets = _fit_weighted_scale_minimum(parts, max_value, by)
+    targets = _fit_scale_minimum(parts, max_value)
     if not FORMATS[fmt].shared:
         pairs = [t.squeeze(-1).to(dtype).to(t.dtype) for t in targets]
         step, minimum = (p[..., None] for p in pairs)
@@ -455,24 +447,15 @@ def _values_above(x: Any, step: Any, minimum: Any, max_value: float) -> Any:
     return ((x + minimum[..., None]) / divisor[..., None]).round().clamp(0, max_value)
 
 
-def _fit_scale_minimum(
-    x: Any, max_value: float, share: float = 1.0, moments: Any = None
-) -> tuple[Any, Any]:
-    """Return a scale and a minimum [..] for x [.., n]: those that cover `share` of its range,
-    refined by a few least squares fits with fixed values, weighted by `moments` [.., n] if
-    passed."""
-
-    def mean(t: Any) -> Any:
-        return t.mean(-1) if moments is None else (t * moments).mean(-1) / moments.mean(-1)
-
-    low, high = x.amin(-1), x.amax(-1)
-    margin = (high - low) * (1 - share) / 2
-    minimum = (-low - margin).clamp(min=0)
-    step = (high - margin + minimum).clamp(min=0) / max_value
-    mean_x = mean(x)
+def _fit_scale_minimum(x: Any, max_value: float) -> tuple[Any, Any]:
+    """Return a scale and a minimum [..] for x [.., n]: those that cover its range, refined by a few
+    least squares fits with fixed values."""
+    minimum = (-x.amin(-1)).clamp(min=0)
+    step = (x.amax(-1) + minimum).clamp(min=0) / max_value
+    mean_x = x.mean(-1)
     for _ in range(3):
         q = _values_above(x, step, minimum, max_value)
-        mean_q, dot, square = mean(q), mean(q * x), mean(q * q)
+        mean_q, dot, square = q.mean(-1), (q * x).mean(-1), (q * q).mean(-1)
         spread = square - mean_q * mean_q
         slope = (dot - mean_q * mean_x) / spread.where(spread > 0, 1.0)
         minimum = slope * mean_q - mean_x
@@ -481,26 +464,6 @@ def _fit_scale_minimum(
         step = slope.where(minimum > 0, through_zero).clamp(min=0)
         minimum = minimum.clamp(min=0)
     return step, minimum
-
-
-def _fit_weighted_scale_minimum(x: Any, max_value: float, moments: Any) -> tuple[Any, Any]:
-    """Return the scale and minimum with the least weighted error of fits that start with shares of
-    the range: clipping the ends is right if their columns have small weights."""
-    steps, minima = zip(
-        *(_fit_scale_minimum(x, max_value, share, moments) for share in _SHARES), strict=True
-    )
-    pairs = zip(steps, minima, strict=True)
-    errors = [_squared_error_above(x, *pair, max_value, moments) for pair in pairs]
-    best = torch.stack(errors).argmin(0, keepdim=True)
-    step, minimum = (torch.stack(t).gather(0, best)[0] for t in (steps, minima))
-    return step, minimum
-
-
-def _squared_error_above(x: Any, step: Any, minimum: Any, max_value: float, moments: Any) -> Any:
-    values = (
-        _values_above(x, step, minimum, max_value).mul_(step[..., None]).sub_(minimum[..., None])
-    )
-    return values.sub_(x).square_().mul_(moments).sum(-1)
 
 
 def _round_scales(scales: Any, dtype: Any) -> Any:
@@ -515,8 +478,6 @@ _EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
 _STARTS = (-8.0, -7.0, 7.4)
 #: with weighted errors: an extremum of small weight may be clipped, or get a small code
 _WEIGHTED_STARTS = tuple(-2.8 - 0.8 * i for i in range(12))
-#: shares of the range that start the search for a scale and a minimum of least weighted error
-_SHARES = (1.0, 0.9, 0.8, 0.7)
 #: values of a group that are tested first
 _FIRST = 3
 #: largest relative error of a grid value after its scale and the value are rounded to bf16

@@ -310,20 +310,6 @@ def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def exchanged(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
-    """Return all ranks' results of a collective from all ranks' inputs: the definition of the op.
-    InputError if the node is for another number of ranks."""
-    import torch
-
-    ranks = len(tensors)
-    if n.whole("ranks") != ranks:
-        problem = f"{n.result_names()} = {n.op} is of {n.attrs['ranks']} ranks, {ranks} run"
-        raise InputError(f"{problem}; shard the graph for {ranks}")
-    if n.op == "all_gather":
-        return [[torch.cat([x for (x,) in tensors], -1)]] * ranks
-    return [[rank_sum(parts) for parts in zip(*tensors, strict=True)]] * ranks
-
-
 #: the group that this process has joined, at most one
 _joined: list[Group] = []
 

@@ -137,8 +137,8 @@ def calibrated(
     w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels = Kernels()
 ) -> Codes:
     """Return codes and scales of a weight [N, K] in an engine of this dtype that minimise the error
-    of its product with the inputs. A row keeps the nearest values where these have less error, and
-    all rows do in formats with minima."""
+    of its product with the inputs. A row keeps the nearest values where these have less
+    error."""
     parts = w.split(max(1, ELEMENTS // w.shape[1]))
     packed, scales = zip(
         *(_calibrated(x, inputs, scheme, dtype, kernels) for x in parts), strict=True
@@ -149,8 +149,6 @@ def calibrated(
 
 def _calibrated(w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels) -> Codes:
     codes, scales = kernels.quantize(w, **scheme.attrs(dtype), moments=inputs.moments)
-    if not is_compensated(scheme.form):
-        return codes, scales
     better = with_values(codes, _compensate(w.float(), inputs, codes, scales, scheme.form, kernels))
     off = [dequantize_codes(c, scales, torch.float32) - w.float() for c in (better, codes)]
     improved = inputs.errors(off[0]) <= inputs.errors(off[1])

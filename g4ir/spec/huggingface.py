@@ -156,7 +156,7 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     folder = None if isinstance(source, dict) else Path(where.file).parent
     if spec.embedding and folder and (layers := read_modules(folder)) is not None:
         spec = with_dense(spec, (layer.width for layer in layers))
-    for path, message, _ in problems(spec):
+    for path, message in problems(spec):
         theirs = hf.HF_NAMES.get(path)
         raise fail(where, f"{path} ({theirs})" if theirs else path, message)
     return canonical(spec)
@@ -309,20 +309,9 @@ def _text(keys: Keys, model_type: str) -> Text:
         full=full,
         moe=_moe(keys),
         ple=_ple(keys, family),
-        use_bidirectional_attention=_bidirectional(keys, family),
         **{name: keys.take(name, hints[name], family.keys[name]) for name in family.plain},
         **family.fixed,
     )
-
-
-def _bidirectional(keys: Keys, family: hf.Family) -> str | None:
-    name = "use_bidirectional_attention"
-    if name not in family.keys:
-        return None
-    mode: str | None = keys.take(name, str | None, family.keys[name])
-    if mode not in (None, "vision"):
-        raise keys.fail(name, f"{quote(str(mode))} is not supported; only null or vision")
-    return mode
 
 
 def _layer_types(keys: Keys, layers: int, family: hf.Family) -> tuple[str, ...]:
@@ -446,13 +435,7 @@ def _rope(keys: Keys, types: list[str]) -> Rope:
     kind = "proportional" if kind == "linear" else kind
     fraction = keys.take("partial_rotary_factor", hints["rotary_fraction"], 1.0)
     factor = keys.take("factor", hints["factor"], None)
-    if kind == "default" and (fraction != 1.0 or factor is not None):
-        log.warning(
-            "%s: %s: rope_type default ignores partial_rotary_factor and factor,"
-            " as in the reference",
-            keys.where,
-            keys.path,
-        )
+    if kind == "default":  # which ignores both in the reference too
         fraction, factor = 1.0, None
     rope = Rope(kind, keys.take("rope_theta", hints["theta"]), fraction)
     keys.done()

@@ -47,7 +47,7 @@ class Family:
     @property
     def plain(self) -> list[str]:
         """Config keys that are fields of `Text` under the same name."""
-        names = {*self.keys} - {"num_hidden_layers", "use_bidirectional_attention"}
+        names = {*self.keys} - {"num_hidden_layers"}
         return [f.name for f in fields(Text) if f.name in names]
 
     @property

@@ -113,12 +113,11 @@ def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
     family = hf.family(base)
     names = {kind: name for name, (kind, composite) in hf.MODEL_TYPES.items() if not composite}
     names |= {kind: name for name, (_, kind) in hf.VARIANTS.items()}
-    plain = [*family.plain, *({"use_bidirectional_attention"} & family.keys.keys())]
     return {
         "model_type": names[base],
         **_embedding_to_hf(spec, family),
         "dtype": dtype,
-        **{name: getattr(text, name) for name in plain},
+        **{name: getattr(text, name) for name in family.plain},
         "num_hidden_layers": text.num_hidden_layers,
         "layer_types": [hf.HF_KINDS[kind] for kind in text.layer_types],
         **_geometry_to_hf(text, family),

@@ -1,5 +1,5 @@
 """Parts of a variant as frozen dataclasses. Field names follow the upstream configuration where it
-has one name for the thing; parts.yaml describes the fields."""
+has one name for the thing."""
 
 from __future__ import annotations
 
@@ -50,9 +50,13 @@ class Rope:
     """Rotary embedding of one attention kind (semantics: `default` rotates all of head_dim;
     `proportional` rotates int(rotary_fraction * head_dim // 2) pairs, exponent over head_dim)."""
 
+    #: default: rotate all of head_dim; proportional: rotate rotary_fraction of it
     kind: Annotated[str, OneOf(("default", "proportional"))]
+    #: base of the frequencies, such as 10000
     theta: Positive
+    #: share of head_dim that is rotated; below 1 with kind proportional only
     rotary_fraction: Fraction = 1.0
+    #: divisor of the inverse frequencies, for longer contexts; none by default
     factor: Positive | None = None
 
     def pairs(self, head_dim: int) -> int:
@@ -64,10 +68,15 @@ class Rope:
 class AttentionKind:
     """Geometry of one attention kind. `window` counts keys including the query itself."""
 
+    #: elements of one head; even
     head_dim: Count
+    #: key and value heads; a divisor of num_attention_heads
     num_key_value_heads: Count
+    #: rotary position embedding of these layers
     rope: Rope
+    #: keys a query sees, itself included; of an encoder, on each side; sliding layers only
     window: Count | None = None
+    #: V is the K projection before norm and rotation; there is no v_proj tensor
     k_eq_v: bool = False
 
 
@@ -75,9 +84,13 @@ class AttentionKind:
 class Moe:
     """Routed experts in parallel with the dense MLP; `layers` None: in every layer."""
 
+    #: routed experts per layer
     num_experts: Annotated[int, Range(1, 65536)]
+    #: experts that run per token
     top_k_experts: Count
+    #: inner width of one expert's MLP
     intermediate_size: Count
+    #: indices from 0 of the layers with experts; every layer by default
     layers: tuple[Index, ...] | None = None
 
 
@@ -86,7 +99,9 @@ class Ple:
     """Per-layer embeddings: one row of num_hidden_layers * dim per token id; without a table
     (`vocab_size` None) they are projected from the token embeddings alone."""
 
+    #: width of one layer's row; a table row has num_hidden_layers * dim elements
     dim: Count
+    #: rows of the table: token ids from 0 that have per-layer embeddings; null: no table
     vocab_size: Count | None
 
 
@@ -100,29 +115,53 @@ LATER_TEXT = (
 class Text:
     """The decoder."""
 
+    #: rows of the token table, and logits per position
     vocab_size: Count
+    #: width of the residual stream
     hidden_size: Count
+    #: inner width of the dense MLP
     intermediate_size: Count
+    #: decoder layers
     num_hidden_layers: Layers
+    #: query heads of every layer
     num_attention_heads: Count
+    #: kinds of the layers, repeated and cut to num_hidden_layers
     pattern: Annotated[tuple[Kind, ...], Length(1, MAX_LAYERS)]
+    #: attention of sliding-window layers
     sliding: AttentionKind
+    #: attention of full (global) layers
     full: AttentionKind
+    #: maximum context length in tokens
     max_position_embeddings: Count
+    #: last layers that read an earlier layer's K and V
     num_kv_shared_layers: Index = 0
+    #: layers with shared K and V have twice the intermediate_size
     use_double_wide_mlp: bool = False
+    #: routed experts beside the dense MLP; none by default
     moe: Moe | None = None
+    #: per-layer embeddings; none by default
     ple: Ple | None = None
+    #: epsilon of the RMS norms
     rms_norm_eps: Positive = 1e-6
+    #: activation of the gated MLPs
     hidden_activation: Activation = "gelu_pytorch_tanh"
+    #: soft cap c of the logits: c * tanh(x / c); none by default
     final_logit_softcapping: Positive | None = None
+    #: soft cap of the attention scores; none by default
     attn_logit_softcapping: Positive | None = None
+    #: attention scores are multiplied by its -0.5th power; 1 by default
     query_pre_attn_scalar: Count | None = None
+    #: V is RMS-normed, without weight
     value_norm: bool = True
+    #: each layer's output is multiplied by a learned scalar
     layer_scalar: bool = True
+    #: norm weights w are stored about zero, and a norm multiplies by 1 + w
     norms_about_zero: bool = False
+    #: the last layer is full, whatever the pattern says
     last_layer_full: bool = True
+    #: vision: soft tokens of one image see each other on sliding layers
     use_bidirectional_attention: Annotated[str, OneOf(("vision",))] | None = None
+    #: the token table is also the output matrix
     tie_word_embeddings: bool = True
 
     @property
@@ -147,15 +186,25 @@ class Text:
 class Tokens:
     """Special token ids. `eos` has every id that ends generation; media ids mark soft tokens."""
 
+    #: token id at the start of a text
     bos: Index | None = None
+    #: token ids that end a text
     eos: tuple[Index, ...] = ()
+    #: token id of padding
     pad: Index | None = None
+    #: token id replaced by soft tokens of an image
     image: Index | None = None
+    #: token id replaced by soft tokens of a video frame
     video: Index | None = None
+    #: token id replaced by soft tokens of audio
     audio: Index | None = None
+    #: token id before an image
     boi: Index | None = None
+    #: token id after an image
     eoi: Index | None = None
+    #: token id before audio
     boa: Index | None = None
+    #: token id after audio
     eoa: Index | None = None
 
 
@@ -163,21 +212,37 @@ class Tokens:
 class Vision:
     """The vision tower of `gemma4`: patches -> transformer -> pooling by position."""
 
+    #: width of the tower
     hidden_size: Count
+    #: inner width of its MLPs
     intermediate_size: Count
+    #: layers of the tower
     num_hidden_layers: Layers
+    #: query heads
     num_attention_heads: Count
+    #: key and value heads
     num_key_value_heads: Count
+    #: elements of one head; a multiple of 4
     head_dim: Count
+    #: side of a patch in pixels
     patch_size: Count
+    #: patches per side that are pooled into one soft token
     pooling_kernel_size: Count
+    #: rows per axis of the position table
     position_embedding_size: Count
+    #: base of the two-dimensional rotary frequencies
     rope_theta: Positive = 100.0
+    #: epsilon of the RMS norms
     rms_norm_eps: Positive = 1e-6
+    #: activation of the gated MLPs
     hidden_activation: Activation = "gelu_pytorch_tanh"
+    #: max_position_embeddings of the config.json; changes no value
     max_position_embeddings: Count = 131072
+    #: soft tokens per image unless a request says otherwise
     default_output_length: Count = 280
+    #: linears clip their inputs and outputs to ranges from the checkpoint
     use_clipped_linears: bool = False
+    #: soft tokens are shifted and scaled by tensors of the checkpoint
     standardize: bool = False
 
 
@@ -185,21 +250,37 @@ class Vision:
 class Audio:
     """The audio tower of `gemma4`: mel frames -> two strided convolutions -> conformer."""
 
+    #: width of the conformer
     hidden_size: Count
+    #: conformer layers
     num_hidden_layers: Layers
+    #: attention heads
     num_attention_heads: Count
+    #: width of the tower's output
     output_proj_dims: Count
+    #: channels of the two strided convolutions
     subsampling_conv_channels: Annotated[tuple[Count, ...], Length(2, 2)] = (128, 32)
+    #: frames of the depthwise convolution's kernel
     conv_kernel_size: Count = 5
+    #: factor of the feed-forward blocks in the residual sum
     residual_weight: Positive = 0.5
+    #: frames per attention block
     attention_chunk_size: Count = 12
+    #: frames to the left that a query sees, itself included, plus 1
     attention_context_left: Count = 13
+    #: frames a block sees to the right
     attention_context_right: Index = 0
+    #: soft cap of the attention scores
     attention_logit_cap: Positive = 50.0
+    #: score of a masked position
     attention_invalid_logits_value: Annotated[float, Range(-1e30, 0)] = -1e9
+    #: activations are clamped to plus or minus this
     gradient_clipping: Positive = 1e10
+    #: activation of the feed-forward and convolution blocks
     hidden_act: Annotated[str, OneOf(("silu",))] = "silu"
+    #: epsilon of the RMS norms
     rms_norm_eps: Positive = 1e-6
+    #: linears clip their inputs and outputs to ranges from the checkpoint
     use_clipped_linears: bool = True
 
 
@@ -207,12 +288,19 @@ class Audio:
 class UnifiedVision:
     """The image path of `gemma4_unified`: merged patches through one linear, no tower."""
 
+    #: width of a patch's embedding
     mm_embed_dim: Count
+    #: rows per axis of the position table
     mm_posemb_size: Count
+    #: side of a patch in pixels
     patch_size: Count = 16
+    #: patches per side that are merged into one soft token
     pooling_kernel_size: Count = 3
+    #: width of the output; equals mm_embed_dim
     output_proj_dims: Count = 3840
+    #: soft tokens per image unless a request says otherwise
     num_soft_tokens: Count = 280
+    #: epsilon of the RMS norms
     rms_norm_eps: Positive = 1e-6
 
 
@@ -220,7 +308,9 @@ class UnifiedVision:
 class UnifiedAudio:
     """The audio path of `gemma4_unified`: raw frames of `audio_embed_dim` samples, one linear."""
 
+    #: samples of audio per soft token
     audio_embed_dim: Count
+    #: epsilon of the RMS norms
     rms_norm_eps: Positive = 1e-6
 
 
@@ -229,7 +319,9 @@ class Centroids:
     """Clustered LM head: logits only for the tokens of the `top_k` best of `count` clusters of
     equal size."""
 
+    #: clusters; a divisor of text.vocab_size
     count: Count
+    #: clusters whose tokens have logits
     top_k: Count
 
 
@@ -237,8 +329,11 @@ class Centroids:
 class Drafter:
     """A draft model's interface to its target model."""
 
+    #: hidden_size of the target model
     backbone_hidden_size: Count
+    #: clustered output head; a logit for every token by default
     centroids: Centroids | None = None
+    #: next: a draft token's own position; last: that of the newest token in the KV cache
     position: Annotated[str, OneOf(("next", "last"))] = "next"
 
 
@@ -247,8 +342,11 @@ class EmbeddingHead:
     """The head of an encoder, whose attention is bidirectional: `projection` of every token, mean
     over the tokens, `dense` layers, L2 norm. `dims`: sizes to which an embedding may be cut."""
 
+    #: sizes of embeddings that the model was trained for, the full one included
     dims: Annotated[tuple[Count, ...], Length(1, 32)]
+    #: width to which every token is projected before the mean; none by default
     projection: Count | None = None
+    #: widths of the dense layers after the mean; none by default
     dense: Annotated[tuple[Count, ...], Length(0, 8)] = ()
 
 
@@ -256,25 +354,33 @@ class EmbeddingHead:
 class Prefixes:
     """Tensor name prefixes of each part in a checkpoint; the first one that is present is used."""
 
+    #: prefixes of the decoder's tensors; tried on embed_tokens.weight
     text: TensorPrefixes = ("model.language_model.", "language_model.", "model.", "")
+    #: names of the untied output matrix
     head: TensorPrefixes = ("lm_head.weight",)
+    #: prefixes of the vision tower
     vision: TensorPrefixes = ("model.vision_tower.", "vision_tower.")
+    #: prefixes of the audio tower
     audio: TensorPrefixes = ("model.audio_tower.", "audio_tower.")
     # the last two of these are the module names of transformers 5.17
+    #: prefixes of a unified model's patch embedder
     vision_embedder: TensorPrefixes = (
         "model.vision_embedder.",
         "vision_embedder.",
         "model.embed_vision.",
         "embed_vision.",
     )
+    #: prefixes of the projection from image features to hidden_size
     embed_vision: TensorPrefixes = (
         "model.embed_vision.",
         "embed_vision.",
         "model.embed_vision.multimodal_embedder.",
         "embed_vision.multimodal_embedder.",
     )
+    #: prefixes of the projection from audio features to hidden_size
     embed_audio: TensorPrefixes = ("model.embed_audio.", "embed_audio.")
     # a draft model's tensors outside its layers
+    #: prefixes of a drafter's own tensors outside its layers
     drafter: TensorPrefixes = ("",)
 
 
@@ -294,17 +400,29 @@ class Layer:
 class Variant:
     """The fields of a variant, and its layers."""
 
+    #: name of the variant; the file's name by default
     name: Annotated[str, Shaped(NAME, "my-variant")]
+    #: model_type of the config.json
     model_type: Annotated[str, OneOf(MODEL_TYPES)]
+    #: dtype of weights and activations
     dtype: Annotated[str, OneOf(DTYPES, DTYPE_ALIASES)]
+    #: the decoder
     text: Text
+    #: special token ids
     tokens: Tokens
+    #: Hugging Face repository of the weights, such as google/gemma-4-E2B-it
     hub: Annotated[str, Shaped(f"{NAME}/{NAME}", "google/gemma-4-E2B-it")] | None = None
+    #: chat format, whose built-in template is for a checkpoint without one
     chat: Annotated[str, OneOf(CHAT_FORMS)] = CHAT_FORMS[0]
+    #: image tower; none by default
     vision: Vision | UnifiedVision | None = None
+    #: audio tower; none by default
     audio: Audio | UnifiedAudio | None = None
+    #: tensor name prefixes in a checkpoint
     prefixes: Prefixes = field(default_factory=Prefixes)
+    #: set if this is a draft model (MTP), whose layers read the target's KV cache
     drafter: Drafter | None = None
+    #: head of an encoder; none by default: the model generates text
     embedding: EmbeddingHead | None = None
 
     @property

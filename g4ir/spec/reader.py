@@ -40,7 +40,7 @@ INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 REAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-# --- constraints, written as Annotated[...] on a field and shown in the JSON Schema ------------
+# --- constraints, written as Annotated[...] on a field -----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,6 @@ class Range:
             return f"must be {'above' if self.open_low else 'at least'} {self.lo:g}"
         return None
 
-    def schema(self) -> dict[str, Any]:
-        low = "exclusiveMinimum" if self.open_low else "minimum"
-        return _finite({low: self.lo, "maximum": self.hi})
-
-
-def _finite(limits: dict[str, float]) -> dict[str, Any]:
-    return {name: n for name, n in limits.items() if n < math.inf}
-
 
 @dataclass(frozen=True)
 class OneOf:
@@ -83,9 +75,6 @@ class OneOf:
     def normal(self, value: str) -> str:
         return dict(self.aliases).get(value, value)
 
-    def schema(self) -> dict[str, Any]:
-        return {"enum": [*self.words, *dict(self.aliases)]}
-
 
 @dataclass(frozen=True)
 class Length:
@@ -101,9 +90,6 @@ class Length:
         want = self.lo if self.lo == self.hi else bounds
         return f"must have {want} items, has {len(value)}"
 
-    def schema(self) -> dict[str, Any]:
-        return _finite({"minItems": self.lo, "maxItems": self.hi})
-
 
 @dataclass(frozen=True)
 class Shaped:
@@ -114,9 +100,6 @@ class Shaped:
 
     def broken(self, value: str) -> str | None:
         return None if re.fullmatch(self.pattern, value) else f"must look like {self.like}"
-
-    def schema(self) -> dict[str, Any]:
-        return {"pattern": f"^{self.pattern}$"}
 
 
 class Line(str):

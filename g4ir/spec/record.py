@@ -10,12 +10,9 @@ import hashlib
 import importlib.util
 import json
 import logging
-import types
-import typing
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 
@@ -23,7 +20,6 @@ from g4ir.errors import InputError, SpecError
 from g4ir.spec.huggingface import read_config
 from g4ir.spec.huggingface_write import config_of
 from g4ir.spec.reader import (
-    Line,
     Map,
     Scalar,
     Where,
@@ -35,23 +31,16 @@ from g4ir.spec.reader import (
     is_null,
     join,
     merge,
-    quote,
     read_tree,
-    required,
     together,
-    tree_of,
 )
-from g4ir.ui.files import read_table
 
-from .parts import LATER_TEXT, TOWERS, Variant, slug
-from .rules import Problem, canonical, problems, readable_pattern
+from .parts import TOWERS, Variant, slug
+from .rules import canonical, problems
 
 SCHEMA = 1
-#: fields added later, excluded from the digest at their default
-LATER = ("chat", "embedding")
 
 MAX_EXTENDS = 8
-EXTENDS = "a shipped variant, or a YAML file beside this one, whose fields are the defaults"
 SUFFIXES = (".yaml", ".yml")
 
 log = logging.getLogger(__name__)
@@ -84,23 +73,12 @@ class Spec(Variant):
 
     def to_yaml(self) -> str:
         """Return a spec file that loads to this spec; fields at their default are left out."""
-        pattern = readable_pattern(self.text)
-        spec = replace(self, text=replace(self.text, pattern=pattern))
-        body = {"schema": SCHEMA, **_pruned(spec)}
-        note = (
-            "" if pattern == self.text.pattern else "# the last layer is full, after any pattern\n"
-        )
-        return note + yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
+        body = {"schema": SCHEMA, **_pruned(self)}
+        return yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
 
     def digest(self) -> str:
-        """Return SHA-256 of the canonical JSON of all fields, without LATER fields at their
-        default, so that digests of older engines stay valid."""
-        values = self.to_dict()
-        for part, record, names in ((values, self, LATER), (values["text"], self.text, LATER_TEXT)):
-            for f in fields(record):
-                if f.name in names and getattr(record, f.name) == f.default:
-                    del part[f.name]
-        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        """Return SHA-256 of the canonical JSON of all fields."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -115,26 +93,6 @@ def _pruned(value: Any) -> Any:
 
 def _default(f: Any) -> Any:
     return f.default_factory() if f.default_factory is not MISSING else f.default
-
-
-def check_spec(spec: Spec) -> Spec:
-    """Return the spec if it is valid; SpecError with the first problem otherwise.
-
-    For specs built in Python; `load_spec` and `Spec.from_hf` return checked ones.
-    """
-    where = Where(f"spec {spec.name}", 0)
-    hints = hints_of(Spec) | {name: _tower_hint(spec, name) for name in ("vision", "audio")}
-    converted = build(Spec, tree_of(asdict(spec), where, exact=True), hints=hints)
-    for path, actual, expected in diff_specs(spec, converted):
-        raise fail(where, path, f"must be {expected}, found {quote(str(actual))}")
-    for path, message, *_ in problems(spec):
-        raise fail(where, path, message)
-    return spec
-
-
-def _tower_hint(spec: Spec, name: str) -> Any:
-    classes = [towers[name] for towers in TOWERS.values() if name in towers]
-    return next((c for c in classes if isinstance(getattr(spec, name), c)), classes[0]) | None
 
 
 NOT_INHERITED = ("name", "hub")  # they identify one model and its weights
@@ -244,9 +202,22 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
         name = Scalar(slug(stem), False, tree.where)
         tree = Map({"name": name, **tree.entries}, tree.keys, tree.where)
     spec = canonical(build(Spec, tree, hints=hints))
-    if found := [fail(_find_line(tree, p), p.path, p.message) for p in problems(spec)]:
+    if found := [fail(_find_line(tree, path), path, text) for path, text in problems(spec)]:
         raise together(found)
     return spec
+
+
+def _find_line(tree: Map, path: str) -> Where:
+    """Return the position of the key path, as far as this file has its keys: a base file is valid
+    on its own."""
+    node: Any = tree
+    where = tree.where
+    for key in path.split("."):
+        if not isinstance(node, Map) or key not in node.entries:
+            break
+        where = node.keys[key] if node.keys[key].file == tree.where.file else where
+        node = node.entries[key]
+    return where
 
 
 def _spec_hints(tree: Map) -> dict[str, Any]:
@@ -262,28 +233,6 @@ def _towers(model_type: str) -> dict[str, Any]:
     return {name: cls | None for name, cls in TOWERS.get(model_type, {}).items()}
 
 
-def _find_line(tree: Map, problem: Problem) -> Where:
-    """Return the position of the first key of the problem that this file itself sets, since a base
-    file is valid on its own; otherwise the nearest enclosing position."""
-    reached = [(path, _lines_along(tree, path)) for path in (problem.path, *problem.related)]
-    for path, lines in reached:
-        if len(lines) > path.count(".") and lines[-1].file == tree.where.file:
-            return lines[-1]
-    return [tree.where, *reached[0][1]][-1]
-
-
-def _lines_along(tree: Map, path: str) -> list[Where]:
-    """Return the positions of the keys along a key path, as far as they exist."""
-    lines: list[Where] = []
-    node: Any = tree
-    for key in path.split("."):
-        if not isinstance(node, Map) or key not in node.entries:
-            break
-        lines.append(node.keys[key])
-        node = node.entries[key]
-    return lines
-
-
 def diff_specs(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
     """Return differing fields as (key path, value in a, value in b), in field order."""
     old, new = _flat(a.to_dict()), _flat(b.to_dict())
@@ -296,76 +245,3 @@ def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
     for key, item in value.items():
         out |= _flat(item, join(path, key)) if isinstance(item, dict) else {join(path, key): item}
     return out
-
-
-_JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Line: "string"}
-
-
-def _schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
-    """Add the JSON Schema of a dataclass and its nested ones to `defs`; return its name there.
-
-    `partial` drops the required keys, for files with `extends`.
-    """
-    name = cls.__name__ + ("Patch" if partial else "")
-    if name not in defs:
-        defs[name] = {}  # keeps a recursive type from looping
-        hints = hints_of(cls)
-        docs = _field_descriptions().get("Variant" if cls is Spec else cls.__name__, {})
-        defs[name] = {
-            "type": "object",
-            "description": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
-            "additionalProperties": False,
-            "properties": {
-                f.name: _schema_of(hints[f.name], partial, defs)
-                | ({"description": docs[f.name]} if f.name in docs else {})
-                for f in fields(cls)
-            },
-            "required": [] if partial else [f.name for f in fields(cls) if required(f)],
-        }
-    return name
-
-
-@cache
-def _field_descriptions() -> dict[str, dict[str, str]]:
-    return read_table(Path(__file__).with_name("parts.yaml"))
-
-
-def _schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON Schema of one annotation."""
-    if hint is Any:
-        return {}
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        out = _schema_of(args[0], partial, defs)
-        for rule in args[1:]:
-            out |= rule.schema()
-        return out
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema_of(a, partial, defs) for a in args]}
-    if origin is tuple:
-        return {"type": "array", "items": _schema_of(args[0], partial, defs)}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema_of(args[1], partial, defs)}
-    if hint is type(None):
-        return {"type": "null"}
-    if is_dataclass(hint):
-        return {"$ref": f"#/$defs/{_schema_defs(typing.cast(type, hint), partial, defs)}"}
-    return {"type": _JSON_TYPES[hint]}
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a spec file, for editors, from the dataclasses."""
-    defs: dict[str, Any] = {}
-    full, patch = (_schema_defs(Spec, partial, defs) for partial in (False, True))
-    for name in (full, patch):
-        head = {"schema": {"const": SCHEMA, "description": "version of the file format"}}
-        defs[name]["properties"] = head | defs[name]["properties"]
-    defs[full]["required"] = ["schema", *(k for k in defs[full]["required"] if k != "name")]
-    defs[patch]["properties"]["extends"] = {"type": "string", "description": EXTENDS}
-    defs[patch]["required"] = ["schema", "extends"]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "g4ir variant",
-        "anyOf": [{"$ref": f"#/$defs/{full}"}, {"$ref": f"#/$defs/{patch}"}],
-        "$defs": defs,
-    }

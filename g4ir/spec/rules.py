@@ -23,17 +23,14 @@ from .parts import (
 )
 
 log = logging.getLogger(__name__)
-#: max entries of a readable pattern; released models have at most 6
-READABLE = 8
 V = TypeVar("V", bound=Variant)
 
 
 class Problem(NamedTuple):
-    """A violated rule: key path, message with the fix, the rule's other keys."""
+    """A violated rule: key path, message with the fix."""
 
     path: str
     message: str
-    related: tuple[str, ...] = ()
 
 
 def _family_problems(spec: Variant) -> Iterator[Problem]:
@@ -44,14 +41,11 @@ def _family_problems(spec: Variant) -> Iterator[Problem]:
     for (path, value), required in stated.items():
         if value != required:
             text = str(required).lower() if isinstance(required, bool) else required
-            yield Problem(
-                path, f"is {text} of {spec.model_type} models; give {text}", ("model_type",)
-            )
+            yield Problem(path, f"is {text} of {spec.model_type} models; give {text}")
 
 
-def _no_divisor(path: str, value: int, total_name: str, total: int, *related: str) -> Problem:
-    message = f"{value} does not divide {total_name} {total}; use a divisor"
-    return Problem(path, message, (total_name, *related))
+def _no_divisor(path: str, value: int, total_name: str, total: int) -> Problem:
+    return Problem(path, f"{value} does not divide {total_name} {total}; use a divisor")
 
 
 def problems(spec: Variant) -> Iterator[Problem]:
@@ -61,7 +55,6 @@ def problems(spec: Variant) -> Iterator[Problem]:
             "drafter",
             f"goes with a model_type that ends in {ASSISTANT}, and such a type with it; give both "
             f"or neither",
-            ("model_type",),
         )
         return
     yield from _family_problems(spec)
@@ -80,7 +73,6 @@ def _pattern_problems(text: Text) -> Iterator[Problem]:
         yield Problem(
             "text.num_kv_shared_layers",
             f"{shared} of {layers} layers share K and V, so none owns them; at most {layers - 1}",
-            ("text.num_hidden_layers",),
         )
         return
     kinds, first = text.layer_types, text.first_kv_shared_layer
@@ -89,7 +81,6 @@ def _pattern_problems(text: Text) -> Iterator[Problem]:
             "text.num_kv_shared_layers",
             f"layers {first}..{layers - 1} share K and V but no {kind} layer below {first} owns "
             f"them (layer {first + kinds[first:].index(kind)} needs one); share fewer layers",
-            ("text.num_hidden_layers", "text.pattern"),
         )
 
 
@@ -99,11 +90,10 @@ def _drafter_problems(spec: Variant) -> Iterator[Problem]:
         yield Problem(
             "text.num_kv_shared_layers",
             f"{shared} of {text.num_hidden_layers} layers: a drafter has no K and V; share all",
-            ("text.num_hidden_layers",),
         )
     for name in ("moe", "ple"):
         if getattr(text, name) is not None:
-            yield Problem(f"text.{name}", "a drafter has none; leave it out", ("drafter",))
+            yield Problem(f"text.{name}", "a drafter has none; leave it out")
     if text.use_double_wide_mlp:
         yield Problem("text.use_double_wide_mlp", "a drafter's MLPs are alike; leave it out")
     centroids = spec.drafter.centroids if spec.drafter else None
@@ -112,15 +102,14 @@ def _drafter_problems(spec: Variant) -> Iterator[Problem]:
         yield _no_divisor("drafter.centroids.count", centroids.count, *vocab)
     if centroids and centroids.top_k > centroids.count:
         message = f"{centroids.top_k} of {centroids.count} clusters; at most count"
-        yield Problem("drafter.centroids.top_k", message, ("drafter.centroids.count",))
+        yield Problem("drafter.centroids.top_k", message)
 
 
 def _kind_problems(text: Text, name: str) -> Iterator[Problem]:
     kind: AttentionKind = getattr(text, name)
     path, heads, kv = f"text.{name}", text.num_attention_heads, kind.num_key_value_heads
     if name in text.layer_types and heads % kv:
-        total = ("text.num_attention_heads", heads, "text.pattern")
-        yield _no_divisor(f"{path}.num_key_value_heads", kv, *total)
+        yield _no_divisor(f"{path}.num_key_value_heads", kv, "text.num_attention_heads", heads)
     if kind.head_dim % 2:
         yield Problem(
             f"{path}.head_dim", f"{kind.head_dim} is odd, rotary needs pairs; use an even number"
@@ -136,16 +125,15 @@ def _kind_problems(text: Text, name: str) -> Iterator[Problem]:
 
 def _rope_problems(kind: AttentionKind, path: str) -> Iterator[Problem]:
     rope = kind.rope
-    idle, kind_path = "has no effect on kind default; use kind proportional", (f"{path}.kind",)
+    idle = "has no effect on kind default; use kind proportional"
     if rope.kind == "default" and rope.rotary_fraction != 1.0:
-        yield Problem(f"{path}.rotary_fraction", f"{rope.rotary_fraction:g} {idle}", kind_path)
+        yield Problem(f"{path}.rotary_fraction", f"{rope.rotary_fraction:g} {idle}")
     if rope.kind == "default" and rope.factor is not None:
-        yield Problem(f"{path}.factor", idle, kind_path)
+        yield Problem(f"{path}.factor", idle)
     if rope.kind == "proportional" and rope.pairs(kind.head_dim) < 1:
         yield Problem(
             f"{path}.rotary_fraction",
             f"{rope.rotary_fraction:g} of head_dim {kind.head_dim} rotates no pair; raise it",
-            (f"{path.rpartition('.')[0]}.head_dim", f"{path}.kind"),
         )
 
 
@@ -155,13 +143,13 @@ def _feed_forward_problems(text: Text) -> Iterator[Problem]:
         return
     if moe.top_k_experts > moe.num_experts:
         message = f"{moe.top_k_experts} of {moe.num_experts} experts; at most num_experts"
-        yield Problem("text.moe.top_k_experts", message, ("text.moe.num_experts",))
+        yield Problem("text.moe.top_k_experts", message)
     if moe.layers is None:
         return
     outside = [i for i in moe.layers if i >= text.num_hidden_layers]
     if outside:
         message = f"{outside[0]} is not a layer; 0..{text.num_hidden_layers - 1}"
-        yield Problem("text.moe.layers", message, ("text.num_hidden_layers",))
+        yield Problem("text.moe.layers", message)
     if not moe.layers or list(moe.layers) != sorted(set(moe.layers)):
         yield Problem(
             "text.moe.layers", "must be rising, without repeats, not empty; or leave moe out"
@@ -175,7 +163,7 @@ def _token_problems(spec: Variant) -> Iterator[Problem]:
         ids = value if isinstance(value, tuple) else () if value is None else (value,)
         for i in (i for i in ids if i >= vocab):
             message = f"{i} is outside the vocabulary; 0..{vocab - 1}"
-            yield Problem(f"tokens.{f.name}", message, ("text.vocab_size",))
+            yield Problem(f"tokens.{f.name}", message)
 
 
 def _tower_problems(spec: Variant) -> Iterator[Problem]:
@@ -183,14 +171,14 @@ def _tower_problems(spec: Variant) -> Iterator[Problem]:
         part = getattr(spec, name)
         if part is not None and not isinstance(part, TOWERS.get(spec.model_type, {}).get(name, ())):
             message = f"a {spec.model_type} spec has no {type(part).__name__}"
-            yield Problem(name, f"{message}; use the keys of its model_type", ("model_type",))
+            yield Problem(name, f"{message}; use the keys of its model_type")
     if isinstance(spec.vision, Vision):
         yield from _vision_problems(spec.vision)
     if isinstance(spec.vision, UnifiedVision):
         out, width = spec.vision.output_proj_dims, spec.vision.mm_embed_dim
         if out != width:
             message = f"{out} is not vision.mm_embed_dim {width}; make them equal"
-            yield Problem("vision.output_proj_dims", message, ("vision.mm_embed_dim",))
+            yield Problem("vision.output_proj_dims", message)
     if isinstance(spec.audio, Audio) and spec.audio.hidden_size % spec.audio.num_attention_heads:
         total = ("audio.hidden_size", spec.audio.hidden_size)
         yield _no_divisor("audio.num_attention_heads", spec.audio.num_attention_heads, *total)
@@ -200,7 +188,7 @@ def _embedding_problems(spec: Variant) -> Iterator[Problem]:
     rule, head = FAMILIES[spec.model_type.removesuffix(ASSISTANT)].get("embedding"), spec.embedding
     if (head is None) != (rule is None):
         verb = "an encoder and needs one" if rule else "no encoder and has none; leave it out"
-        yield Problem("embedding", f"{spec.model_type} is {verb}", ("model_type",))
+        yield Problem("embedding", f"{spec.model_type} is {verb}")
     if not head or not rule:
         return
     size = spec.embedding_size
@@ -214,7 +202,7 @@ def _embedding_problems(spec: Variant) -> Iterator[Problem]:
         )
     for name in ("num_kv_shared_layers", "final_logit_softcapping", "moe"):
         if getattr(spec.text, name):
-            yield Problem(f"text.{name}", "an encoder has none; leave it out", ("embedding",))
+            yield Problem(f"text.{name}", "an encoder has none; leave it out")
     if spec.text.ple and spec.text.ple.vocab_size is not None:
         yield Problem("text.ple.vocab_size", "an encoder has no such table; give null")
 
@@ -249,15 +237,6 @@ def canonical(spec: V) -> V:
             last,
         )
     return replace(spec, text=replace(text, pattern=shortest_pattern(text.layer_types), moe=moe))
-
-
-def readable_pattern(text: Text) -> tuple[str, ...]:
-    """Return the pattern for a spec file: the canonical one, or, if that is longer than READABLE,
-    the shortest one for all layers but the last, if that is full in any case."""
-    pattern = shortest_pattern(text.layer_types)
-    if len(pattern) <= READABLE or not text.last_layer_full:
-        return pattern
-    return shortest_pattern(text.layer_types[:-1])
 
 
 def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:

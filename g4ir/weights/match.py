@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -164,9 +163,7 @@ class TensorMatch:
             text += f", found {quoted(type_text((header, entry)))}"
             fix = "k_eq_v"
         else:
-            hint = len(self.mismatches) < MAX_LISTED
-            near = _nearest(bare, list(text_tensors(self.spec)), self.prefix) if hint else ""
-            text, fix = f"not in the spec{near}", "spec"
+            text, fix = "not in the spec", "spec"
         return Mismatch(header.path.name, entry.name, text, fix)
 
     def _check(self, name: str, header: Header, entry: Entry) -> Iterator[Mismatch]:
@@ -177,16 +174,13 @@ class TensorMatch:
             yield Mismatch(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shape):
             text = f"expected shape {list(shape)}, found {quoted(type_text((header, entry)))}"
-            moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shape)
-            text += " (channels last, as MLX stores convolutions)" if moved else ""
-            yield Mismatch(header.path.name, entry.name, text, "mlx" if moved else "spec")
+            yield Mismatch(header.path.name, entry.name, text, "spec")
 
     def _missing(self) -> Iterator[Mismatch]:
         needed = [*text_tensors(self.spec), *self.towers]
         absent = [name for name in needed if name not in self.live]
         self.defaults = {n: d for n in absent if (d := absent_value(n)) is not None}
         absent = [name for name in absent if name not in self.defaults]
-        strays = [m.tensor for m in self.mismatches[:200]]
         for name in absent:
             text, fix = f"missing: expected shape {list(self.shapes[name])}", "spec"
             if name in self.towers:
@@ -197,8 +191,6 @@ class TensorMatch:
                 fix = "modules"
             elif name == HEAD:
                 text, fix = f"{text} (tie_word_embeddings is false)", "tie"
-            elif len(absent) <= MAX_LISTED:
-                text += _nearest(name, strays, "")
             yield Mismatch(self.directory.name, name, text, fix)
 
 
@@ -215,16 +207,6 @@ def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Mismatch]
     elif head.dtype != embed.dtype:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
         yield Mismatch(header.path.name, head.name, text, "tie")
-
-
-def _nearest(name: str, candidates: list[str], prefix: str) -> str:
-    """Return '; nearest: ...' of candidates of the same layer (all are too many to rank)."""
-    if len(name) > 200:
-        return ""
-    same = [c for c in candidates if re.findall(r"\d+", c)[:1] == re.findall(r"\d+", name)[:1]]
-    pool = [c for c in (same or candidates) if len(c) <= 200][:200]
-    close = difflib.get_close_matches(name, pool, n=2, cutoff=0.5)
-    return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
 
 
 def report(path: Path, spec: Spec, mismatches: list[Mismatch]) -> str:

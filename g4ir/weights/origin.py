@@ -231,7 +231,6 @@ def find_origin(path: Path | str) -> Origin:
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"{path}: no such file")
-    path = in_cache_folder(path)
     folder = read_folder(path)
     return GgufFile(folder.model) if folder else CheckpointDirectory(path)
 
@@ -269,7 +268,7 @@ def find_model(
     if isinstance(model, str) and model in spec_names():
         spec = load_spec(model)
         return spec, need_snapshot(spec, alternatives, revision)
-    path = in_cache_folder(Path(model))
+    path = Path(model)
     if not path.exists() and HUB_ID.fullmatch(str(model)):
         if snapshot := hub_snapshot(str(model), revision):
             return None, snapshot
@@ -325,22 +324,6 @@ def _snapshot(repo: Path, revision: str = "main") -> Path | None:
         commit = reference.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = repo / "snapshots" / commit
     return snapshot if re.fullmatch(r"[0-9A-Za-z]{1,64}", commit) and snapshot.is_dir() else None
-
-
-def in_cache_folder(path: Path) -> Path:
-    """Return the snapshot in a cache folder `models--org--name`; other paths unchanged. InputError
-    if there is no snapshot, or several without a `main`."""
-    folder = path / "snapshots"
-    if not folder.is_dir():
-        return path
-    snapshots = sorted(p for p in folder.iterdir() if p.is_dir())
-    main = _snapshot(path) or (snapshots[0] if len(snapshots) == 1 else None)
-    if main is None:
-        names = ", ".join(p.name for p in snapshots[:8])
-        fix = f"give one of them: {names}" if snapshots else "download the model again"
-        count = f"with {len(snapshots)} snapshots, of which none is main"
-        raise InputError(f"{path}: a folder of the hub's cache {count}; {fix}")
-    return main
 
 
 def snapshot_of(spec: Spec, revision: str | None = None) -> Path | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -59,42 +58,34 @@ class Packing:
         return self._recipes[param]
 
     def _recipe(self, v: Value) -> Graph:
+        nodes, readers = self.prologue.nodes, self._readers
         if v.name not in self.prologue.producers:
             return Graph("prologue", (), (v,), (), (), (v,))
-        part = self._components[v.name]
-        names = {x.name for x in drop_dead(replace(part, outputs=(v,))).params}
-        for n in part.nodes:
-            if all(x.name in names for x in n.inputs):
-                names |= {x.name for x in n.outputs}
-        return drop_dead(replace(part, outputs=tuple(x for x in part.outputs if x.name in names)))
+        names, pending = set[str](), [v.name]
+        while pending:  # what it is computed from
+            names.add(name := pending.pop())
+            if n := self.prologue.producers.get(name):
+                pending += [x.name for x in n.inputs if x.name not in names]
+        chosen, pending = set[int](), [*names]
+        while pending:  # and everything else that is computed from the same values
+            for i in readers.get(pending.pop(), ()):
+                if i not in chosen and all(x.name in names for x in nodes[i].inputs):
+                    chosen.add(i)
+                    results = {x.name for x in nodes[i].outputs}
+                    names |= results
+                    pending += results
+        outputs = tuple(x for x in self.prologue.outputs if x.name in names)
+        part = tuple(nodes[i] for i in sorted(chosen))
+        return drop_dead(replace(self.prologue, nodes=part, outputs=outputs))
 
     @cached_property
-    def _components(self) -> dict[str, Graph]:
-        """Value of the prologue -> the part of the prologue that is connected with it."""
-        names: dict[str, set[str]] = {}
-        for n in self.prologue.nodes:
-            near = {v.name for v in (*n.inputs, *n.outputs)}
-            near = near.union(*(names.get(name, ()) for name in near))
-            names.update(dict.fromkeys(near, near))
-        nodes: dict[int, list[Node]] = {}
-        for n in self.prologue.nodes:
-            nodes.setdefault(id(names[n.outputs[0].name]), []).append(n)
-        parts = {key: self._part(part) for key, part in nodes.items()}
-        return {name: parts[id(near)] for name, near in names.items()}
-
-    def _part(self, nodes: list[Node]) -> Graph:
-        """Return a prologue of some of the nodes."""
-        values = [v for n in nodes for v in n.outputs]
-        packed, outputs = {v.name for v in values}, self._outputs
-        read = {v.name: v for n in nodes for v in n.inputs if v.name not in packed}
-        results = tuple(v for v in values if v.name in outputs)
-        return replace(
-            self.prologue, params=tuple(read.values()), nodes=tuple(nodes), outputs=results
-        )
-
-    @cached_property
-    def _outputs(self) -> frozenset[str]:
-        return frozenset(v.name for v in self.prologue.outputs)
+    def _readers(self) -> dict[str, list[int]]:
+        """Name of a value -> indices of the nodes of the prologue that read it."""
+        readers: dict[str, list[int]] = {}
+        for i, n in enumerate(self.prologue.nodes):
+            for v in n.inputs:
+                readers.setdefault(v.name, []).append(i)
+        return readers
 
 
 def split_program(program: Program) -> Packing:
@@ -171,42 +162,27 @@ class MadeParams:
     calibrated: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     #: implementation of `quantize`, bit-identical to the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
-    #: recipes with several results (codes and scales), by the first one's name: running, or with
-    #: results not fetched yet
-    _pending: dict[str, Future[dict[str, torch.Tensor]]] = field(
+    #: results of recipes with several (codes and scales) that are not fetched yet, by the first
+    #: one's name; a lock for each recipe
+    _pending: dict[str, dict[str, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict, compare=False, repr=False)
 
     def tensor(self, param: str) -> torch.Tensor:
         recipe = self.packing.recipe(param)
         if len(recipe.outputs) < 2:
             return self._results(recipe, self.source.tensor)[param]
-        while (result := self._shared_result(recipe, param)) is None:
-            pass
-        return result
-
-    def _shared_result(self, recipe: Graph, param: str) -> torch.Tensor | None:
-        """Return a result of a recipe that another thread may run; None if it was fetched
-        before."""
         key = recipe.outputs[0].name
-        with self._lock:
-            future = self._pending.get(key)
-            if first := future is None:
-                for old in [*self._pending][: 1 - MAX_PENDING]:
-                    del self._pending[old]
-                future = self._pending[key] = Future()
-        if first:
-            try:
-                future.set_result(self._results(recipe, self.source.tensor))
-            except BaseException as e:
-                future.set_exception(e)
-                self._pending.pop(key, None)
-        results = future.result()
-        with self._lock:
-            result = results.pop(param, None)
-            if not results or result is None:
-                self._pending.pop(key, None)
+        with self._locks.setdefault(key, threading.Lock()):
+            results = self._pending.pop(key, {})
+            if param not in results:
+                results = self._results(recipe, self.source.tensor)
+            result = results.pop(param)
+            if results:
+                self._pending[key] = results
+            for old in [*self._pending][:-MAX_PENDING]:
+                self._pending.pop(old, None)
         return result
 
     def makes(self, param: str) -> list[Callable[[], tensorfile.TensorPieces]]:
@@ -236,8 +212,8 @@ class MadeParams:
             yield results.pop(v.name)
             for name, t in results.items():
                 extras.setdefault(name, []).append(t)
-        future = self._pending[recipe.outputs[0].name] = Future()
-        future.set_result({name: torch.cat(parts) for name, parts in extras.items()})
+        scales = {name: torch.cat(parts) for name, parts in extras.items()}
+        self._pending[recipe.outputs[0].name] = scales
 
     def _results(
         self, recipe: Graph, read: Callable[[str], torch.Tensor]

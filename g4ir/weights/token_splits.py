@@ -10,8 +10,6 @@ import numpy as np
 
 #: odd and irregular: hashes are polynomials in it, modulo 2^64
 BASE = np.uint64(0x9E3779B97F4A7C15)
-#: bits of a hash that number its bucket, and how many hashes of a bucket are tried one by one
-BUCKET_BITS, MAX_PROBES = 20, 32
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,8 @@ class HashedTokens:
         self.hashes = np.zeros(count, np.uint64)
         for index, tokens in self._columns():
             self.hashes[tokens] = self._step(self.hashes[tokens], tokens, index)
-        keys = _spread(self.hashes)
-        self._order = np.argsort(keys)
-        self._keys = np.append(keys[self._order], np.uint64(2**64 - 1))
-        sizes = np.bincount(_bucket(self._keys), minlength=1 << BUCKET_BITS)
-        self._first, self._deepest = np.cumsum(sizes) - sizes, int(sizes.max())
+        self._order = np.argsort(self.hashes)
+        self._keys = np.append(self.hashes[self._order], np.uint64(2**64 - 1))
 
     @property
     def collide(self) -> bool:
@@ -91,15 +86,9 @@ class HashedTokens:
 
     def _find(self, hashes: np.ndarray, characters: np.ndarray | int) -> np.ndarray:
         """Return the tokens with these hashes and numbers of characters, -1 for none."""
-        keys = _spread(hashes)
-        if self._deepest > MAX_PROBES:
-            at = np.searchsorted(self._keys, keys)
-        else:
-            at = self._first[_bucket(keys)]
-            for _ in range(self._deepest):
-                at += self._keys[at] < keys
+        at = np.searchsorted(self._keys, hashes)
         tokens = self._order[np.minimum(at, len(self._order) - 1)]
-        match = (self._keys[at] == keys) & (self.characters[tokens] == characters)
+        match = (self._keys[at] == hashes) & (self.characters[tokens] == characters)
         return np.where(match, tokens, -1)
 
     def _splits_by_text(self) -> Splits:
@@ -112,12 +101,3 @@ class HashedTokens:
             if t[:cut] in ids and t[cut:] in ids
         ]
         return Splits(*np.array(rows, np.int64).reshape(-1, 4).T)
-
-
-def _spread(hashes: np.ndarray) -> np.ndarray:
-    """Mix hashes (bijectively) into the upper bits: hashes of short texts are small."""
-    return (hashes ^ (hashes >> np.uint64(32))) * BASE
-
-
-def _bucket(keys: np.ndarray) -> np.ndarray:
-    return (keys >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)

@@ -25,8 +25,7 @@ from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, parse_type
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import check_spec
-from tests.configs import short, spec_called
+from tests.configs import check_spec, short, spec_called
 from tests.network_session import check_op, in_network
 from tests.test_ops import IN_NETWORKS
 from tests.trt.compiled import planned

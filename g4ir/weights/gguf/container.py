@@ -46,8 +46,6 @@ CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoin
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 KIND = "general.architecture"
 IMATRIX = "an importance matrix of llama.cpp (imatrix)"
-#: such a file before GGUF: a count of entries, then the length and name of the first tensor
-OLD_IMATRIX = re.compile(rb".{3}\0.\0{3}(blk\.\d+\.|token_embd|output)[\w.]+", re.DOTALL)
 #: architecture of a file of towers (mmproj)
 CLIP = "clip"
 TOKENS = "tokenizer.ggml.tokens"
@@ -240,16 +238,11 @@ class _Reader:
     def _check_version(self) -> None:
         magic = self.data[: len(MAGIC)]
         if magic != MAGIC:
-            if OLD_IMATRIX.match(self.data[: 1 << 10]):
-                fix = "fix: give the model's file"
-                raise broken(self.path, f"{IMATRIX} in its older format, and no model", fix)
             self._fail(f"begins with {quoted(magic)}, expected {quoted(MAGIC)}: no GGUF file")
         self.at = len(MAGIC)
         version = self._number(U32, "version")
         if version not in VERSIONS:
-            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-            msg = "is big endian" if swapped else f"has version {version}"
-            msg += f", and versions {VERSIONS[0]} and {VERSIONS[1]} in little endian are read"
+            msg = f"has version {version}, and 2 and 3 in little endian are read"
             raise broken(self.path, msg, "fix: take a file made by a current llama.cpp")
 
     def _fail(self, msg: str) -> NoReturn:

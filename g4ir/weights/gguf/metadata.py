@@ -417,10 +417,10 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
 SCORED = "llama"
 MODELS = (SCORED, "gemma4")
 PREFIX = "tokenizer.ggml."
-#: the default chat template; the list of named templates, each stored under TEMPLATE.NAME
-TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+#: the default chat template; named ones are stored under TEMPLATE.NAME
+TEMPLATE = "tokenizer.chat_template"
 ADD_EOS = "add_eos_token"
-READ = {TEMPLATE, TEMPLATES, *(f"{PREFIX}{name}" for name in TABLES["tokenizer_keys"])}
+READ = {TEMPLATE, *(f"{PREFIX}{name}" for name in TABLES["tokenizer_keys"])}
 SAMPLING = "general.sampling."
 #: key -> its name in a generation_config.json
 SETTINGS: dict[str, str] = TABLES["sampling"]

@@ -7,11 +7,10 @@ cannot express is refused: the metadata are read back and compared before any we
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -54,7 +53,6 @@ from .container import (
 from .metadata import (
     CONTROL,
     DRAWN,
-    JOINED,
     NO_TOP_K,
     POOLED_BY_MEAN,
     PREFIX,
@@ -62,7 +60,6 @@ from .metadata import (
     SCORED,
     SETTINGS,
     TEMPLATE,
-    TEMPLATES,
     UNROTATED,
     UNSAID,
     USER_DEFINED,
@@ -74,9 +71,8 @@ WRITTEN: dict[str, tuple[int, str]] = {name: (i, of) for name, (i, of) in TABLES
 #: Python type of a value -> GGUF type
 _KINDS: dict[type, int] = {bool: BOOL, int: 4, float: 6, str: STRING}
 _INT32 = 5
-log = logging.getLogger(__name__)
-TOP_K, REPEAT = f"{SAMPLING}top_k", f"{SAMPLING}penalty_repeat"
 _CODE = {t.name: code for code, t in TYPES.items()}
+TOP_K, REPEAT = f"{SAMPLING}top_k", f"{SAMPLING}penalty_repeat"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
 
@@ -335,18 +331,13 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     kind = _rules(spec)["tokenizer"]
     types = [_type(t, ids, added, model.get("unk_token")) for t in tokens]
-    joined = (t for t, of in zip(tokens, types, strict=True) if of in JOINED)
-    more = _unlisted(joined, ids, merges) if kind == SCORED else None
-    if more:
-        text = "tokenizer.json: llama.cpp merges %r and %r, as scores say, and other unlisted pairs"
-        log.warning(text, *more)
     fields = {
         "model": kind,
         "pre": "default" if kind == SCORED else kind,
         "tokens": tokens,
         "scores": _scores(tokens, merges, kind),
         "token_type": types,
-        "merges": None if kind == SCORED and not more else [" ".join(m) for m in merges],
+        "merges": [" ".join(m) for m in merges],
         "bos_token_id": spec.tokens.bos,
         **_stops(spec, side_files),
         "unknown_token_id": ids.get(model.get("unk_token")),
@@ -356,38 +347,14 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
         "add_space_prefix": False,
     }
     out = {f"{PREFIX}{key}": value for key, value in fields.items() if value is not None}
-    return out | _templates(side_files.get("chat_template.jinja", b"").decode(), config)
+    template = side_files.get("chat_template.jinja", b"").decode() or config.get("chat_template")
+    return out | ({TEMPLATE: template} if isinstance(template, str) else {})
 
 
 def _ends_texts(tokenizer: Mapping[str, Any]) -> bool:
     """Whether a tokenizer appends a token to every text, as those of encoders do."""
     parts = (tokenizer.get("post_processor") or {}).get("single") or [{}]
     return len(parts) > 1 and "SpecialToken" in parts[-1]
-
-
-def _templates(text: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat templates, the default and the named ones, by key."""
-    template = text or config.get("chat_template") or []
-    if isinstance(template, str):
-        return {TEMPLATE: template}
-    entries = template if isinstance(template, list) else [template]
-    texts = [(e.get("name"), e.get("template")) for e in entries if isinstance(e, dict)]
-    if len(texts) < len(entries) or not all(type(x) is str for pair in texts for x in pair):
-        msg = "chat_template must be a text, or a list of texts with their names"
-        raise InputError(f"tokenizer_config.json: {msg}")
-    named = dict(texts)
-    out = {TEMPLATE if n == "default" else f"{TEMPLATE}.{n}": t for n, t in named.items()}
-    return out | ({TEMPLATES: [*named]} if {*named} > {"default"} else {})
-
-
-def _unlisted(
-    texts: Iterable[str], ids: Mapping[str, int], merges: list[list[str]]
-) -> tuple[str, str] | None:
-    """Return a pair of tokens that form a third but are not in `merges`; SentencePiece would merge
-    it."""
-    listed = {*map(tuple, merges)}
-    pairs = ((t[:at], t[at:]) for t in texts for at in range(1, len(t)))
-    return next((p for p in pairs if p[0] in ids and p[1] in ids and p not in listed), None)
 
 
 def _type(text: str, ids: Mapping[str, int], added: Mapping[str, Any], unknown: Any) -> int:
