@@ -25,7 +25,7 @@ from g4ir.ops.codecs import FORMATS, PAIRS_OF_INTEGERS
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
-from g4ir.weights.gguf.blocks import CODED
+from g4ir.weights.gguf.blocks import CODED, REQUANTISED
 from g4ir.weights.random import distribution, random_weights
 
 #: name and shape of a tensor -> its type in the file
@@ -78,6 +78,8 @@ def stored(bare: str, t: torch.Tensor, kind: str, seed: int) -> tuple[Any, Any]:
         data = blocks(kind, bare, values.shape, seed)
     elif kind == "F32":
         return values, values
+    elif kind in (*REQUANTISED, "NVFP4"):  # the package only reads them: zeros
+        data = np.zeros(gguf.quant_shape_to_byte_shape(values.shape, to), np.uint8)
     else:
         data = quants.quantize(values, to)
     return data, quants.dequantize(data, to).reshape(values.shape)

@@ -48,6 +48,15 @@ TABLES = ("embed_tokens", "embed_tokens_per_layer")
 MEANING = ".meaning"
 
 
+def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [N, K] as i32 [N, K * bits / 32], low bits first, each + 2^(bits - 1)."""
+    stored = codes.to(torch.int64) + (1 << bits - 1)
+    flat = (stored[..., None] >> torch.arange(bits) & 1).flatten(1)
+    flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 32)).unflatten(1, (-1, 32))
+    made = (flat << torch.arange(32)).sum(-1)
+    return torch.where(made >= 1 << 31, made - (1 << 32), made).to(torch.int32)
+
+
 def is_linear(module: str, w: torch.Tensor) -> bool:
     return w.dim() == 2 and not module.endswith(TABLES)
 
@@ -221,6 +230,58 @@ def mobile_weight(configs: Mapping[str, Any]) -> Pack:
     return pack
 
 
+def _affine(w: torch.Tensor, bits: int, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Integers 0.. [N, K], zero points [N, G] and scales f16 [N, G] of w."""
+    x, most = grouped(w, group), (1 << bits) - 1
+    zero = torch.full(x.shape[:2], float(1 << bits - 1))
+    low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    scale = (x.abs().amax(-1) / (most // 2 + 0.5) if symmetric else (high - low) / most).half()
+    if not symmetric:
+        zero = (-low / scale.float()).round().clamp(1, most)
+    q = (x / scale.float()[..., None] + zero[..., None]).round().clamp(0, most)
+    return q.flatten(1), zero, scale
+
+
+def gptq_weight(bits: int, group: int, symmetric: bool, form: str, act_order: bool = False) -> Pack:
+    """GPTQ: everything lies transposed; with `act_order` columns have any group."""
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        k, each = w.shape[1], group if group > 0 else w.shape[1]
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(k))
+        order = order if act_order else torch.arange(k)
+        q, zero, scale = _affine(w[:, order], bits, each, symmetric)
+        q, index = q[:, order.argsort()], (torch.arange(k) // each)[order.argsort()]
+        half, less = 1 << bits - 1, 1 if form == "gptq" else 0
+        return {
+            f"{module}.qweight": words(q - half, bits).t().contiguous(),
+            f"{module}.qzeros": words((zero - less - half).t(), bits),
+            f"{module}.scales": scale.t().contiguous(),
+            f"{module}.g_idx": index.int(),
+            f"{module}{MEANING}": (q - zero[:, index]) * scale.float()[:, index],
+        }
+
+    return pack
+
+
+def awq_weight(group: int, symmetric: bool = False) -> Pack:
+    """AWQ (gemm): columns 0, 2, 4, 6, 1, 3, 5, 7 in a word."""
+
+    def in_words(t: torch.Tensor) -> torch.Tensor:
+        return words(t.t().unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1) - 8, 4)
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        q, zero, scale = _affine(w, 4, group, symmetric)
+        means = (grouped(q, group) - zero[..., None]) * scale.float()[..., None]
+        return {
+            f"{module}.qweight": in_words(q),
+            f"{module}.qzeros": in_words(zero),
+            f"{module}.scales": scale.t().contiguous(),
+            f"{module}{MEANING}": means.flatten(1),
+        }
+
+    return pack
+
+
 def _e2m1(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest e2m1 numbers of y [N, G, g], and their codes, two in a byte."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -242,6 +303,17 @@ def nvfp4_weight(names: Sequence[str]) -> Pack:
         return {f"{module}.{name}": t for name, t in parts}
 
     return pack
+
+
+def mxfp4_weight(module: str, w: torch.Tensor) -> Tensors:
+    x = grouped(w, 32 if w.shape[1] % 32 == 0 else 16)
+    exponent = x.abs().amax(-1).log2().floor() - 2
+    numbers, codes = _e2m1(x / exponent.exp2()[..., None])
+    return {
+        f"{module}.weight_packed": codes,
+        f"{module}.weight_scale": (exponent + 127).to(torch.uint8),
+        f"{module}{MEANING}": (numbers * exponent.exp2()[..., None]).flatten(1),
+    }
 
 
 def four_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
@@ -326,18 +398,23 @@ def test_against_transformers(case: str, model: str, backend: str, tmp_path: Pat
     assert relative(got, theirs(folder, oracle)).max().item() < oracle.budget
 
 
-def test_nvfp4_as_its_library_writes_it() -> None:
+@pytest.mark.parametrize("case", ["NVFP4", "MXFP4"])
+def test_four_bit_floats_as_their_library_writes_them(case: str) -> None:
     """transformers computes with them in bf16 alone, so codes are compared."""
-    from compressed_tensors.compressors import nvfp4
+    from compressed_tensors.compressors import mxfp4, nvfp4
     from compressed_tensors.quantization import QuantizationScheme
 
-    case, w = OTHERS["NVFP4"], torch.randn(48, 128, generator=torch.Generator().manual_seed(1))
-    made = {n.removeprefix("x."): t for n, t in case.pack("x", w).items()}
-    weights = case.config["config_groups"]["group_0"]["weights"]
+    w = torch.randn(48, 128, generator=torch.Generator().manual_seed(1))
+    made = {n.removeprefix("x."): t for n, t in OTHERS[case].pack("x", w).items()}
+    scale = made["weight_scale"]
+    scale = scale.float() if scale.dtype == E4M3 else (scale.float() - 127).exp2()
+    weights = OTHERS[case].config["config_groups"]["group_0"]["weights"]
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    state = {n: made[n] for n in ("weight_scale", "weight_global_scale")}
-    state |= {"weight": w, "weight_scale": state["weight_scale"].float()}
-    for name, want in nvfp4.NVFP4PackedCompressor.compress(state, scheme).items():
+    writers = {"NVFP4": nvfp4.NVFP4PackedCompressor, "MXFP4": mxfp4.MXFP4PackedCompressor}
+    state = {"weight": w, "weight_scale": scale}
+    if case == "NVFP4":
+        state["weight_global_scale"] = made["weight_global_scale"]
+    for name, want in writers[case].compress(state, scheme).items():
         assert torch.equal(made[name].view(torch.uint8), want.view(torch.uint8)), name
 
 
@@ -400,13 +477,14 @@ def quantise_experts(case: Case, folder: Path) -> Tensors:
 )
 @pytest.mark.parametrize("case", OTHERS)
 def test_experts_and_blocks(case: str, backend: str, tmp_path: Path) -> None:
-    """Against the dense model: transformers leaves experts that lie one by one at random."""
+    """Against the dense model: transformers leaves experts that lie one by one at random, and reads
+    GPTQ and AWQ with libraries of their own."""
     spec = widened("tiny-dense") if "128" in case else load_spec(OTHERS[case].model)
     oracle = find_oracle(spec)
     dense = moe_checkpoint(OTHERS[case], oracle, tmp_path / "c")
     engine = built(tmp_path / "c", tmp_path / "e", backend=backend)
     quant = engine.config.quant
-    assert quant and quant.from_checkpoint
+    assert (quant is None) == ("act-order" in case) and (quant is None or quant.from_checkpoint)
     for name in {"L0.moe.gate_up", "L1.moe.down", "L2.attn.wq"} & {*weights_of(spec)}:
         want = dense.tensors[f"model.{checkpoint_name(name)}"]
         rtol = 3e-7 if "NVFP4" in case else 0  # two scales, multiplied in either order

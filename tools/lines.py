@@ -42,7 +42,7 @@ CAPS = {
     "g4ir/builder": 1945,
     "g4ir/generate": 780,
     "g4ir/check": 2560,
-    "g4ir/bench": 1200,
+    "g4ir/bench": 1375,
     "g4ir/serve": 3200,
     "g4ir/serve/protocols": 1065,
     "g4ir/cli": 3130,

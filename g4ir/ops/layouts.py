@@ -199,6 +199,8 @@ LAYOUTS = {
     "Q4_K": _layout(256, scales=4, integers=12, low=(128, halves(32))),
     "Q5_K": _layout(256, scales=4, integers=12, high=(32, EIGHTHS), low=(128, halves(32))),
     "Q6_K": _layout(256, 32, low=(128, halves(64)), high=(64, QUARTERS), integers=16, scales=2),
+    "MXFP4": _layout(32, scales=1, low=(16, halves(16))),
+    "NVFP4": _layout(64, integers=4, low=(32, halves(8))),
     "IQ4_NL": _layout(32, scales=2, low=(16, halves(16))),
     "IQ4_XS": _layout(256, scales=2, integers=6, low=(128, halves(16))),
     # the integers of a block of Q3_K and of IQ4_XS, which multiply its scale

@@ -12,6 +12,7 @@ from g4ir.weights.tensorfile import broken, quoted, read_json
 from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
 from .fp4 import read_modelopt
+from .gptq import read_awq, read_gptq
 from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
 #: what describes files of ModelOpt that config.json does not
@@ -21,6 +22,8 @@ METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": read_fp8,
     "gemma": read_mobile,
+    "gptq": read_gptq,
+    "awq": read_awq,
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
 }

@@ -293,6 +293,11 @@ def packed_integers(data: torch.Tensor, bits: int, width: int, fmt: str) -> torc
     return pack_integers(values.view(torch.int8), fmt)
 
 
+def subtract_zeros(codes: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return codes [.., K] minus the zero point of their group, [.., G]."""
+    return (codes.unflatten(-1, (zeros.shape[-1], -1)) - zeros[..., None]).flatten(-2)
+
+
 def as_it_is(t: torch.Tensor) -> torch.Tensor:
     return t
 
@@ -390,20 +395,28 @@ MAX_PATTERN, MAX_NAME, MAX_PATTERNS = 400, 200, 1000
 MAX_REPEATS, MAX_WAYS, FEWER = 3, 4096, 8
 #: an escaped character, or a class of characters
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
-#: comments and the flag x, in which others read another pattern, are not taken
-_COMMENT = re.compile(r"\(\?(#|[a-zA-Z-]*x)")
+#: what begins a group; comments and the flag x, in which others read another pattern, are not taken
+_GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"\(\?(#|[a-zA-Z-]*x)")
 #: a repeated group, whose cost may double with each character
 _NESTED, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
+_INNER = re.compile(r"\(([^()]*)\)")
+
+
+def _ways(plain: str) -> int:
+    plain = _GROUP.sub("(", plain)
+    ways: int = 1 << plain.count("?")
+    while inner := _INNER.search(plain):
+        ways *= inner[1].count("|") + 1
+        plain = plain[: inner.start()] + plain[inner.end() :]
+    return ways * (plain.count("|") + 1)
 
 
 def _is_slow(pattern: str) -> bool:
     if len(pattern) > MAX_PATTERN or _COMMENT.search(pattern):
         return True
     plain = _ONE.sub("x", pattern)
-    repeats, groups = len(_REPEATS.findall(plain)), 1 + plain.count("(")
-    # At most: the product over groups of 1 + their bars is largest if all groups are alike.
-    ways = (1 + plain.count("|") / groups) ** groups * 2 ** plain.replace("(?", "(").count("?")
-    many = repeats > MAX_REPEATS or ways * FEWER**repeats > MAX_WAYS
+    repeats = len(_REPEATS.findall(plain))
+    many = repeats > MAX_REPEATS or _ways(plain) * FEWER**repeats > MAX_WAYS
     return many or _NESTED.search(plain) is not None
 
 

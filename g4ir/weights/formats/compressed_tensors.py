@@ -2,8 +2,8 @@
 
 Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
 bits first, also across words; the bytes of 2- and 4-bit rows are those of ops/codecs.py. int8 and
-e4m3 lie as they are. With zero points z the codes are q - z, of one bit more. NVFP4 is in
-fp4.py. Activations are not rounded.
+e4m3 lie as they are. With zero points z the codes are q - z, of one bit more. NVFP4 and MXFP4 are
+in fp4.py. Activations are not rounded.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from .base import (
     read_modules,
     require,
     selector,
+    subtract_zeros,
 )
-from .fp4 import NVFP4_GROUP, nvfp4_weight
+from .fp4 import MXFP4_GROUP, NVFP4_GROUP, mxfp4_weight, nvfp4_weight
 
-PACKED, NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
+PACKED, NVFP4, MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 READ = {
     (PACKED, "int"): range(1, 9),
     (NVFP4, "float"): (4,),
+    (MXFP4, "float"): (4,),
     ("int-quantized", "int"): (8,),
     ("naive-quantized", "int"): (8,),
     ("float-quantized", "float"): (8,),
@@ -56,6 +58,8 @@ READ = {
 OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
 WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
 ZERO, INDEX, GLOBAL = ".weight_zero_point", ".weight_g_idx", ".weight_global_scale"
+#: format -> strategy and group size that it has alone
+FIXED = {NVFP4: ("tensor_group", NVFP4_GROUP), MXFP4: ("group", MXFP4_GROUP)}
 ACTIVATIONS = (
     *(
         ".input_scale",
@@ -68,7 +72,7 @@ ACTIVATIONS = (
 )
 SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, GLOBAL)
 #: format -> tensors of its codes, otherwise `weight`
-CODE_SUFFIXES = {PACKED: (WORDS, SHAPE), NVFP4: (WORDS, GLOBAL)}
+CODE_SUFFIXES = {PACKED: (WORDS, SHAPE), NVFP4: (WORDS, GLOBAL), MXFP4: (WORDS,)}
 #: modules that are no Linear, by the end of their name
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NOT_ROUNDED = "a scale of activations or caches, which are not rounded"
@@ -187,13 +191,16 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
     if args is None:
         raise _unread(where, "weights", None)
     bits = READ.get((layout, args.type))
-    strategy = args.grid is not None and (args.strategy == "tensor_group") == (layout == NVFP4)
+    strategy = args.grid is not None and args.strategy != "tensor_group"
+    only, size = FIXED.get(layout, (args.strategy, args.group_size))
+    if layout in FIXED:
+        strategy = args.strategy == only
     symmetric = args.symmetric or (layout == PACKED and args.num_bits < 8)
     for key, value, is_read in (
         ("format", layout, bits is not None),
         ("num_bits", args.num_bits, args.num_bits in (bits or ())),
         ("strategy", args.strategy, strategy),
-        ("group_size", args.group_size, layout != NVFP4 or args.group_size == NVFP4_GROUP),
+        ("group_size", args.group_size, args.group_size == size),
         ("actorder", args.actorder, args.actorder not in ("group", "dynamic", True)),
         ("symmetric", False, symmetric),
     ):
@@ -244,6 +251,8 @@ def _weight(
     assert grid
     if layout == NVFP4:
         return nvfp4_weight(files, codes, parts[SCALE], parts[GLOBAL], divides=True)
+    if layout == MXFP4:
+        return mxfp4_weight(files, codes, parts[SCALE])
     if layout == PACKED:
         return _packed(files, parts, args, grid)
     dtype, name = {"int": ("I8", "int8"), "float": ("F8_E4M3", "fp8")}[args.type]
@@ -292,8 +301,8 @@ def _with_zeros(
 
     def codes(ids: torch.Tensor | None) -> torch.Tensor:
         z = packed_integers(files.rows(zeros).t(), bits, n, "int8").t()
-        z = grid.spread(z, w.shape, ids)
-        q = w.parts[CODES](ids).unflatten(-1, (z.shape[-1], -1))
-        return pack_integers((q - z[..., None]).flatten(-2), scheme.form)
+        return pack_integers(
+            subtract_zeros(w.parts[CODES](ids), grid.spread(z, w.shape, ids)), scheme.form
+        )
 
     return quantised_weight(scheme, w.shape, codes, w.parts[SCALES], w.release, files.dtype)

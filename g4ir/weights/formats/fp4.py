@@ -1,10 +1,11 @@
-"""NVFP4 weights, and NVIDIA ModelOpt's checkpoints.
+"""NVFP4 and MXFP4 weights, and NVIDIA ModelOpt's checkpoints.
 
-Codes are e2m1, two in a byte u8 [N, K/2], the even one in the low bits; an e4m3 scale serves 16
-values, and one more scale f32 all of a weight: `weight_global_scale` of compressed-tensors divides,
-`weight_scale_2` of ModelOpt multiplies. Rows of multiples of 64 become the format `fp4`, in which
-e4m3 scales of 16 values multiply a scale f32 of the row; other rows become int8 in groups, since
-twice an e2m1 code is an integer.
+Codes are e2m1, two in a byte u8 [N, K/2], the even one in the low bits; a scale serves 16 (NVFP4,
+e4m3) or 32 values (MXFP4, a power of two as its biased exponent). NVFP4 has one more scale f32 for
+all of a weight: `weight_global_scale` of compressed-tensors divides, `weight_scale_2` of ModelOpt
+multiplies. Twice an e2m1 code is an integer, so rows of multiples of 64 become the format `fp4`, in
+which e4m3 scales of 16 values multiply a scale in f32 (NVFP4, of the row) or bf16 (MXFP4, of 64
+values); other rows become int8 in groups.
 
 ModelOpt describes its files in `quantization_config` or in hf_quant_config.json beside config.json.
 The tensors say how a module is quantised: e4m3 codes have `weight_scale`, one number or blocks.
@@ -33,6 +34,7 @@ from .base import (
     Files,
     ModuleWeight,
     NameList,
+    Part,
     QuantisedTensors,
     ScaleBlocks,
     StoredWeight,
@@ -48,9 +50,11 @@ from .base import (
 
 log = logging.getLogger(__name__)
 #: values that share a scale
-NVFP4_GROUP = 16
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
 #: values of a block of `fp4`
 BLOCK = FORMATS["fp4"].block_values
+#: largest exponent of e4m3; powers of two down to REACH below it are e4m3 too
+E4M3_TOP, REACH = 8, 17
 
 
 def nvfp4_weight(
@@ -60,47 +64,108 @@ def nvfp4_weight(
     require(tensor, ["F32"])
     if tensor[1].shape not in ((), (1,)):
         raise invalid(tensor, f"expected one number, found {list(tensor[1].shape)}")
-    require(codes, ["U8"])
-    if len(codes[1].shape) != 2 or codes[1].shape[1] * 2 % NVFP4_GROUP:
-        size = codes[1].shape[-1:]
-        msg = f"groups of {NVFP4_GROUP} do not divide rows of {size} bytes of two codes"
-        raise invalid(codes, msg, FIX)
-    n, k = codes[1].shape[0], codes[1].shape[1] * 2
-    require(scales, ["F8_E4M3"], (n, k // NVFP4_GROUP))
 
     def factor() -> torch.Tensor:
         stored = checked_scales(tensor, files.rows(tensor)).flatten()
         return (1 / stored if divides else stored) / 2
 
-    def group_scales(ids: torch.Tensor | None) -> torch.Tensor:
-        """Return e4m3 scales in f32; those of groups of zeros may be 0."""
-        stored = files.rows(scales, ids).float()
-        nonzero = (files.rows(codes, ids) & 0x77 != 0).unflatten(-1, (-1, NVFP4_GROUP // 2))
-        checked_scales(scales, stored.where((stored != 0) | nonzero.any(-1), 1))
-        return stored.where(stored != 0, 1)
+    def read_scales(ids: torch.Tensor | None) -> torch.Tensor:
+        return files.rows(scales, ids)
 
-    def integers(ids: torch.Tensor | None) -> torch.Tensor:
-        table = torch.tensor(FORMATS["fp4"].table, dtype=torch.int8)
-        return table[PAIRS.read(files.rows(codes, ids)).int()]
+    require(scales, ["F8_E4M3"])
+    checked = partial(_checked_groups, files, codes, scales, NVFP4_GROUP)
+    group = _group_in(codes, scales, NVFP4_GROUP)
+    if group:  # rows that are no whole blocks
+        parts = _as_int8(files, codes), lambda ids: checked(ids) * factor()
+        return _weight(files, (codes, scales), Scheme("int8", group, "f32"), *parts)
 
     def packed(ids: torch.Tensor | None) -> torch.Tensor:
-        group_scales(ids)
-        by_group = files.rows(scales, ids).view(torch.uint8)
-        blocks = (
-            files.rows(codes, ids).unflatten(-1, (-1, BLOCK // 2)),
-            by_group.unflatten(-1, (-1, 4)),
-        )
-        return torch.cat(blocks, -1).flatten(-2).view(torch.float4_e2m1fn_x2)
+        checked(ids)
+        return _in_blocks(files.rows(codes, ids), read_scales(ids))
 
     def by_row(ids: torch.Tensor | None) -> torch.Tensor:
-        return factor().expand(n if ids is None else len(ids), 1).contiguous()
+        return factor().expand(codes[1].shape[0] if ids is None else len(ids), 1).contiguous()
 
-    scheme, parts = Scheme("fp4", 0, "f32"), (packed, by_row)
-    if k % BLOCK:
-        scheme = Scheme("int8", NVFP4_GROUP, "f32")
-        parts = integers, lambda ids: group_scales(ids) * factor()
-    release = partial(files.release, (codes, scales))
-    return quantised_weight(scheme, (n, k), *parts, release, files.dtype)
+    return _weight(files, (codes, scales), Scheme("fp4", 0, "f32"), packed, by_row)
+
+
+def mxfp4_weight(files: Files, codes: TensorRef, scales: TensorRef) -> StoredWeight:
+    """Return a weight of MXFP4."""
+    require(scales, ["U8", "F8_E8M0"])
+
+    def exponents(ids: torch.Tensor | None) -> torch.Tensor:
+        """Return the exponents i16 [.., G] of groups; the least for groups of zeros."""
+        biased = files.rows(scales, ids).view(torch.uint8).to(torch.int16)
+        if bool((biased == 255).any()):
+            raise invalid(scales, "a scale is NaN, expected a power of two")
+        return biased.where(_nonzero(files.rows(codes, ids), MXFP4_GROUP), 0) - 127
+
+    group = _group_in(codes, scales, MXFP4_GROUP)
+    if group:
+        parts = _as_int8(files, codes), lambda ids: torch.exp2(exponents(ids).float() - 1)
+        return _weight(files, (codes, scales), Scheme("int8", group, "f32"), *parts)
+
+    def tops(ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = exponents(ids).unflatten(-1, (-1, 2))
+        return pairs, pairs.amax(-1).clamp(min=E4M3_TOP - 118) - E4M3_TOP
+
+    def packed(ids: torch.Tensor | None) -> torch.Tensor:
+        pairs, top = tops(ids)
+        below = pairs - top[..., None]
+        if bool(((below < E4M3_TOP - REACH) & (pairs > -127)).any()):
+            msg = f"scales of neighbouring groups differ by more than 2^{REACH}"
+            raise invalid(scales, msg, "fix: take the bf16 weights of the model with --quant")
+        factors = torch.exp2(below.clamp(min=E4M3_TOP - REACH).float()).repeat_interleave(2, -1)
+        return _in_blocks(files.rows(codes, ids), factors.flatten(-2).to(torch.float8_e4m3fn))
+
+    def by_block(ids: torch.Tensor | None) -> torch.Tensor:
+        return torch.exp2(tops(ids)[1].float() - 1).to(torch.bfloat16)
+
+    return _weight(files, (codes, scales), Scheme("fp4", BLOCK, "bf16"), packed, by_block)
+
+
+def _weight(
+    files: Files, refs: tuple[TensorRef, TensorRef], scheme: Scheme, codes: Part, scales: Part
+) -> StoredWeight:
+    n, width = refs[0][1].shape
+    release = partial(files.release, refs)
+    return quantised_weight(scheme, (n, 2 * width), codes, scales, release, files.dtype)
+
+
+def _group_in(codes: TensorRef, scales: TensorRef, group: int) -> int:
+    """Check shapes; return 0 for rows of whole blocks of `fp4`, otherwise the group of int8."""
+    require(codes, ["U8"])
+    if len(codes[1].shape) != 2 or codes[1].shape[1] * 2 % group:
+        msg = f"groups of {group} do not divide rows of {codes[1].shape[-1:]} bytes of two codes"
+        raise invalid(codes, msg, FIX)
+    n, k = codes[1].shape[0], codes[1].shape[1] * 2
+    require(scales, [scales[1].dtype], (n, k // group))
+    return group if k % BLOCK else 0
+
+
+def _nonzero(codes: torch.Tensor, group: int) -> torch.Tensor:
+    """Return whether a group of bytes of codes has one other than 0 and -0."""
+    return ((codes & 0x77) != 0).unflatten(-1, (-1, group // 2)).any(-1)
+
+
+def _checked_groups(
+    files: Files, codes: TensorRef, scales: TensorRef, group: int, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Return e4m3 scales in f32; WeightsError for NaN, negative ones, and zeros of other values."""
+    stored = files.rows(scales, ids).float()
+    checked_scales(scales, stored.where((stored != 0) | _nonzero(files.rows(codes, ids), group), 1))
+    return stored.where(stored != 0, 1)
+
+
+def _as_int8(files: Files, codes: TensorRef) -> Part:
+    table = torch.tensor(FORMATS["fp4"].table, dtype=torch.int8)
+    return lambda ids: table[PAIRS.read(files.rows(codes, ids)).int()]
+
+
+def _in_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bytes of codes and e4m3 scales as blocks of `fp4`."""
+    blocks = codes.unflatten(-1, (-1, BLOCK // 2)), scales.view(torch.uint8).unflatten(-1, (-1, 4))
+    return torch.cat(blocks, -1).flatten(-2).view(torch.float4_e2m1fn_x2)
 
 
 # --- ModelOpt ------------------------------------------------------------------------------------

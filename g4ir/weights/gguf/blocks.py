@@ -2,7 +2,7 @@
 that is lossless.
 
 A block is a row of bytes. Every product is exact in float32. Types with tables of vectors or
-ternary values are dequantised by the package `gguf`.
+ternary values are dequantised by the package `gguf`, and quantised again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from g4ir.errors import MissingError
-from g4ir.ops.codecs import FORMATS, dequantize_codes, pack_codes
+from g4ir.ops.codecs import FORMATS, dequantize_codes, pack_codes, quantize_values
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
-
-from .container import TABLES
 
 #: u8[n, bytes of a block] -> a field of each of the n blocks, [n, ..]
 Part = Callable[["torch.Tensor"], "torch.Tensor"]
@@ -28,13 +26,19 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]."""
+    """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]. `dense`:
+    the values of blocks, of which codes and scales are an approximation; None: they are exact.
+    `together`: blocks that make a block of codes."""
 
     scheme: Scheme
     codes: Part
     scales: Part
+    dense: Part | None = None
+    together: int = 1
 
     def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
+        if self.dense:
+            return self.dense(blocks)
         values: torch.Tensor = dequantize_codes(
             self.codes(blocks), self.scales(blocks), torch.float32
         )
@@ -80,6 +84,36 @@ def _minimum_scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     return _scales(kind, blocks) * torch.tensor([1, -1], dtype=torch.float16)
 
 
+def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """Return fp4 codes; the scales, unsigned e4m3, keep their bytes, of which 0x7f is zero."""
+    clean = blocks.clone()
+    scales = LAYOUTS["NVFP4"].split(clean)["integers"]
+    scales &= 0x7F
+    scales[scales == 0x7F] = 0
+    codes: torch.Tensor = LAYOUTS["NVFP4"].convert(clean, FORMATS["fp4"].layout)
+    return codes.view(torch_dtype(FORMATS["fp4"].codes))
+
+
+def _nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the factor of codes that are twice e2m1; NaN if a scale has the sign bit."""
+    signed = LAYOUTS["NVFP4"].split(blocks)["integers"].amax(-1, keepdim=True) > 0x7F
+    return torch.where(signed, torch.nan, 0.5)
+
+
+def _mxfp4(blocks: torch.Tensor, codes: bool) -> torch.Tensor:
+    """Return fp4 codes, or their scales, of pairs of blocks with a power of two each: exact for
+    powers up to 17 apart, the range of e4m3 below the larger one."""
+    pairs = blocks.unflatten(-1, (2, -1))
+    layout = LAYOUTS["MXFP4"]
+    powers = layout.split(pairs)["scales"].squeeze(-1).int()
+    most = powers.amax(-1, keepdim=True)
+    if not codes:
+        return torch.ldexp(torch.ones(most.shape), most - 136)
+    shared = torch.ldexp(torch.ones(powers.shape), powers - most + 8).to(torch.float8_e4m3fn)
+    shared = shared.view(torch.uint8).repeat_interleave(2, -1)
+    return pack_codes(layout.read(pairs).flatten(-2), "fp4", shared)
+
+
 CODED = {
     "Q8_0": _coded("Q8_0", "int8", 32),
     "Q4_0": _coded("Q4_0", "int4", 32),
@@ -92,13 +126,35 @@ CODED = {
     "Q4_1": _coded("Q4_1", "min4", 32, partial(_minimum_scales, "Q4_1")),
     "Q5_1": _coded("Q5_1", "min5", 32, partial(_minimum_scales, "Q5_1")),
     "IQ4_NL": _coded("IQ4_NL", "iq4", 32),
+    "MXFP4": BlockFormat(
+        Scheme("fp4", 64, "f32"),
+        partial(_mxfp4, codes=True),
+        partial(_mxfp4, codes=False),
+        together=2,
+    ),
+    "NVFP4": BlockFormat(Scheme("fp4", 64, "f32"), _nvfp4, _nvfp4_scales),
     "IQ4_XS": BlockFormat(
         Scheme("iq4", 32, "f32"), _coded("IQ4_XS", "iq4", 32).codes, _iq4_xs_scales
     ),
 }
 
 
-def _by_package(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+#: types without codes of ours -> format and group of the least error (on random blocks) among
+#: those of at most one bit a weight more
+_REQUANTISED = {
+    "IQ1_S": ("int2", 32),
+    "IQ1_M": ("uint2", 256),
+    "IQ2_XXS": ("uint2", 256),
+    "IQ2_XS": ("uint2", 256),
+    "IQ2_S": ("int3k", 256),
+    "IQ3_XXS": ("int4", 256),
+    "IQ3_S": ("int4", 64),
+    "TQ1_0": ("int2", 256),
+    "TQ2_0": ("int2", 256),
+}
+
+
+def _dense(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     """Dequantise blocks by ggml's own package; MissingError without it."""
     try:
         from gguf import GGMLQuantizationType, quants
@@ -108,11 +164,27 @@ def _by_package(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(quants.dequantize(blocks.numpy(), GGMLQuantizationType[kind]))
 
 
-#: type -> function that dequantises its blocks
-DEQUANTIZE: dict[str, Part] = {
-    **{kind: coded.dequantize for kind, coded in CODED.items()},
-    **{kind: partial(_by_package, kind) for kind in TABLES["by_package"]},
-}
+def _requantised(kind: str, form: str, group: int) -> BlockFormat:
+    """Return a block format that quantises dequantised blocks again."""
+
+    def part(blocks: torch.Tensor, index: int) -> torch.Tensor:
+        parts = quantize_values(_dense(kind, blocks), form, group, "f16")
+        return parts[index].view(len(blocks), -1)
+
+    codes, scales = (partial(part, index=i) for i in range(2))
+    return BlockFormat(Scheme(form, group, "f16"), codes, scales, partial(_dense, kind))
+
+
+REQUANTISED = {kind: _requantised(kind, *how) for kind, how in _REQUANTISED.items()}
+CODED |= REQUANTISED
+
+
+def relative_error(kind: str, blocks: torch.Tensor) -> float:
+    """Return the rms of what a type's codes lose of some blocks, relative to that of the values."""
+    coded = CODED[kind]
+    meant = coded.dequantize(blocks)
+    held = dequantize_codes(coded.codes(blocks), coded.scales(blocks), torch.float32)
+    return float((held - meant).norm() / meant.norm().clamp(min=1e-30))
 
 
 def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:

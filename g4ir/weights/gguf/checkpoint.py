@@ -24,16 +24,17 @@ from g4ir.model.tensors import (
     media_tensors,
     text_tensors,
 )
+from g4ir.ops.codecs import FORMATS
 from g4ir.ops.finite import cast
 from g4ir.ops.types import torch
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint, check_norms, dtype_of
-from g4ir.weights.formats.base import Files, StoredWeight, quantised_weight
+from g4ir.weights.formats.base import Files, StoredWeight, checked_scales, quantised_weight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
-from .blocks import CODED, DEQUANTIZE, Part, by_pieces
+from .blocks import CODED, REQUANTISED, Part, by_pieces, relative_error
 from .container import (
     CLIP,
     HALVES,
@@ -51,7 +52,9 @@ from .container import (
 
 log = logging.getLogger(__name__)
 
-READ = (*FLOATS, *DEQUANTIZE)
+READ = (*FLOATS, *CODED)
+#: blocks of which the error of a type is measured
+SAMPLE = 256
 Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
 
@@ -64,10 +67,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     stored = {bare: name for name, bare in reversed(names.items())}
     defaults = _checked(file, spec, live, shapes, problems, stored)
     files = Files(file.path.parent)
-    kinds = {t.stored.name for tensors in live.values() for t in tensors}
-    if dense := kinds & {*TABLES["by_package"]}:
-        message = "%s: weights of %s become numbers of the engine's dtype; --quant quantises them"
-        log.warning(message, file.path, ", ".join(sorted(dense)))
+    _log_errors(file, live, files)
     # A draft model's weights have the engine's dtype.
     quantised = set() if spec.drafter else {checkpoint_name(param) for param in weights_of(spec)}
     plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
@@ -82,6 +82,19 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     )
     check_norms(spec, checkpoint, file.path, added)
     return checkpoint
+
+
+def _log_errors(file: Container, live: Mapping[str, Tensors], files: Files) -> None:
+    """Log once for each type that is quantised again how, and the error of its first blocks."""
+    first = {t.stored.name: t for ts in live.values() for t in ts if t.stored.name in REQUANTISED}
+    for kind, t in first.items():
+        scheme = CODED[kind].scheme
+        raw = files.rows((t.header, t.entry), None).reshape(-1, t.stored.nbytes)[:SAMPLE]
+        fmt = FORMATS[scheme.form]
+        bits = 8 * fmt.layout.nbytes / fmt.layout.values + 16 * fmt.scales / scheme.group
+        message = "%s: %s is held as %s in groups of %d (%.2f bits a weight), relative error %.3f"
+        error = relative_error(kind, raw)
+        log.warning(message, file.path, kind, scheme.form, scheme.group, bits, error)
 
 
 def _less(weight: StoredWeight, added: float) -> StoredWeight:
@@ -125,14 +138,20 @@ def _sorted(
     problems: list[Mismatch] = []
     by_weight: dict[str, list[str]] = {}
     ignored: dict[str, str] = {}
+    factors: dict[str, Tensor] = {}
     for name in file.tensors:
-        bare = names_of.get(name, "")
+        bare, (base, _, end) = names_of.get(name, ""), name.rpartition(".")
+        weight = file.tensors.get(f"{base}.weight")
         if bare in valid:
             by_weight.setdefault(bare, []).append(name)
         elif bare in dead:
             ignored[name] = "K or V of a layer that reads another layer's K and V"
         elif name.startswith(TOWERS):
             ignored[name] = "part of a tower, which this engine leaves out"
+        elif weight and weight.stored.name == "NVFP4" and end == "scale":
+            factors[weight.entry.name] = file.tensors[name]
+        elif end == "input_scale":
+            ignored[name] = "a scale of activations, which are not rounded"
         elif name != ROPE:
             problems.append(_mismatch(file, name, "not in the spec"))
 
@@ -143,7 +162,10 @@ def _sorted(
         if len(names) != len({second(n) for n in names}):
             problems.append(_mismatch(file, names[1], f"the same weight as {quoted(names[0])}"))
         names.sort(key=second)
-    live = {bare: tuple(file.tensors[n] for n in names) for bare, names in by_weight.items()}
+    live = {
+        bare: tuple(replace(file.tensors[n], factor=factors.get(n)) for n in names)
+        for bare, names in by_weight.items()
+    }
     return live, ignored, problems
 
 
@@ -159,6 +181,9 @@ def _misfits(tensors: Tensors, expected: Shape, fix: str) -> Iterator[Mismatch]:
     elif shape != expected:
         actual = " and ".join(f"{t.stored} {list(t.shape)}" for t in tensors)
         text, kind = f"expected shape {list(expected)}, found {quoted(actual)}", fix
+    for t in (t.factor for t in tensors if t.factor):
+        if t.stored.name != "F32" or t.shape not in ((1,), expected[:-2]):
+            name, text = t.entry.name, f"expected F32, a number or one per expert, found {t.stored}"
     if text:
         yield Mismatch(tensors[0].header.path.name, name, text, kind)
 
@@ -211,16 +236,28 @@ class Blocks:
         kind, name = t.stored.name, t.entry.name
         if kind in FLOATS:
             return cast(self.files.rows((t.header, t.entry), rows), self.dtype, name)
-        return self._convert(t, lambda b: cast(DEQUANTIZE[kind](b), self.dtype, name), rows)
+        dequantize = CODED[kind].dequantize
+        if t.factor:
+            return cast(self._convert(t, dequantize, rows), self.dtype, name)
+        return self._convert(t, lambda b: cast(dequantize(b), self.dtype, name), rows)
 
     def _convert(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
         raw = self.files.rows((t.header, t.entry), rows)
-        values = by_pieces(raw.reshape(-1, t.stored.nbytes), convert)
+        nbytes = t.stored.nbytes * CODED[t.stored.name].together
+        if raw.shape[-1] % nbytes:
+            msg = f"tensor {quoted(t.entry.name)}: rows of {t.stored} must be multiples of 64"
+            raise broken(t.header.path, f"{msg}, found {t.shape[-1]}")
+        values = by_pieces(raw.reshape(-1, nbytes), convert)
         floats = values.is_floating_point() and values.dtype.itemsize > 1  # codes have one byte
         if floats and not bool(values.isfinite().all()):
             msg = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
             raise broken(t.header.path, msg)
-        return values.reshape(*raw.shape[:-1], -1)
+        each = raw.shape[-1] // nbytes
+        values = values.reshape(*raw.shape[:-1], each * values.shape[-1])
+        if floats and t.factor:
+            ref = t.factor.header, t.factor.entry
+            values = values * checked_scales(ref, self.files.rows(ref))[:, None, None].squeeze(0)
+        return values
 
 
 #: bound of a clipped linear -> name of its param

@@ -92,12 +92,14 @@ class Array:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor: type, shape (innermost dim last), its bytes (in rows of blocks)."""
+    """A tensor: type, shape (innermost dim last), its bytes (in rows of blocks). `factor`: a tensor
+    of one number, or one per expert, that multiplies its values."""
 
     stored: GgufType
     shape: tuple[int, ...]
     entry: Entry
     header: Header
+    factor: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
