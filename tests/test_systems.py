@@ -1,10 +1,14 @@
-"""Systems other than Linux: modules and paths of Windows, processors as other systems name them,
-and kernels that a cross compiler makes for macOS and Windows."""
+"""Systems other than Linux: a Python that lacks what Windows lacks, processors as other systems
+name them, and kernels that a cross compiler makes for macOS and Windows."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +20,38 @@ from g4ir.backends.cpu.library import LINKING, kernels
 from g4ir.ui import processor
 from g4ir.ui.processor import SETS, select_set
 from tests.test_imports import FILES, ROOT
+from tools.zig import in_zigs_words
+
+BUILD = ("build", "--variant", "tiny-dense", "--random-weights", "0", "--max-seq", "64")
 
 
-def test_modules_that_windows_lacks() -> None:
-    """They are imported inside functions, or behind a question for the system."""
-    lacks = {"fcntl", "resource", "termios", "pwd", "grp", "pty", "readline"}
-    for path in FILES:
-        for n in ast.parse(path.read_text()).body:
-            names = {a.name for a in n.names} if isinstance(n, ast.Import) else set()
-            names |= {n.module} if isinstance(n, ast.ImportFrom) else set()
-            assert not names & lacks, path
+def like_windows(lines: Sequence[Sequence[str]]) -> list[object]:
+    """Run command lines in a Python like that of Windows; return what it says in JSON: of locks
+    and memory, and each line's exit code."""
+    words = [sys.executable, "-m", "tests.like_windows", json.dumps(lines)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    said = [x.removeprefix("json ") for x in done.stdout.splitlines() if x.startswith("json ")]
+    return [json.loads(x) for x in said]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["reference", *(pytest.param(b, marks=pytest.mark.full) for b in ("onnx", "torch"))],
+)
+def test_a_python_that_lacks_what_windows_lacks(own_home: Path, backend: str) -> None:
+    """Every module is imported, one of two processes gets a lock, models are planned, built and
+    run; by the C kernels too, with this machine's library in place of that of Windows."""
+    out = str(own_home / "engine")
+    lines = [
+        ["plan", "--variant", "tiny-dense"],
+        [*BUILD, "--backend", backend, "--prefill-chunk", "16", "--out", out],
+        ["run", out, "--tokens", "2,5,7", "--max-new-tokens", "4"],
+    ]
+    if backend != "reference":
+        lines.append(["verify", out])
+    assert like_windows(lines) == [[True, False], *[0] * len(lines)]
+    manifest = json.loads((own_home / "engine" / "manifest.json").read_text())
+    assert manifest["files"] and not any("\\" in name for name in manifest["files"])
 
 
 def test_relative_names_have_slashes() -> None:
@@ -95,6 +121,19 @@ def test_torch_finds_what_linux_says() -> None:
 # --- cross compilers
 
 
+@pytest.mark.parametrize(
+    ("word", "zigs"),
+    [
+        ("-march=x86-64-v3", "-mcpu=x86_64_v3"),
+        ("-march=armv8-a", "-mcpu=generic+v8a"),
+        ("-march=armv8.2-a+dotprod+i8mm", "-mcpu=generic+v8_2a+dotprod+i8mm"),
+        ("-mavx512vnni", "-mavx512vnni"),
+    ],
+)
+def test_processors_in_zigs_words(word: str, zigs: str) -> None:
+    assert in_zigs_words(word) == zigs
+
+
 def test_libraries_of_systems() -> None:
     """They have the names and flags of their system, and those of Linux what they had."""
     files = {system: kernels(SETS[-1], system).file for system in LINKING}
@@ -132,3 +171,24 @@ def test_kernels_for_another_system(
     library.compile(tmp_path / library.file)
     data = (tmp_path / library.file).read_bytes()
     assert data.startswith(magic) and b"g4ir_run_steps" in data
+
+
+@pytest.mark.full
+@needs_zig
+@pytest.mark.skipif(not shutil.which("wine"), reason="no wine")
+def test_a_product_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By wine, on the threads of Windows' calls."""
+    monkeypatch.setenv("CC", f"{ZIG} win32")
+    (isa,) = (s for s in SETS if s.name == "v2")
+    kernels(isa, "win32").compile(tmp_path / "kernels.dll")
+    source, program = Path(__file__).with_name("windows_product.c"), tmp_path / "product.exe"
+    subprocess.run([*ZIG.split(), "win32", "-O1", source, "-o", program], check=True)
+    done = subprocess.run(
+        ["wine", program, "kernels.dll"],
+        cwd=tmp_path,
+        env={**os.environ, "WINEPREFIX": str(tmp_path / "wine"), "WINEDEBUG": "-all"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
