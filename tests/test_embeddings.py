@@ -40,6 +40,7 @@ from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import check_spec, short
 from tests.engines import CASES
 from tests.gguf_files import finish, metadata, stored_name, write_values
+from tests.gpu_on_cpu import use_gpu_runtime
 from tests.media_tools import media_files, media_tokenizer
 from tests.test_media_models import inputs_of, medium
 from tests.test_rounding import changed
@@ -141,6 +142,19 @@ def check_backends(folder: Path, inputs: list[Any], want: torch.Tensor, **option
             alone = torch.cat([engine.embed([x]) for x in inputs])
             assert (alone - want).abs().max() < AGREES
             assert backend != "torch" or torch.equal(alone, got)
+
+
+@pytest.mark.full
+def test_compiled_programs_embed_as_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's programs, run by the runtime of GPUs."""
+    spec, ids = random_encoder(NAMES[0], 0), drawn_ids(5)
+    oracle = Oracle(spec, random_weights(spec, SEED, torch.float32))
+    want = torch.stack([oracle(x) for x in ids])
+    with build(spec, tmp_path / "e", settings={"programs": "inductor"}, max_batch=3) as engine:
+        use_gpu_runtime(engine, monkeypatch)
+        assert (engine.embed(ids) - want).abs().max() < AGREES
 
 
 @pytest.mark.skipif(not HAS_SECOND, reason="transformers has no such model")
