@@ -54,7 +54,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest, keep_equal, were_equal
 
-FORMAT = 23
+FORMAT = 24
 MANIFEST = "manifest.json"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory
