@@ -129,7 +129,7 @@ def each_once() -> Iterator[None]:
     from g4ir import passes
     from g4ir.ops import OPS
     from g4ir.plan.options import BuildConfig
-    from g4ir.weights import pack, random
+    from g4ir.weights import random
 
     new_packing, new_tensor = BuildConfig.packing, random.random_tensor
     tensor = lru_cache(4096)(new_tensor)
@@ -142,7 +142,7 @@ def each_once() -> Iterator[None]:
     def one_packing(config: Any, backend: Any, **how: Any) -> Any:
         if how.get("dump"):
             return new_packing(config, backend, **how)
-        patched = (pack.make_packing, passes.find_pass, passes.PASSES, *map(id, OPS.values()))
+        patched = (passes.find_pass, passes.PASSES, *map(id, OPS.values()))
         found, counts = packing(config, backend, frozenset(how.get("without", ())), *patched)
         if acted := how.get("acted"):
             acted.counts.update(counts)

@@ -5,27 +5,29 @@ of `g4ir plan` too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
 
+from g4ir.ir.graph import Program
 from g4ir.model.media import Media, media_options
+from g4ir.model.text import build_program
 from g4ir.ops.types import TORCH_NAMES
+from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Sharding
-from g4ir.passes import PASSES, PassOptions
+from g4ir.passes import PASSES, Dump, PassCounts, PassOptions, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.recipe import QuantConfig
+from g4ir.quant.rewrite import quantise
 from g4ir.spec.reader import OneOf, Range
 from g4ir.spec.record import Spec
 from g4ir.ui.files import read_table
-from g4ir.weights import pack
-from g4ir.weights.pack import Packing
+from g4ir.weights.pack import Packing, split_program
 
 from .backend import PlannedBackend
 from .engine_limits import Limits
@@ -182,23 +184,23 @@ class BuildConfig:
         values |= {"quant_activations": self.activations}
         return {f.name: values[f.name] for f in fields(BuildOptions) if f.name in values}
 
-    def packing(self, backend: PlannedBackend, **how: Any) -> Packing:
+    def packing(
+        self,
+        backend: PlannedBackend,
+        dump: Dump | None = None,
+        acted: PassCounts | None = None,
+        without: Collection[str] = (),
+    ) -> Packing:
         """Return the graphs of its engine, or of one of its ranks, as a backend loads them, and the
-        prologue of their params; `how`: other arguments of `make_packing`."""
-        return pack.make_packing(
-            spec=self.spec,
-            all_logits=self.all_logits,
-            dtype=self.dtype,
-            media=self.media,
-            skip=self.skip,
-            options=self.options,
-            recipe=self.quant,
-            stored=partial(backend.stored, device=self.device),
-            drafter=self.drafter,
-            ranks=self.ranks,
-            ep=self.ep,
-            **how,
-        )
+        prologue of their params. `acted` counts what the passes did; `without`: graphs to leave
+        out."""
+        spec, verifies = self.spec, self.options.of(RingOptions).slack > 0
+        made = build_program(spec, self.all_logits, self.dtype, self.media, verifies, self.drafter)
+        program = Program({name: g for name, g in made.graphs.items() if name not in without})
+        program = quantise(program, spec, self.quant, self.dtype)
+        program = shard_program(program, Sharding(spec, self.ranks, self.ep))
+        program = run_program(program, skip=self.skip, dump=dump, options=self.options, acted=acted)
+        return split_program(backend.stored(program, self.device))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of a manifest: of specs their digests."""

@@ -14,20 +14,12 @@ from g4ir.errors import EngineError, VerifyError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import interpret, run_node
 from g4ir.ir.rewrite import drop_dead, split_prologue
-from g4ir.model.media import Media
 from g4ir.model.names import CODES, SCALES, checkpoint_name
-from g4ir.model.text import build_program
 from g4ir.ops.codecs import by_rows, from_tiles
 from g4ir.ops.finite import cast
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import TORCH_NAMES, dtype_name, is_float, torch, torch_dtype
-from g4ir.parallel.shard import shard_program
-from g4ir.parallel.table import Sharding, Share
-from g4ir.passes import Dump, PassCounts, PassOptions, run_program
-from g4ir.passes.plan_cache import RingOptions
-from g4ir.quant.recipe import QuantConfig
-from g4ir.quant.rewrite import quantise
-from g4ir.spec.record import Spec
+from g4ir.parallel.table import Share
 
 from . import tensorfile
 from .checkpoint import Checkpoint
@@ -103,37 +95,6 @@ def split_program(program: Program) -> Packing:
     packed = tuple(v for v in mains.params().values() if v.name in packed_names)
     prologue = Graph("prologue", (), tuple(params.values()), (), tuple(nodes.values()), packed)
     return Packing(mains, prologue)
-
-
-def as_it_is(program: Program) -> Program:
-    """Return the program: most backends store weights as the passes leave them."""
-    return program
-
-
-def make_packing(
-    spec: Spec,
-    all_logits: bool,
-    dtype: str,
-    media: Media,
-    skip: Iterable[str],
-    options: PassOptions,
-    recipe: QuantConfig | None = None,
-    stored: Callable[[Program], Program] = as_it_is,
-    dump: Dump | None = None,
-    drafter: Spec | None = None,
-    ranks: int = 1,
-    ep: bool = False,
-    acted: PassCounts | None = None,
-    without: Collection[str] = (),
-) -> Packing:
-    """Return the graphs of an engine, or of one of its `ranks`, and the prologue of their params.
-    `stored`: Backend.stored; `acted` counts what the passes did; `without`: graphs to leave out."""
-    verifies = options.of(RingOptions).slack > 0
-    graphs = build_program(spec, all_logits, dtype, media, verifies, drafter).graphs
-    program = Program({name: g for name, g in graphs.items() if name not in without})
-    plain = shard_program(quantise(program, spec, recipe, dtype), Sharding(spec, ranks, ep))
-    program = run_program(plain, skip=skip, dump=dump, options=options, acted=acted)
-    return split_program(stored(program))
 
 
 class ParamSource(Protocol):
