@@ -28,5 +28,5 @@ def test_transformers(measure: Any, scale: Scale, out: Path, variant: str, rows:
 def peer(command: list[str]) -> dict[str, Any]:
     """Return the steps of engine and peer, in milliseconds, and how their logits agree."""
     said = json.loads(g4ir_said(command))
-    steps = {run["role"]: run["stats"]["itl_ms"]["p50"]["value"] for run in said["runs"]}
+    steps = {run["role"]: run["metrics"]["itl_p50"]["value"] for run in said["runs"]}
     return {"step_ms": steps, "ok": said["outputs_agree"], **said["agreement"][0]}
