@@ -109,6 +109,18 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def test_prompts_that_wait_are_looked_up_in_memory(
+    engine: Engine, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler asks for each of them before every chunk."""
+    disk, reads = PrefixDisk(engine, GIB), list[Path]()
+    disk.store("", prompt(30), snapshot_of(engine))
+    disk.close()
+    read = prefix_disk._read
+    monkeypatch.setattr(prefix_disk, "_read", lambda path: (reads.append(path), read(path))[1])
+    assert [disk.lookup("", prompt(31), 0)[0] for _ in range(3)] == [30] * 3 and len(reads) == 1
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_not_used(
     engine: Engine, own_home: Path, caplog: pytest.LogCaptureFixture, damage: str

@@ -16,7 +16,8 @@ import logging
 import os
 import re
 import threading
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
@@ -59,6 +60,9 @@ KEY_WIDTH = 17
 TOKEN_BYTES = 1 << 20
 #: bytes of snapshots that may wait to be written; beyond them the oldest are dropped
 PENDING_BYTES = 512 << 20
+#: number of files that stay mapped, and seconds in which a folder may change unnoticed, since its
+#: time has the resolution of the system's clock tick
+MAPPED, TICK_S = 4, 0.1
 #: seconds that `close` waits for the writer
 CLOSE_S = 30.0
 #: names of the hidden state and of caches in a file
@@ -82,6 +86,8 @@ class PrefixDisk:
         self._pending = deque[tuple[str, Keys, Snapshot, int]]()
         self._writer: threading.Thread | None = None
         self._changed = threading.Condition()
+        self._listings: dict[Path, tuple[float, dict[tuple[int, str], Path]]] = {}
+        self._mapped: OrderedDict[Path, Snapshot] = OrderedDict()
 
     def lookup(self, salt: str, keys: Keys, longer_than: int = 0) -> tuple[int, Snapshot | None]:
         """Return length and snapshot of the longest prefix of `keys` on disk, which may be all of
@@ -112,10 +118,11 @@ class PrefixDisk:
                 self._writer.start()
 
     def close(self, timeout: float = CLOSE_S) -> None:
-        """Wait for the writer."""
+        """Wait for the writer, and unmap all files."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writer, timeout)
             self._pending.clear()
+            self._mapped.clear()
 
     def capacity(self) -> str:
         """Return a log line: the size and the folder."""
@@ -126,15 +133,26 @@ class PrefixDisk:
 
     def _list(self, folder: Path) -> dict[tuple[int, str], Path]:
         """Return the files of a scope by length and digest of keys."""
-        with suppress(OSError):
+        try:
+            changed = folder.stat().st_mtime
+        except OSError:
+            return {}
+        at, entries = self._listings.get(folder, (0.0, {}))
+        if at != changed:
             found = ((NAME.fullmatch(p.name), p) for p in folder.iterdir())
-            return {(int(m[1]), m[2]): path for m, path in found if m}
-        return {}
+            entries = {(int(m[1]), m[2]): path for m, path in found if m}
+            if time.time() > changed + TICK_S:
+                self._listings[folder] = changed, entries
+        return entries
 
     def _open(self, path: Path) -> Snapshot | None:
         """Map a file whose content has the digest of its name; None if it is gone or damaged."""
+        with self._changed:
+            if path in self._mapped and path.exists():
+                self._mapped.move_to_end(path)
+                return self._mapped[path]
         try:
-            return _read(path)
+            snapshot = _read(path)
         except FileNotFoundError:  # evicted by another process
             return None
         except (OSError, WeightsError, ValueError, KeyError) as e:
@@ -142,6 +160,11 @@ class PrefixDisk:
             with suppress(OSError):
                 path.unlink()
             return None
+        with self._changed:
+            self._mapped[path] = snapshot
+            while len(self._mapped) > MAPPED:
+                self._mapped.popitem(last=False)
+        return snapshot
 
     def _write_pending(self) -> None:
         lower_priority(threading.get_native_id())

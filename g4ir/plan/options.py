@@ -195,9 +195,11 @@ class BuildConfig:
         prologue of their params. `acted` counts what the passes did; `without`: graphs to leave
         out."""
         spec, verifies = self.spec, self.options.of(RingOptions).slack > 0
-        made = build_program(spec, self.all_logits, self.dtype, self.media, verifies, self.drafter)
-        program = Program({name: g for name, g in made.graphs.items() if name not in without})
-        program = quantise(program, spec, self.quant, self.dtype)
+        program = build_program(
+            spec, self.all_logits, self.dtype, self.media, verifies, self.drafter
+        )
+        graphs = {name: g for name, g in program.graphs.items() if name not in without}
+        program = quantise(Program(graphs), spec, self.quant, self.dtype)
         program = shard_program(program, Sharding(spec, self.ranks, self.ep))
         program = run_program(program, skip=self.skip, dump=dump, options=self.options, acted=acted)
         return split_program(backend.stored(program, self.device))
