@@ -57,7 +57,7 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCost
 #: field of SchedulerConfig -> its minimum
 MINIMUMS = {"chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "prefix_disk": 0, "draft_rows": 1}
 #: max size of a prompt's last chunk beside running sequences, of the size of the others
-LAST = 1.25
+MAX_LAST_CHUNK = 1.25
 
 
 @dataclass(frozen=True)
@@ -574,7 +574,7 @@ class Scheduler:
             return start + self.engine.limits.prefill_chunk
         rest = len(self._prompt[0].keys) - start
         size = self.chunk_size.remaining or self.chunk_size.tokens
-        return start + (rest if rest <= LAST * size else size)
+        return start + (rest if rest <= MAX_LAST_CHUNK * size else size)
 
     def _start_decoding(self, handle: RequestHandle, logits: torch.Tensor) -> None:
         """Sample the first token of each answer; unfinished sequences join the batch."""

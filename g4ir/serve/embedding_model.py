@@ -18,7 +18,7 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 
 from .http_errors import bad
-from .media_queue import lower_thread, unless_left
+from .media_queue import lower_thread, until_disconnect
 from .protocols.embeddings import SIZE, EmbeddingRequest
 
 #: texts that are tokenised in one turn
@@ -42,7 +42,7 @@ class EmbeddingModel:
     async def embed(self, request: Request, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
         """Return the embeddings float32 [N, D] of a request's texts, and their tokens. Refused for
         a wrong text, and if the client disconnects."""
-        return await unless_left(request, self._embed(asked))
+        return await until_disconnect(request, self._embed(asked))
 
     async def _embed(self, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
         embedder, run = self.embedder, asyncio.get_running_loop().run_in_executor

@@ -45,7 +45,7 @@ class MediaQueue:
         self.count += 1
         limit, loop = Limit(), asyncio.get_running_loop()
         try:
-            return await unless_left(
+            return await until_disconnect(
                 request, loop.run_in_executor(self._threads[kind], work, limit)
             )
         finally:
@@ -53,7 +53,7 @@ class MediaQueue:
             self.count -= 1
 
 
-async def unless_left(request: Request, work: Awaitable[T]) -> T:
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Return the result of some work. If the client disconnects first it is cancelled, and Refused
     raised."""
     done = asyncio.ensure_future(work)

@@ -25,7 +25,7 @@ from . import request_schema as schema
 from .app import ANY_NAME, Handler, Server, json_response
 from .auth import JSON
 from .http_errors import Refused, ending, later
-from .media_queue import unless_left
+from .media_queue import until_disconnect
 from .pool import READY, ModelPool, PooledModel
 from .protocols import ollama, transcriptions
 from .worker import SALT, SECRET
@@ -135,7 +135,7 @@ class Router(Server):
         model, request.state.said["forwarded"] = self._named(name), True
         stack = AsyncExitStack()
         try:
-            upstream = await unless_left(request, self._open(stack, model, request, path, raw))
+            upstream = await until_disconnect(request, self._open(stack, model, request, path, raw))
         except BaseException:
             await stack.aclose()
             raise
@@ -233,7 +233,7 @@ class Forwarded(Response):
         sending = self._send({**head, "headers": self.raw_headers}, send)
         try:
             with suppress(Refused):
-                await unless_left(Request(scope, receive), sending)
+                await until_disconnect(Request(scope, receive), sending)
         finally:
             await self._stack.aclose()
 
