@@ -34,7 +34,8 @@ from .parts import EngineParts
 from .prompts import checked_ids
 
 Tensor = torch.Tensor
-#: a text, its token ids, or its parts in order: texts and media, as in the content of a message
+#: a text, its token ids, or its parts in order: texts and media, as in the content of a message or
+#: encoded
 EncoderInput = str | Sequence[Any] | Mapping[str, Any]
 
 #: tokens of a chunk, unless one text has more; more were not faster (docs/embeddings.md)
@@ -190,7 +191,7 @@ class Embedder:
             if not isinstance(text, Sequence | Mapping) or not text:
                 why = "expected a text or a list of token ids or parts, not empty"
                 raise InputError(f"{name}: {why}")
-            if not isinstance(text, Mapping) and not isinstance(text[0], str | Mapping):
+            if not isinstance(text, Mapping) and not isinstance(text[0], str | Mapping | Soft):
                 return None, ()
             text, soft = self._content([text] if isinstance(text, Mapping) else text, name)
         if not text.strip():
@@ -212,13 +213,15 @@ class Embedder:
         soft = list[Soft]()
         for i, value in enumerate(parts):
             where = f"{name}[{i}]"
-            part = read_part(value, where)
+            part = value if isinstance(value, Soft) else read_part(value, where)
             if isinstance(part, Medium):
                 try:
-                    soft.append(self._encode_medium(part))
+                    part = self._encode_medium(part)
                 except InputError as e:
                     begins = str(e).startswith(where)
                     raise InputError(str(e) if begins else f"{where}: {e}") from None
+            if isinstance(part, Soft):
+                soft.append(part)
                 part = self.tokenizer.id_to_token(holders[part.kind]) or ""
             text += part
         return text, tuple(soft)

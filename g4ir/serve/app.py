@@ -40,10 +40,10 @@ from . import request_schema as schema
 from .adapters import Action, adapters_of, load, unload
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth, read_keys, salt_of
-from .embedding_model import EmbeddingModel
+from .embedding_model import EmbeddingModel, media_of
 from .http_errors import Refused, ending, later, refusal
-from .media_queue import SMALL, VIDEO, MediaQueue, wait_for_leaving
-from .media_sources import MediaFolder, read_bytes
+from .media_queue import MediaQueue, wait_for_leaving
+from .media_sources import MediaFolder, encode_media
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import Prompts, ServedRequest
@@ -419,6 +419,9 @@ class Server:
 
         async with self._large if len(raw) > LARGE else contextlib.nullcontext():
             asked = await run_in_threadpool(parse)
+        if media := media_of(asked):
+            with_soft = partial(model.with_soft, asked, media, self.folder)
+            asked = await self._media.run(request, media, with_soft)
         vectors, tokens = await model.embed(request, asked)
         request.state.said |= {"prompt": tokens}
         self.charge(request.state.salt, tokens)
@@ -538,15 +541,13 @@ class Server:
 
         def encoded(limit: Limit) -> tuple[Soft, ...]:
             with named():
-                items = read_bytes(prompts.engine, served.media, self.folder)
-                return prompts.encode(served, items, limit)
+                return encode_media(prompts.engine, served.media, self.folder, served.fields, limit)
 
         def filled() -> ServedRequest:
             with named():
                 return prompts.fill(served, soft)
 
-        lane = VIDEO if any(m.kind == "video" for m in served.media) else SMALL
-        soft = await self._media.run(request, lane, encoded)
+        soft = await self._media.run(request, served.media, encoded)
         return await run_in_threadpool(filled)
 
     def _check_origin(self, request: Request) -> None:

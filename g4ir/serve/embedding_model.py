@@ -4,21 +4,23 @@ priority, so that a request of thousands of texts delays neither others nor runn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from starlette.requests import Request
 
+from g4ir.chat.messages import Medium
 from g4ir.engine.embeddings import EncoderTokens
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
+from g4ir.media.limits import Limit
 
-from .http_errors import bad
+from .http_errors import named
 from .media_queue import lower_thread, until_disconnect
+from .media_sources import MediaFolder, encode_media
 from .protocols.embeddings import SIZE, EmbeddingRequest
 
 #: texts that are tokenised in one turn
@@ -38,6 +40,25 @@ class EmbeddingModel:
         """What /v1/models says of it."""
         sizes = [*getattr(self.engine.spec.embedding, "dims", ())]
         return {"max_model_len": self.engine.limits.max_seq, "embedding_sizes": sizes}
+
+    def with_soft(
+        self,
+        asked: EmbeddingRequest,
+        media: Sequence[Medium],
+        folder: MediaFolder,
+        limit: Limit,
+    ) -> EmbeddingRequest:
+        """Return a request with the soft tokens of its media in their place."""
+        with named(asked.field):
+            how = self.engine, media, folder, asked.settings or {}, limit, asked.field
+            left = iter(encode_media(*how))
+        filled = [
+            [next(left) if isinstance(part, Medium) else part for part in text]
+            if isinstance(text, list)
+            else text
+            for text in asked.texts
+        ]
+        return replace(asked, texts=filled)
 
     async def embed(self, request: Request, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
         """Return the embeddings float32 [N, D] of a request's texts, and their tokens. Refused for
@@ -69,10 +90,7 @@ class EmbeddingModel:
         self.engine.close()
 
 
-@contextmanager
-def named(field: str) -> Iterator[None]:
-    """A context in which an InputError becomes the refusal of a field."""
-    try:
-        yield
-    except InputError as e:
-        raise bad(field, str(e)) from None
+def media_of(asked: EmbeddingRequest) -> list[Medium]:
+    """Return the media of a request's inputs, in order."""
+    parts = (part for text in asked.texts if isinstance(text, list) for part in text)
+    return [part for part in parts if isinstance(part, Medium)]

@@ -7,7 +7,8 @@ import math
 import re
 import secrets
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,17 @@ def bad(param: str, message: str) -> Refused:
 def missing(param: str, message: str) -> Refused:
     """Return a 400 error for an unsupported feature (clients would retry a 5xx)."""
     return Refused(400, f"{param}: {message}", param=param, code="not_supported")
+
+
+@contextmanager
+def named(field: str) -> Iterator[None]:
+    """A context in which an InputError becomes the refusal of a field."""
+    try:
+        yield
+    except InputError as e:
+        message = str(e).removeprefix(f"{field}: ")
+        within = message.startswith(f"{field}[")
+        raise Refused(400, message, param=field) if within else bad(field, message) from None
 
 
 def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refused:

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from g4ir.backends.background_mask import lower_priority
+from g4ir.chat.messages import Medium
 from g4ir.errors import BusyError
 from g4ir.media.limits import Limit
+from g4ir.model.media import VIDEO
 
 from .http_errors import Refused
 
-#: kinds of work, each of one thread: images and audio, and videos
-SMALL, VIDEO = "small", "video"
+#: kind of work beside videos, each of one thread: images and audio
+SMALL = "small"
 T = TypeVar("T")
 
 
@@ -37,13 +39,14 @@ class MediaQueue:
             for kind in (SMALL, VIDEO)
         }
 
-    async def run(self, request: Request, kind: str, work: Callable[[Limit], T]) -> T:
-        """Run a request's work in the thread of its kind; return the result. BusyError if the queue
-        is full; Refused if the client disconnects."""
+    async def run(self, request: Request, media: Sequence[Medium], work: Callable[[Limit], T]) -> T:
+        """Run a request's work on its media in the thread of their kind; return the result.
+        BusyError if the queue is full; Refused if the client disconnects."""
         if self.count >= self.limit:
             raise BusyError(f"{self.count} requests with media wait already; try again later")
         self.count += 1
         limit, loop = Limit(), asyncio.get_running_loop()
+        kind = VIDEO if any(m.kind == VIDEO for m in media) else SMALL
         try:
             return await until_disconnect(
                 request, loop.run_in_executor(self._threads[kind], work, limit)

@@ -13,10 +13,15 @@ from urllib.request import url2pathname
 
 from g4ir.chat.messages import Medium, source_of
 from g4ir.engine.engine import Engine
+from g4ir.engine.multimodal import soft_of
 from g4ir.errors import InputError
-from g4ir.model.media import encode_options
+from g4ir.media.limits import Limit, limited
+from g4ir.media.soft import Soft
+from g4ir.model.audio import REFUSE
+from g4ir.model.media import MEDIA_SETTINGS, encode_options
 
 from .http_errors import bad, missing
+from .request_schema import CHAT
 
 #: maximum media per request
 MAX_MEDIA = 32
@@ -74,16 +79,36 @@ def _opened(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
-def read_bytes(
-    engine: Engine, media: Sequence[Medium], folder: MediaFolder
+def encode_media(
+    engine: Engine,
+    media: Sequence[Medium],
+    folder: MediaFolder,
+    settings: Mapping[str, Any],
+    limit: Limit,
+    field: str = "messages",
+) -> tuple[Soft, ...]:
+    """Return the soft tokens of a request's media, in order; `field`: that has them, for errors.
+    Refused or InputError for those that are not read, and beyond the limit."""
+    items = _read_bytes(engine, media, folder, field)
+    settings = {"audio_too_long": REFUSE, **settings}
+    with limited(limit):
+        out = []
+        for m, raw, options in [(m, raw, setting(engine, m, settings)) for m, raw in items]:
+            limit.name = m.where
+            out.append(soft_of(engine, m, raw, **options))
+        return tuple(out)
+
+
+def _read_bytes(
+    engine: Engine, media: Sequence[Medium], folder: MediaFolder, field: str
 ) -> list[tuple[Medium, bytes]]:
     """Return media with their bytes, in order. Refused for kinds that the engine does not support,
     and for anything but a data URL or a file of the folder."""
     if len(media) > MAX_MEDIA:
-        raise InputError(f"messages: have {len(media)} media, at most {MAX_MEDIA} are read")
+        raise InputError(f"{field}: have {len(media)} media, at most {MAX_MEDIA} are read")
     for medium in media:
         if medium.kind not in engine.media.kinds:
-            raise missing("messages", f"this engine takes no {medium.kind} ({medium.where})")
+            raise missing(field, f"this engine takes no {medium.kind} ({medium.where})")
     out, total = [], 0
     for medium in media:
         source = source_of(medium)
@@ -97,13 +122,15 @@ def read_bytes(
 
 
 def setting(engine: Engine, medium: Medium, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `Engine.encode` for a medium: from the request's fields, or an image's
-    own `detail`."""
+    """Return the options of `Engine.encode` for a medium: its part's own, an image's `detail`, or
+    those of the request's fields."""
     outer = medium.part.get("image_url")
     detail = outer.get("detail") if isinstance(outer, dict) else None
     if detail not in (None, "auto", *DETAILS):
         raise bad(f"{medium.where}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
-    options = encode_options(medium.kind, fields)
+    names = (k for k in MEDIA_SETTINGS[medium.kind] if medium.part.get(k) is not None)
+    of_part = {k: CHAT[k](medium.part[k], f"{medium.where}.{k}") for k in names}
+    options = encode_options(medium.kind, {**fields, **of_part})
     if detail in DETAILS:
         options.setdefault("budget", engine.media.budgets[DETAILS[detail]])
     return options

@@ -16,22 +16,18 @@ from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, mak
 from g4ir.chat.messages import Medium
 from g4ir.chat.prompt import spelled
 from g4ir.engine.engine import Engine
-from g4ir.engine.multimodal import soft_of
 from g4ir.engine.output import AnswerStream
 from g4ir.engine.prompts import checked_ids, sampling_params
 from g4ir.engine.requests import Request
 from g4ir.errors import EngineError, InputError
 from g4ir.generate.conversation import Bounded
 from g4ir.generate.tokenizer import Codec
-from g4ir.media.limits import Limit, limited
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
-from g4ir.model.audio import REFUSE
 from g4ir.weights.checkpoint import TOKENIZER
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
-from .media_sources import setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
@@ -155,18 +151,6 @@ class Prompts:
         if mask := self._mask(fields, prompt, request.thinking is True):
             request = replace(request, sampling=replace(request.sampling, allowed=mask))
         return replace(request, soft=soft, marks=marks)
-
-    def encode(
-        self, request: ServedRequest, items: Sequence[tuple[Medium, bytes]], limit: Limit
-    ) -> tuple[Soft, ...]:
-        """Encode media to soft tokens; InputError if they exceed the limit."""
-        engine, fields = self.engine, {"audio_too_long": REFUSE, **request.fields}
-        with limited(limit):
-            out = []
-            for medium, raw, options in [(m, raw, setting(engine, m, fields)) for m, raw in items]:
-                limit.name = medium.where
-                out.append(soft_of(engine, medium, raw, **options))
-            return tuple(out)
 
     def _mask(self, fields: Mapping[str, Any], prompt: Prompt, thinking: bool) -> LogitsMask | None:
         """Return the logits mask for a request's tool choice, response format and reasoning."""

@@ -20,10 +20,14 @@ import torch
 import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.serve.embedding_model import EmbeddingModel
+from g4ir.serve.media_sources import MediaFolder
 from g4ir.serve.protocols.embeddings import MAX_TEXTS, METHOD
+from g4ir.spec.record import load_spec
 from tests.cases import TABLES
+from tests.media_tools import media_files
 from tests.serve.running import NAME, Running, eventually, running
-from tests.test_embeddings import folder_of
+from tests.serve.test_media import urls
+from tests.test_embeddings import folder_of, media_checkpoint
 
 TEXTS = ["ab w7", "w9", "a b ab w3 w3"]
 #: path, body, and what the error says
@@ -118,6 +122,61 @@ def test_refused_bodies(path: str, body: Any, says: str, world: World) -> None:
     import re
 
     assert re.search(says, world.refused(path, body))
+
+
+@pytest.fixture(scope="module")
+def with_media(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A server of an encoder of media, alone."""
+    folder = tmp_path_factory.mktemp("media")
+    checkpoint = media_checkpoint(folder / "c", load_spec("tiny-embedding-2"))
+    options: Any = {"image_budgets": [70, 280], "audio_seconds": [2.0]}
+    g4ir.build(None, out=folder / "e", checkpoint=checkpoint, **options).close()
+    media = MediaFolder.named(str(media_files(folder / "m")), 1 << 20)
+    with (
+        g4ir.load_engine(folder / "e") as engine,
+        running(lambda: g4ir.load_engine(folder / "e"), options={"folder": media}) as r,
+    ):
+        eventually(lambda: r.server.ready, 60)
+        yield World(r, engine)
+
+
+def addressed(value: Any) -> Any:
+    """A body with data URLs in the place of their names."""
+    text = json.dumps(value)
+    for word, url in urls().items():
+        text = text.replace(f'"{word}"', f'"{url}"')
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("body", TABLES["server"]["media embeddings"])
+def test_media_are_those_of_the_engine(body: Any, with_media: World) -> None:
+    """Inputs of every form, alone and in company, as the engine embeds them."""
+    body = addressed(body)
+    want = with_media.engine.embed(body.pop("want"), dims=body.get("dimensions"))
+    answer = with_media.post("/v1/embeddings", body).json()
+    assert [d["embedding"] for d in answer["data"]] == want.tolist(), body
+    assert answer["usage"]["prompt_tokens"] > 5
+
+
+def test_a_file_of_the_media_folder(with_media: World) -> None:
+    folder = with_media.served.server.folder.path
+    assert folder
+    part = {"type": "image_url", "image_url": {"url": (folder / "a.png").as_uri()}}
+    got = with_media.post("/v1/embeddings", {"input": [part]}).json()["data"][0]["embedding"]
+    assert [got] == with_media.engine.embed([part]).tolist()
+    part["image_url"]["url"] = "file:///etc/passwd"
+    assert "below --media-dir" in with_media.refused("/v1/embeddings", {"input": [part]})
+
+
+@pytest.mark.parametrize(("body", "says"), TABLES["server"]["refused media embeddings"])
+def test_refused_media(body: Any, says: str, with_media: World) -> None:
+    assert says in with_media.refused("/v1/embeddings", addressed(body))
+
+
+def test_media_for_an_encoder_of_texts(world: World) -> None:
+    body = addressed({"input": [{"type": "image_url", "image_url": {"url": "PICTURE"}}]})
+    says = world.refused("/v1/embeddings", {"model": "emb", **body})
+    assert says == "input: this engine takes no image (text 0[0])"
 
 
 def test_no_such_model_and_no_embedder(world: World, served: Running) -> None:

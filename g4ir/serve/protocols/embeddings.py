@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from g4ir.chat.messages import Medium, read_messages, read_part
+from g4ir.errors import InputError
+from g4ir.model.media import MEDIA_SETTINGS
 from g4ir.serve import request_schema as schema
-from g4ir.serve.http_errors import bad
+from g4ir.serve.http_errors import bad, named
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +25,15 @@ MAX_TEXTS = 8192
 METHOD = "cosine similarity of embeddings"
 FLOAT, BASE64 = "float", "base64"
 #: names of a body's texts and of the sizes asked for
-TEXTS, DOCUMENTS, SIZE = "input", "documents", "dimensions"
+TEXTS, MESSAGES, DOCUMENTS, SIZE = "input", "messages", "documents", "dimensions"
 SIZES = schema.integer(1)
+INPUTS = "a text, token ids or an object with `content`, or a list of these or of lists of parts"
 
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """Texts (or token ids) to embed; `tasks`: that of all, or of the first and of the others."""
+    """Texts, token ids or lists of parts (texts and media) to embed; `tasks`: that of all, or of
+    the first and of the others; `settings`: those of media."""
 
     texts: list[Any]
     field: str
@@ -38,18 +43,25 @@ class EmbeddingRequest:
     top_n: int | None = None
     base64: bool = False
     returned: bool = False
+    settings: Mapping[str, Any] | None = None
 
 
 def read_embeddings(body: Body) -> EmbeddingRequest:
-    """Read a body of /v1/embeddings. Refused for a wrong field, by name."""
+    """Read a body of /v1/embeddings: OpenAI's `input`, or vLLM's `messages`, of which the contents
+    in order are one input. Refused for a wrong field, by name."""
     how = _optional(body, "encoding_format", schema.one_of(FLOAT, BASE64), FLOAT)
+    messages = _optional(body, MESSAGES, schema.CHAT[MESSAGES])
+    if messages is not None and body.get(TEXTS) is not None:
+        raise bad(MESSAGES, f"cannot be combined with {TEXTS}; give one of them")
+    names = [k for settings in MEDIA_SETTINGS.values() for k in settings if body.get(k) is not None]
     return EmbeddingRequest(
-        _inputs(body.get(TEXTS), TEXTS),
-        TEXTS,
+        _inputs(body.get(TEXTS), TEXTS) if messages is None else [_conversation(messages)],
+        TEXTS if messages is None else MESSAGES,
         (_optional(body, "task", schema.TEXT),),
         _optional(body, SIZE, SIZES),
         _optional(body, "truncate", schema.FLAG, False),
         base64=how == BASE64,
+        settings={k: schema.CHAT[k](body[k], k) for k in names},
     )
 
 
@@ -113,15 +125,33 @@ def rerank_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, mod
 
 
 def _inputs(value: Any, name: str) -> list[Any]:
-    """Return texts: one, a list of them, the token ids of one, or a list of such lists."""
-    if isinstance(value, str):
-        return [value]
+    """Return one input, or a list of them: texts, token ids, and lists of parts or objects with
+    `content` as lists of texts and media."""
     kinds = {type(x) for x in value} if isinstance(value, list) else set()
-    if kinds == {int}:
-        return [value]
-    if kinds in ({str}, {list}):
-        return _bounded(value, name)
-    raise bad(name, "expected a text, a list of texts, token ids, or a list of lists of them")
+    if isinstance(value, str | dict) or kinds == {int}:
+        value = [value]
+    elif not kinds or not kinds <= {str, list, dict}:
+        raise bad(name, f"expected {INPUTS}")
+    with named(name):
+        return [_input(x, f"text {i}") for i, x in enumerate(_bounded(value, name))]
+
+
+def _input(value: Any, where: str) -> Any:
+    """Return a text or token ids, or the parts of a list or an object as texts and media."""
+    if isinstance(value, dict):
+        value = [value] if "type" in value else value.get("content", value.get("text"))
+        if not isinstance(value, str | list):
+            raise InputError(f"{where}: expected {INPUTS}")
+    if isinstance(value, list) and value and isinstance(value[0], str | dict):
+        return [read_part(part, f"{where}[{i}]") for i, part in enumerate(value)]
+    return value
+
+
+def _conversation(messages: Any) -> list[str | Medium]:
+    """Return the contents of messages as one list of parts."""
+    with named(MESSAGES):
+        contents = [message["content"] for message in read_messages(messages)]
+    return [part for c in contents if c for part in (c if isinstance(c, list) else [c])]
 
 
 def _bounded(texts: list[Any], name: str) -> list[Any]:
