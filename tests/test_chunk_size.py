@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.backends.sampling import SamplingParams
-from g4ir.engine.chunk_size import FEWEST_TOKENS, FIRST_TOKENS, ChunkSize
+from g4ir.engine.chunk_size import FEWEST_TOKENS, FIRST_TOKENS, QUEUED, ChunkSize
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import FINISHED, Request, RequestHandle
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
@@ -113,13 +113,25 @@ def test_prompts_are_read_in_few_pieces(engine: Engine, machine: Machine, count:
     """A chunk takes as long as 37 tokens whatever its size, and 44 tokens fit beside a step."""
     machine.token_s, machine.chunk_s, machine.step_s = 0.46e-3, 17e-3, 36e-3
     streams = Streams(engine, machine, 100)
-    jobs = [Request(prompt(count, i), 1, FREE, reuse=False) for i in range(40)]
+    for seed in range(20):
+        streams.read(count, seed)
+    pieces = machine.sizes[-30:]
+    assert sum(pieces) / len(pieces) >= 36 and max(streams.gaps) <= 0.1
+
+
+def test_chunks_are_larger_while_requests_wait(engine: Engine, machine: Machine) -> None:
+    machine.token_s, machine.chunk_s, machine.step_s = 1e-3, 30e-3, 30e-3
+    streams = Streams(engine, machine, 100)
+    jobs = [Request(prompt(120, i), 1, FREE, reuse=False) for i in range(20)]
     late = [streams.scheduler.submit(job) for job in jobs]
     while not late[-1].done:
         events = streams.scheduler.step()
         streams.times += [machine.now] * sum(e.handle is streams.stream for e in events)
-    pieces = machine.sizes[-30:]
-    assert sum(pieces) / len(pieces) >= 36 and max(streams.gaps) <= 0.1
+    assert machine.sizes[-10:-2] == [120] * 8 and 0.1 < max(streams.gaps) <= 0.1 * QUEUED
+    streams.times.clear()
+    streams.read(500)
+    streams.read(500)
+    assert max(streams.gaps[6:]) <= 0.1
 
 
 def test_chunks_take_as_long_as_slow_steps(engine: Engine, machine: Machine) -> None:

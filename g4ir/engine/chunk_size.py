@@ -10,6 +10,8 @@ from __future__ import annotations
 
 #: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
+#: factor of the bound while other requests wait: large chunks take less time in total
+QUEUED = 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
 #: steps with a chunk until one without one is measured again
@@ -30,6 +32,8 @@ class ChunkSize:
         #: seconds of the last two decode steps without a chunk, 0 until measured; steps with one
         #: since
         self._steps_s, self._mixed_steps = (0.0, 0.0), 0
+        #: whether other requests wait for this chunk's prompt
+        self.queued = False
 
     @property
     def tokens(self) -> int:
@@ -61,7 +65,8 @@ class ChunkSize:
             self._steps_s, self._mixed_steps = (self._steps_s[1], seconds), 0
             return
         self._mixed_steps += 1
-        bound = max(self.gap_s, 2 * min(self._steps_s) / AIM)  # one of two may be disturbed
+        gap_s = self.gap_s * (QUEUED if self.queued else 1.0)
+        bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # one of two may be disturbed
         if seconds > 0 and (full or seconds > bound):
             change = computed * AIM * bound / seconds / self._size
             if seconds < AIM * bound:

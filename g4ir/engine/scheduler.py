@@ -65,13 +65,14 @@ class SchedulerConfig:
     """`buckets`: batch sizes (default 1, 2, 4, 8, 16, ...). One chunk of a prompt, at most
     `chunk_tokens` long (default: --prefill-chunk), is prefilled between two decode steps; with
     `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the time between two
-    tokens of a running sequence: chunks are shortened to meet it, and several short prompts are
-    prefilled if there is time (chunk_size.py). The batch shrinks after `patience` steps for which
-    a smaller bucket would have been enough. `prefix_bytes`: size of the prefix cache (default: from
-    free memory), `prefix_disk` of the one on disk (0: none). `draft`: speculative decoding, while
-    at most `draft_rows` sequences decode: with more, the extra tokens cost more than reading the
-    weights; 0 tokens: as many as the engine verifies. `warm_up`: decode a few tokens first, so that
-    no request waits for what the first steps record and allocate."""
+    tokens of a running sequence, four times as much while other requests wait: chunks are shortened
+    to meet it, and several short prompts are prefilled if there is time (chunk_size.py). The batch
+    shrinks after `patience` steps for which a smaller bucket would have been enough.
+    `prefix_bytes`: size of the prefix cache (default: from free memory), `prefix_disk` of the one
+    on disk (0: none). `draft`: speculative decoding, while at most `draft_rows` sequences decode:
+    with more, the extra tokens cost more than reading the weights; 0 tokens: as many as the engine
+    verifies. `warm_up`: decode a few tokens first, so that no request waits for what the first
+    steps record and allocate."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
@@ -238,6 +239,7 @@ class Scheduler:
         while not probes and (self._prompt or self._can_admit()):
             with self._guard():
                 self._schedule_prefill()
+            self.chunk_size.queued = bool(self.waiting)
             more = self.num_running and self.chunk_size.bounded and self.chunk_size.remaining
             if not (self.config.prefill_first or more):
                 break
