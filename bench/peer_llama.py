@@ -34,9 +34,9 @@ from common import arguments, finish, process, seconds
 
 from g4ir.backends.sampling import SamplingParams
 from g4ir.bench.llama import LlamaRunner
+from g4ir.bench.report import request_costs
 from g4ir.bench.roof import Meter
 from g4ir.bench.runners import draw_tokens, plan_workload
-from g4ir.bench.work import request_costs
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.ui.table import aligned

@@ -18,12 +18,19 @@ import torch
 
 import g4ir as g4ir_
 from g4ir.bench import llama, measure, run
-from g4ir.bench.agreement import agreement
 from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
-from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, speedup, void_roles
+from g4ir.bench.report import (
+    SWEEP_KIND,
+    Values,
+    machine_shares,
+    request_costs,
+    request_runs,
+    speedup,
+    void_roles,
+)
 from g4ir.bench.roof import Rates
-from g4ir.bench.run import ENGINE_ROLES, check_specs, run_bench
+from g4ir.bench.run import ENGINE_ROLES, agreement, check_specs, run_bench
 from g4ir.bench.runners import (
     MODES,
     BenchRunner,
@@ -46,7 +53,6 @@ from g4ir.bench.text import (
     stat_text,
     text,
 )
-from g4ir.bench.work import request_costs, request_runs
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import StepCosts
 from g4ir.errors import InputError, MissingError

@@ -7,24 +7,15 @@ two engines are loaded at once, the baseline and one format, and their timed rou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from g4ir.backends.reference import text_graphs
 from g4ir.check.documents import Reader, Window
 from g4ir.check.reference import plain_packing
-from g4ir.check.score import (
-    Scored,
-    Sums,
-    require_same_tokens,
-    score_sessions,
-    score_windows,
-    window_chunk,
-)
+from g4ir.check.score import Sums, require_same_tokens, score_sessions, window_chunk
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.ui.plots import figure
@@ -34,17 +25,9 @@ from g4ir.ui.units import size_text
 from g4ir.weights.origin import GgufFile
 
 from .llama import LlamaRunner
-from .measure import Stat, requests_per_round, speeds, timed_request
+from .measure import Stat, measure_rounds, speeds
 from .report import Values, plain
-from .runners import (
-    BenchRunner,
-    EngineRunner,
-    RequestTiming,
-    Rounds,
-    Workload,
-    draw_tokens,
-    plan_workload,
-)
+from .runners import BenchRunner, EngineRunner, Workload, draw_tokens, plan_workload
 from .system import busy_text, environment, load_average
 from .text import stat_text
 
@@ -81,6 +64,15 @@ class Format:
     file: Path | None = None
     other: bool = False
 
+    @contextmanager
+    def runner(self, load: Load, path: str, w: Workload, device: str) -> Iterator[BenchRunner]:
+        """A context with the engine at a path, or the file, as a runner of a workload."""
+        if self.file:
+            yield LlamaRunner(self.file, w.batch, w.max_len, device)
+            return
+        with closing(load(path)) as engine:
+            yield EngineRunner(engine, w.batch)
+
 
 class Size(NamedTuple):
     """Bytes of the weights of the text model as stored, and their number of elements."""
@@ -113,23 +105,32 @@ def compare_formats(
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);
     tokens per second of prompts and of one sequence's decode steps, as {value, spread}.
     """
-    start = load_average()
+    start, others = load_average(), formats[1:]
     with closing(load(formats[0].scored)) as engine:
-        max_seq = engine.limits.max_seq
-        windows = text.windows(engine, max_seq)
-        rows = [*_qualities(engine, formats, windows, load, progress)]
+        windows = text.windows(engine, engine.limits.max_seq)
+        rows = _qualities(engine, formats, windows, load, progress)
         env = environment(engine.device)
         facts: Values = {"kind": "g4ir compare", "model_id": engine.spec.name}
         notes = [] if text.files or (engine.path / TOKENIZER).is_file() else [NO_TOKENIZER]
     with closing(load(formats[0].timed)) as engine:
         w = plan_workload([engine.limits])
         w = replace(w, output_len=min(w.output_len, MAX_OUTPUT))
-        for row, rates in zip(rows, _speeds(engine, formats, w, load, progress), strict=True):
-            row |= rates
-    stats = [row[rate] for row in rows for rate in RATES]
-    busy = busy_text(start) or (NOISY if any(s.noisy for s in stats) else None)
-    tokens = sum(len(window.ids) for window in windows)
-    facts |= {"text": [*text.files] or SAMPLE.name, "tokens": tokens, "workload": vars(w)}
+        tokens, baseline = draw_tokens(w, engine), EngineRunner(engine, w.batch)
+        rounds = [baseline.rounds]
+        for f in others:
+            progress(f"timing {f.name}")
+            with f.runner(load, f.timed, w, engine.device) as runner:
+                measure_rounds([baseline, runner], w, tokens, ROUNDS)
+                rounds.append(runner.rounds)
+        if not others:
+            measure_rounds([baseline], w, tokens, ROUNDS)
+    for row, timings in zip(rows, rounds, strict=True):
+        rates = speeds(w, timings)
+        row |= {rate: rates[key] for rate, key in RATES.items()}
+    noisy = any(row[rate].noisy for row in rows for rate in RATES)
+    busy = busy_text(start) or (NOISY if noisy else None)
+    count = sum(len(window.ids) for window in windows)
+    facts |= {"text": [*text.files] or SAMPLE.name, "tokens": count, "workload": vars(w)}
     facts |= {"env": env, "rows": rows, "notes": notes, "warnings": [busy] if busy else []}
     return dict(plain(facts))
 
@@ -140,36 +141,33 @@ def _qualities(
     windows: Sequence[Window],
     load: Load,
     progress: Progress,
-) -> Iterator[Values]:
-    """Yield size and quality of each format; `engine` is the baseline."""
-    size, chunk = weight_size(engine), window_chunk([engine])
+) -> list[Values]:
+    """Return the rows of formats with size and quality; `engine` is the baseline."""
+
+    def score(sessions: Sequence[Any], engines: Sequence[Engine]) -> Values:
+        scores = score_sessions(sessions, windows, window_chunk(engines), progress)
+        return sum((s.sums for s in scores), Sums()).means()
+
+    size, rows, means = weight_size(engine), list[Values](), Values()
+    w = Workload(max((len(w.ids) for w in windows), default=1), 1)
     for f in formats[1:]:
         progress(f"scoring {f.name}")
-        with ExitStack() as stack:
-            if f.file:
-                longest = max(len(w.ids) for w in windows)
-                other: Scored = LlamaRunner(f.file, 1, longest, engine.device)
-                other_size, rows = Size(_tensor_bytes(f.file, engine), size.elements), chunk
-            else:
-                loaded = stack.enter_context(closing(load(f.scored)))
-                if f.other:
-                    require_same_tokens(engine, loaded, f.name)
-                other, other_size = loaded.session(), weight_size(loaded)
-                rows = window_chunk([engine, loaded])
-            scores = score_sessions([other, engine.session()], windows, rows, progress)
-            sums = sum((s.sums for s in scores), Sums())
-        if f is formats[1]:
-            yield _row(formats[0], size, {k: sums.means()[f"baseline_{k}"] for k in SCORES})
-        yield _row(f, other_size, sums.means())
-    if not formats[1:]:
-        sums = sum((s.sums for s in score_windows([engine], windows, progress)), Sums())
-        yield _row(formats[0], size, sums.means())
+        with f.runner(load, f.scored, w, engine.device) as runner:
+            other = [runner.engine] if runner.engine else []
+            for e in other if f.other else ():
+                require_same_tokens(engine, e, f.name)
+            means = score([runner.session, engine.session()], [engine, *other])
+            nbytes = _tensor_bytes(f.file, engine) if f.file else 0
+            rows.append(_row(f, weight_size(*other) if other else Size(nbytes, size[1]), means))
+    first = (
+        {k: means[f"baseline_{k}"] for k in SCORES} if rows else score([engine.session()], [engine])
+    )
+    return [_row(formats[0], size, first), *rows]
 
 
 def _row(f: Format, size: Size, means: Values) -> Values:
-    means = {"kl": None, "same_top": None, **means}
     row = {"name": f.name, **size._asdict(), "bits_per_weight": 8 * size.bytes / size.elements}
-    return row | {key: means[key] for key in ("nll", "ppl", "kl", "same_top")}
+    return row | {key: means.get(key) for key in (*SCORES, "kl", "same_top")}
 
 
 def weight_size(engine: Engine) -> Size:
@@ -185,61 +183,25 @@ def _tensor_bytes(file: Path, engine: Engine) -> int:
     return sum(e.nbytes for header in opened.headers for e in header.entries.values())
 
 
-def _speeds(
-    engine: Engine, formats: Sequence[Format], w: Workload, load: Load, progress: Progress
-) -> list[dict[str, Stat]]:
-    """Return the rates of each format; the baseline's rounds alternate with those of the others."""
-    tokens = draw_tokens(w, engine)
-    baseline = EngineRunner(engine, w.batch)
-    first, *_ = (_timed(baseline, w, tokens, 1) for _ in range(2))
-    count, measured = requests_per_round(first[0].e2e), list[Rounds]()
-    baseline_rounds: list[list[RequestTiming]] = []
-    for f in formats[1:]:
-        progress(f"timing {f.name}")
-        with ExitStack() as stack:
-            if f.file:
-                runner: BenchRunner = LlamaRunner(f.file, w.batch, w.max_len, engine.device)
-            else:
-                runner = EngineRunner(stack.enter_context(closing(load(f.timed))), w.batch)
-            _timed(runner, w, tokens, 1)
-            rounds = []
-            for _ in range(ROUNDS):
-                baseline_rounds.append(_timed(baseline, w, tokens, count))
-                rounds.append(_timed(runner, w, tokens, count))
-            measured.append(rounds)
-    baseline_rounds = baseline_rounds or [_timed(baseline, w, tokens, count) for _ in range(ROUNDS)]
-    by_name = [speeds(w, rounds) for rounds in (baseline_rounds, *measured)]
-    return [{rate: rates[key] for rate, key in RATES.items()} for rates in by_name]
-
-
-def _timed(
-    runner: BenchRunner, w: Workload, tokens: torch.Tensor, count: int
-) -> list[RequestTiming]:
-    runner.set_context(tokens[:, : w.context])
-    return [timed_request(runner, w, tokens) for _ in range(count)]
-
-
-#: heading -> a row's cell
-COLUMNS: dict[str, Callable[[Values], str]] = {
-    "": lambda r: r["name"],
-    "weights": lambda r: size_text(r["bytes"]),
-    "bits a weight": lambda r: f"{r['bits_per_weight']:.2f}",
-    "NLL": lambda r: _fixed(r["nll"], 4),
-    "perplexity": lambda r: _fixed(r["ppl"], 2),
-    "KL": lambda r: _fixed(r["kl"], 4),
-    "same top token": lambda r: "-" if r["same_top"] is None else f"{r['same_top']:.1%}",
-    "prompt, tokens/s": lambda r: stat_text(Stat(**r["prompt_tokens_per_s"])),
-    "decode, tokens/s": lambda r: stat_text(Stat(**r["decode_tokens_per_s"])),
+#: heading -> key of a row, and how its value is printed
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "": ("name", str),
+    "weights": ("bytes", size_text),
+    "bits a weight": ("bits_per_weight", "{:.2f}".format),
+    "NLL": ("nll", "{:.4f}".format),
+    "perplexity": ("ppl", "{:.2f}".format),
+    "KL": ("kl", "{:.4f}".format),
+    "same top token": ("same_top", "{:.1%}".format),
+    **{f"{rate.split('_')[0]}, tokens/s": (rate, lambda s: stat_text(Stat(**s))) for rate in RATES},
 }
-
-
-def _fixed(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def comparison_table(report: Values) -> str:
     """Return the report as a Markdown table."""
-    rows = ([cell(row) for cell in COLUMNS.values()] for row in report["rows"])
+    rows = (
+        ["-" if row[key] is None else text_of(row[key]) for key, text_of in COLUMNS.values()]
+        for row in report["rows"]
+    )
     return markdown_table([[*COLUMNS], *rows])
 
 

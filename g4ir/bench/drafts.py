@@ -37,8 +37,7 @@ class KnownText:
         self, text: Sequence[int], right: float, vocab: int, prompt: Sequence[int]
     ) -> None:
         rng, self._at = random.Random(0), 0
-        draws = [rng.random() < right for _ in text]
-        self._drafts = [t if good else (t + 1) % vocab for t, good in zip(text, draws, strict=True)]
+        self._drafts = [t if rng.random() < right else (t + 1) % vocab for t in text]
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._at += len(tokens)
@@ -77,13 +76,8 @@ def measure_drafts(
                 rates[kind].append(rate)
                 tallies[kind].join(tally)
     by_kind = {k: _values(rates[PLAIN], rates[k], tallies[k]) for k in kinds}
-    return {
-        "source": source,
-        "draft_tokens": draft.tokens,
-        "new_tokens": new,
-        "same_text": same,
-        "by_kind": by_kind,
-    }
+    facts = {"source": source, "draft_tokens": draft.tokens, "new_tokens": new}
+    return {**facts, "same_text": same, "by_kind": by_kind}
 
 
 def _generate(

@@ -62,11 +62,9 @@ class LlamaRunner(BenchRunner):
 
     It computes on a thread of its own: it sets a thread's AMX tiles once, and torch resets them."""
 
-    role = LLAMA
-
     def __init__(self, file: Path, batch: int, max_len: int, device: str = "cpu") -> None:
-        self._api, errors, _ = binding()
-        api, self.label = self._api, f"llama-cpp-python {self._api.__version__} ({file.name})"
+        api, errors, _ = binding()
+        super().__init__(LLAMA, f"llama-cpp-python {api.__version__} ({file.name})")
         if device != "cpu" and not api.llama_supports_gpu_offload():
             fix = "install one that was built for CUDA"
             raise MissingError(f"--peer {LLAMA}: this llama-cpp-python runs on CPUs alone; {fix}")
@@ -75,7 +73,7 @@ class LlamaRunner(BenchRunner):
         params.n_seq_max, params.kv_unified = batch, False
         params.n_ctx = params.n_batch = max_len * batch
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        self._thread = ThreadPoolExecutor(1)
+        self._api, self._thread, self.session = api, ThreadPoolExecutor(1), self
         model = self._call(api.llama_model_load_from_file, str(file).encode(), config)
         self._context = model and self._call(api.llama_init_from_model, model, params)
         if not self._context:
@@ -83,21 +81,14 @@ class LlamaRunner(BenchRunner):
             raise InputError(f"--peer {LLAMA}: it cannot load {file}: {reason}")
         self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batch = api.llama_batch_init(params.n_batch, 0, 1)
-        self._length = 0
+        self.reset()
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._thread.submit(function, *args).result()
 
-    def set_context(self, tokens: torch.Tensor) -> None:
-        super().set_context(tokens)
+    def reset(self) -> None:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         self._length = 0
-        if tokens.shape[1]:
-            self.step(tokens)
-
-    def reset(self) -> None:
-        """Empty the KV cache."""
-        self.set_context(torch.zeros(1, 0))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.prefill(tokens)[:, -1]

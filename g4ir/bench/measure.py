@@ -8,6 +8,7 @@ process to process (memory addresses, clocks) is the same in every round of a ru
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -22,6 +23,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from g4ir.ui.progress import Progress, no_progress
+
+from .roof import synchronize
 from .runners import BenchRunner, RequestTiming, Rounds, Workload, request_steps
 
 #: a runner's share of a round lasts at least this long, or takes this many requests
@@ -92,6 +96,7 @@ def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> Req
     """Time a request. Each step ends with the chosen tokens on the host; the return to the context
     before it is not timed."""
     runner.rewind()
+    synchronize(runner.device)
     marks = [time.perf_counter()]
     for step in request_steps(w, tokens):
         runner.step(step).argmax(-1).tolist()
@@ -100,9 +105,29 @@ def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> Req
     return RequestTiming(ttft, tuple(itl))
 
 
-def requests_per_round(seconds: float) -> int:
-    """Return the number of requests in a round, from the time of one."""
-    return max(1, min(MAX_REQUESTS, math.ceil(ROUND_S / max(seconds, 1e-6))))
+def measure_rounds(
+    runners: Sequence[BenchRunner],
+    w: Workload,
+    tokens: torch.Tensor,
+    rounds: int,
+    warmup: int = 1,
+    progress: Progress = no_progress,
+    before: Callable[[], object] = lambda: None,
+) -> None:
+    """Time requests of runners in turn, in rounds, which each runner stores; their number in a
+    round follows from the first runner's time. `before`: called at the start of each round."""
+    progress("warming up")
+    for runner in runners:
+        for _ in range(warmup):
+            timed_request(runner, w, tokens)
+    seconds = timed_request(runners[0], w, tokens).e2e
+    count = max(1, min(MAX_REQUESTS, math.ceil(ROUND_S / max(seconds, 1e-6))))
+    for number in range(1, rounds + 1):
+        progress(f"round {number} of {rounds}")
+        before()
+        for runner in runners:
+            gc.collect()
+            runner.rounds.append([timed_request(runner, w, tokens) for _ in range(count)])
 
 
 #: latency -> its samples (seconds) in a request
@@ -127,19 +152,17 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
     """Return tokens per second: of prefill (whole batch), of decode (per sequence, whole batch), of
     requests. Decode is tokens over the time of decode steps; prefill is never part of it."""
 
-    def rate(
-        tokens: int, seconds: Callable[[RequestTiming], float], unit: str = "tokens/s"
-    ) -> Stat:
-        return stat(rounds, lambda requests: tokens / mean([seconds(r) for r in requests]), unit)
+    def rate(count: int, seconds: str, unit: str = "tokens/s") -> Stat:
+        return stat(rounds, lambda part: count / mean(getattr(r, seconds) for r in part), unit)
 
     steps = w.output_len - 1
     return {
-        "prefill_throughput": rate(w.batch * w.input_len, lambda r: r.ttft),
-        "decode_per_user_throughput": rate(steps, lambda r: r.decode),
-        "decode_throughput": rate(w.batch * steps, lambda r: r.decode),
-        "output_throughput": rate(w.batch * w.output_len, lambda r: r.e2e),
-        "total_throughput": rate(w.batch * (w.input_len + w.output_len), lambda r: r.e2e),
-        "request_throughput": rate(w.batch, lambda r: r.e2e, "requests/s"),
+        "prefill_throughput": rate(w.batch * w.input_len, "ttft"),
+        "decode_per_user_throughput": rate(steps, "decode"),
+        "decode_throughput": rate(w.batch * steps, "decode"),
+        "output_throughput": rate(w.batch * w.output_len, "e2e"),
+        "total_throughput": rate(w.batch * (w.input_len + w.output_len), "e2e"),
+        "request_throughput": rate(w.batch, "e2e", "requests/s"),
     }
 
 

@@ -11,21 +11,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
+from g4ir.ir.rewrite import drop_dead
 from g4ir.ops.types import dtype_name
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.plan.cost import Cost, floor
+from g4ir.plan.cost import Cost, NodeCost, Roof, floor, graph_costs, total
 
 from .measure import LATENCIES, Stat, around, latencies, medians, ratio, speeds
 from .roof import Meter, Rates, median_rates
-from .runners import BenchRunner, EngineRunner, Rounds, Workload
+from .runners import BenchRunner, Rounds, Workload
 from .system import busy_text
-from .work import request_costs
 
 #: schema version: incremented when a key changes its meaning or is removed
 VERSION = 3
@@ -47,6 +48,8 @@ RANDOM_WEIGHTS = (
     "random weights: routing is near uniform and text means nothing; speed of dense parts does not "
     "depend on it"
 )
+#: decode steps whose cost is computed, spread evenly over a request
+DECODE_STEPS = 16
 #: JSON values
 Values = dict[str, Any]
 
@@ -124,7 +127,7 @@ def roof_values(dtype: str, rates: Sequence[Rates]) -> Values:
 
 def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: bool) -> Values:
     """Return a runner's part of the report: raw samples in milliseconds, and `metrics` of them."""
-    rounds, shares = runner.rounds, dict[str, Stat]()
+    rounds, engine, shares = runner.rounds, runner.engine, dict[str, Stat]()
     values: Values = {
         "role": runner.role,
         "label": runner.label,
@@ -137,20 +140,19 @@ def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: b
         "peak_memory": runner.peak_memory,
         **dict.fromkeys(OF_ENGINES),
     }
-    if isinstance(runner, EngineRunner):
-        costs = request_costs(runner.engine, w)
+    if engine:
+        costs = request_costs(engine, w)
         shares = machine_shares(rounds, rates, costs)
-        values |= _engine_values(w, runner, rates, costs)
+        values |= _engine_values(engine, rates, costs)
+        values |= {"name": runner.name, "cache_bytes": runner.session.nbytes()}
+        values["bytes_per_token"] = costs["decode"].needed_bytes // w.batch
     return values | {"metrics": latencies(rounds) | speeds(w, rounds) | shares}
 
 
-def _engine_values(
-    w: Workload, runner: EngineRunner, rates: Sequence[Rates], costs: Mapping[str, Cost]
-) -> Values:
-    engine, facts, config = runner.engine, runner.engine.facts, runner.engine.config
+def _engine_values(engine: Engine, rates: Sequence[Rates], costs: Mapping[str, Cost]) -> Values:
+    facts, config, roof = engine.facts, engine.config, median_rates(rates).roof()
     activations = acting(engine).of(ActivationOptions).to
     return {
-        "name": runner.name,
         "engine": {
             "manifest": facts.digest,
             "dtype": engine.dtype,
@@ -162,15 +164,13 @@ def _engine_values(
             "quant": config.quant and config.quant.name,
             "activations": activations if activations != OFF else None,
         },
-        "cache_bytes": runner.session.nbytes(),
         "param_bytes": param_bytes(engine),
-        "work": {phase: _work(cost, rates) for phase, cost in costs.items()},
-        "bytes_per_token": costs["decode"].needed_bytes // w.batch,
+        "work": {phase: _work(cost, roof) for phase, cost in costs.items()},
     }
 
 
-def _work(cost: Cost, rates: Sequence[Rates]) -> Values:
-    f = floor(cost, median_rates(rates).roof())
+def _work(cost: Cost, roof: Roof) -> Values:
+    f = floor(cost, roof)
     return {**vars(cost), "floor_ms": f.seconds * 1e3, "bound": f.bound}
 
 
@@ -216,3 +216,47 @@ def summary(runs: Sequence[Values]) -> Values:
 def metrics(run: Values) -> dict[str, Stat]:
     """Return the metrics of a run, by name."""
     return {name: Stat(**stat) for name, stat in run["metrics"].items()}
+
+
+# --- work of a request ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """One run of a graph: `new` tokens per sequence after `context` in the KV cache."""
+
+    phase: str
+    new: int
+    context: int
+    logits: bool
+
+    def costs(self, engine: Engine, batch: int) -> list[NodeCost]:
+        """Return the costs of the nodes that run: all for logits, else those that the KV cache
+        depends on."""
+        g = engine.program.graphs[self.phase]
+        needed = g if self.logits else drop_dead(replace(g, outputs=()))
+        return graph_costs(needed, B=batch, S=self.new, C=self.context)
+
+
+def request_runs(w: Workload, chunk: int) -> Iterator[GraphRun]:
+    """Yield the runs of a request in an engine of this prefill chunk, those of a session: only the
+    last chunk of a prompt computes logits, and a chunk of one token is a decode step."""
+    end = w.context + w.input_len
+    for at in range(w.context, end, chunk):
+        new = min(chunk, end - at)
+        yield GraphRun("decode" if new == 1 else "prefill", new, at, at + new == end)
+    for at in range(end, w.max_len):
+        yield GraphRun("decode", 1, at, True)
+
+
+def request_costs(engine: Engine, w: Workload) -> dict[str, Cost]:
+    """Return the costs by phase: of the prompt, and of a decode step on average. Of experts the
+    expected number for uniform choices is counted (ops/moe.py)."""
+    runs, steps = [*request_runs(w, engine.limits.prefill_chunk)], w.output_len - 1
+    count = min(DECODE_STEPS, steps)
+    decode = [runs[-steps:][i * steps // count] for i in range(count)]
+    prefill, decoded = (
+        sum((total(run.costs(engine, w.batch)) for run in part), Cost())
+        for part in (runs[:-steps], decode)
+    )
+    return {"prefill": prefill, "decode": Cost(*(v // count for v in vars(decoded).values()))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,20 +15,36 @@ from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, resolve_draft
 from g4ir.errors import InputError, check_all
+from g4ir.ir.distance import row_errors
 from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress, prefixed
 
-from .agreement import compare_outputs, shortened
 from .drafts import measure_drafts
 from .llama import LLAMA, LlamaRunner, binding, gguf_file
-from .measure import requests_per_round, timed_request
+from .measure import measure_rounds, timed_request
 from .report import Values, build_report
 from .roof import Meter
-from .runners import MODES, BenchRunner, EngineRunner, HfRunner, Workload, draw_tokens, peer_model
+from .runners import (
+    MODES,
+    BenchRunner,
+    EngineRunner,
+    HfRunner,
+    Workload,
+    draw_tokens,
+    peer_model,
+    reference_runner,
+    request_steps,
+)
 from .system import environment, load_average, peak_memory, reset_peak
 
 ENGINE_ROLES = ("engine", "engine-b")
+#: prompt and choices of the request that outputs are compared on: the interpreter takes as long for
+#: a token as some engines for a thousand
+CHECKED_INPUT, CHECKED_OUTPUT = 32, 4
+#: minimum cosine of the median row of logits. Each runner rounds and quantises in its own way, and
+#: routers in 16 bits take other experts in some rows; `g4ir verify` compares exactly
+AGREE = 0.98
 #: baseline -> raises MissingError if its library is not installed
 BASELINES: dict[str, Callable[[], Any]] = {
     **{mode: partial(need_transformers, f"--peer {mode}") for mode in MODES},
@@ -75,13 +90,14 @@ def run_bench(
     for w in workloads:
         size = f"{w.batch} x {w.input_len} tokens"
         stage = prefixed(progress, size) if len(workloads) > 1 else progress
-        runners = [*_runners(engines, w, peers, (model, file), stage)]
         tokens, compared = draw_tokens(w, engines[0]), shortened(w)
+        runners = [*_runners(engines, w, peers, (model, file), tokens, stage)]
         if compared not in agreements:
             stage("comparing outputs")
             agreements[compared] = compare_outputs(engines[0], compared, tokens, runners)
         env = {**environment(engines[0].device), "load_average": load_average()}
-        meter = _measure(runners, w, tokens, rounds, warmup, stage)
+        meter = Meter(engines[0].device, torch_dtype(engines[0].dtype))
+        measure_rounds(runners, w, tokens, rounds, warmup, stage, meter.measure)
         facts = {"env": env, "agreement": agreements[compared], "warmup": warmup}
         reports.append(build_report(engines[0], w, runners, meter, facts))
         if draft != NONE:
@@ -89,32 +105,6 @@ def run_bench(
             drafts = measure_drafts(engines[0], prompt, w.output_len, draft, rounds, stage)
             reports[-1]["drafts"] = drafts
     return reports
-
-
-def _measure(
-    runners: Sequence[BenchRunner],
-    w: Workload,
-    tokens: torch.Tensor,
-    rounds: int,
-    warmup: int,
-    progress: Progress,
-) -> Meter:
-    """Time the rounds of each runner, which stores them; return the machine's rates."""
-    engine = runners[0].engine
-    assert engine
-    meter = Meter(engine.device, torch_dtype(engine.dtype))
-    progress("warming up")
-    for runner in runners:
-        for _ in range(warmup):
-            timed_request(runner, w, tokens)
-    count = requests_per_round(timed_request(runners[0], w, tokens).e2e)
-    for number in range(1, rounds + 1):
-        progress(f"round {number} of {rounds}")
-        meter.measure()
-        for runner in runners:
-            gc.collect()
-            runner.rounds.append([timed_request(runner, w, tokens) for _ in range(count)])
-    return meter
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
@@ -147,28 +137,72 @@ def _runners(
     w: Workload,
     peers: Sequence[str],
     weights: tuple[Any, Any],
+    tokens: torch.Tensor,
     progress: Progress,
 ) -> Iterator[BenchRunner]:
     """Yield the runners after their first request, in which a baseline compiles and CUDA graphs are
     captured; its seconds and the peak memory are stored. weights: the model of transformers and the
     file of llama.cpp, where they are baselines."""
-    names = [e.path.resolve().name for e in engines]
+    names, (model, file) = [e.path.resolve().name for e in engines], weights
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
-    makers: dict[str, Callable[[], BenchRunner]] = {
-        role: partial(EngineRunner, engine, w.batch, role, name)
-        for engine, role, name in zip(engines, ENGINE_ROLES, names)
-    }
-    (model, file), device = weights, engines[0].device
-    for mode in peers:
-        of_llama = partial(LlamaRunner, file, w.batch, w.max_len, device)
-        makers[mode] = of_llama if mode == LLAMA else partial(HfRunner, model, w.max_len, mode)
-    tokens = draw_tokens(w, engines[0])
-    for role, make in makers.items():
+    device = engines[0].device
+    for i, role in enumerate([*ENGINE_ROLES[: len(engines)], *peers]):
         progress(f"first request of {role}")
         reset_peak(device)
-        runner = make()
+        if i < len(engines):
+            runner: BenchRunner = EngineRunner(engines[i], w.batch, role, names[i])
+        elif role == LLAMA:
+            runner = LlamaRunner(file, w.batch, w.max_len, device)
+        else:
+            runner = HfRunner(model, w.max_len, role)
         runner.set_context(tokens[:, : w.context])
         runner.first_request_s = timed_request(runner, w, tokens).e2e
-        runner.peak_memory, runner.rounds = peak_memory(device), []
+        runner.peak_memory = peak_memory(device)
         yield runner
+
+
+# --- agreement of outputs ---------------------------------------------------------------------
+
+
+def shortened(w: Workload) -> Workload:
+    """Return the beginning of a request, on which outputs are compared."""
+    lengths = min(w.input_len, CHECKED_INPUT), min(w.output_len, CHECKED_OUTPUT)
+    return replace(w, input_len=lengths[0], output_len=lengths[1])
+
+
+def compare_outputs(
+    engine: Engine, w: Workload, tokens: torch.Tensor, runners: Sequence[BenchRunner]
+) -> list[Values]:
+    """Compare each runner with the first one of transformers, or without one with the interpreter
+    of `engine`; return their agreements as JSON values."""
+    hf = next((r for r in runners if isinstance(r, HfRunner)), None)
+    base: BenchRunner = hf or reference_runner(engine, w.batch)
+    tokens = tokens[:, : w.max_len]
+    base.set_context(tokens[:, : w.context])
+    want = request_logits(base, w, tokens)
+    return [
+        {"role": r.role, "base": base.role, **agreement(request_logits(r, w, tokens), want)}
+        for r in runners
+        if r is not base
+    ]
+
+
+def request_logits(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> torch.Tensor:
+    """Return f32[batch * output_len, vocab] of one request."""
+    runner.rewind()
+    steps = [runner.step(step).float().cpu() for step in request_steps(w, tokens)]
+    return torch.stack(steps, 1).flatten(0, 1)
+
+
+def agreement(got: torch.Tensor, want: torch.Tensor) -> Values:
+    """Return JSON values: the worst `cosine` and `relative` error of `count` rows of logits; how
+    many choose an `equal` token; whether the rows agree (`ok`)."""
+    errors, equal = row_errors(got, want), got.argmax(-1) == want.argmax(-1)
+    return {
+        "count": len(want),
+        "cosine": float(errors.cosine.min()),
+        "relative": float(errors.relative.max()),
+        "equal": int(equal.sum()),
+        "ok": float(errors.cosine.median()) >= AGREE,
+    }

@@ -20,14 +20,12 @@ from typing import Any
 import torch
 
 from g4ir.chat.prompt import text_ids
-from g4ir.check.hf import cache_argument, hf_model, hf_origin, last_row
+from g4ir.check.hf import HfSession, hf_model, hf_origin
 from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.plan.engine_limits import Limits
-
-from .roof import synchronize
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
 
@@ -128,21 +126,31 @@ class BenchRunner:
     description; engine, name: None for a baseline. first_request_s, peak_memory: of its first
     request; rounds: of the measurement."""
 
-    role: str
-    label: str
     engine: Engine | None = None
     name: str | None = None
     first_request_s: float
     peak_memory: dict[str, int]
-    rounds: list[list[RequestTiming]]
+    session: Any
+
+    def __init__(self, role: str = "", label: str = "", device: str = "cpu") -> None:
+        self.role, self.label, self.device = role, label, device
+        self.rounds: list[list[RequestTiming]] = []
+        self._context_tokens = torch.zeros(1, 0)
 
     def set_context(self, tokens: torch.Tensor) -> None:
         """Fill the KV cache with exactly i64[B, n], n possibly 0."""
         self._context_tokens = tokens
+        self.reset()
+        if tokens.shape[1]:
+            self.step(tokens)
 
     def rewind(self) -> None:
         """Return to the last context."""
         self.set_context(self._context_tokens)
+
+    def reset(self) -> None:
+        """Empty the KV cache."""
+        raise NotImplementedError
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append i64[B, n]; return logits [B, vocab] after the last one, on the runner's device.
@@ -153,21 +161,19 @@ class BenchRunner:
 class EngineRunner(BenchRunner):
     """An engine's session."""
 
-    engine: Engine
-
     def __init__(
         self, engine: Engine, batch: int, role: str = "engine", name: str | None = None
     ) -> None:
-        self.role, self.engine, self.name = role, engine, name
-        backend = engine.config.backend
-        self.label = f"{engine.path} ({engine.spec.name}, {backend}, {engine.device})"
-        self.session = engine.session(batch)
+        facts = f"{engine.spec.name}, {engine.config.backend}, {engine.device}"
+        super().__init__(role, f"{engine.path} ({facts})", engine.device)
+        self.engine, self.name, self.session = engine, name, engine.session(batch)
         self._snapshot = self.session.snapshot()
 
-    def set_context(self, tokens: torch.Tensor) -> None:
+    def reset(self) -> None:
         self.session.reset()
-        if tokens.shape[1]:
-            self.session.prefill(tokens)
+
+    def set_context(self, tokens: torch.Tensor) -> None:
+        super().set_context(tokens)
         self._snapshot = self.session.snapshot()
 
     def rewind(self) -> None:
@@ -181,9 +187,7 @@ class EngineRunner(BenchRunner):
 
 def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     """Return the interpreter on the same graphs and params."""
-    runner = EngineRunner(reference_engine(engine, resident=True), batch, "reference")
-    runner.label = "the interpreter on the engine's params"
-    return runner
+    return EngineRunner(reference_engine(engine, resident=True), batch, "reference")
 
 
 #: baseline of transformers -> label, whether its cache is static, whether single tokens are
@@ -197,50 +201,26 @@ MODES = {
 
 class HfRunner(BenchRunner):
     """A transformers model in one mode. A static cache has `max_len` tokens per sequence and no
-    more, since its cost follows its size; it is filled in place, since compiled code is bound to
-    its tensors."""
+    more, since its cost follows its size."""
 
     def __init__(self, model: Any, max_len: int, mode: str) -> None:
         import transformers
 
-        self.role, self.model = mode, model
-        label, self.static, compiled = MODES[mode]
-        self.label = f"transformers {transformers.__version__} {label}"
+        label, static, compiled = MODES[mode]
+        label = f"transformers {transformers.__version__} {label}"
+        super().__init__(mode, label, model.device.type)
+        cache = transformers.StaticCache if static else transformers.DynamicCache
+        size = {"max_cache_len": max_len} if static else {}
         # As transformers' generate does: single tokens compiled, with CUDA graphs if there are any,
         # and prompts eager, since every length would be compiled anew.
-        forward = model.forward
-        self.single = torch.compile(forward, mode="reduce-overhead") if compiled else forward
-        self.argument, self.rows = cache_argument(forward), last_row(model)
-        size = {"max_cache_len": max_len} if self.static else {}
-        cache = transformers.StaticCache if self.static else transformers.DynamicCache
-        self.new_cache = partial(cache, config=model.config, **size)
-        self.cache, self.length = self.new_cache(), 0
+        single = torch.compile(model.forward, mode="reduce-overhead") if compiled else None
+        self.session = HfSession(model, partial(cache, config=model.config, **size), single)
 
-    def set_context(self, tokens: torch.Tensor) -> None:
-        super().set_context(tokens)
-        self.length = 0
-        if self.static:
-            self.cache.reset()
-        else:
-            self.cache = self.new_cache()
-        if tokens.shape[1]:
-            self.step(tokens)
-        # So that no time of the context counts as that of a request.
-        synchronize(self.model.device.type)
+    def reset(self) -> None:
+        self.session.reset()
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        device, (rows, n) = self.model.device, tokens.shape
-        position = torch.arange(self.length, self.length + n, device=device)
-        with torch.no_grad():
-            out = (self.single if n == 1 else self.model.forward)(
-                input_ids=tokens.to(device),
-                use_cache=True,
-                position_ids=position[None].expand(rows, -1),
-                **{self.argument: self.cache, "logits_to_keep": self.rows},
-            )
-        self.length += n
-        logits: torch.Tensor = out.logits[:, -1]
-        return logits
+        return self.session.step(tokens)
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:

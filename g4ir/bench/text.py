@@ -248,14 +248,12 @@ def compare_reports(a: Values, b: Values) -> dict[str, Any]:
 
 def _conditions(r: Values) -> Values:
     """Return the conditions of a report: model, workload, machine and engines."""
+    runs = ((run["role"], run["engine"] or {"manifest": run["label"]}) for run in r["runs"])
     return {
         "model": r["model_id"],
         **{f"workload {k}": r["workload"][k] for k in WORKLOAD},
         **{f"env {k}": r["env"].get(k) for k in MACHINE},
-        **{
-            f"run {run['role']}": run["engine"]["manifest"] if run["engine"] else run["label"]
-            for run in r["runs"]
-        },
+        **{f"run {role}": engine["manifest"] for role, engine in runs},
     }
 
 

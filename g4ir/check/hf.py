@@ -45,6 +45,40 @@ from .reference import acting
 Tensor = torch.Tensor
 
 
+class HfSession:
+    """A transformers model with a KV cache; `forward`: of single tokens, by default the model's."""
+
+    def __init__(
+        self, model: Any, new_cache: Callable[[], Any], forward: Callable[..., Any] | None = None
+    ) -> None:
+        self.model, self.forward, self.new_cache = model, forward or model.forward, new_cache
+        self.cache, self.length = new_cache(), 0
+        self.argument, self.rows = cache_argument(model.forward), last_row(model)
+
+    def reset(self) -> None:
+        """Empty the cache; a static one in place, since compiled code is bound to its tensors."""
+        self.length = 0
+        if self.cache.is_compileable:
+            self.cache.reset()
+        else:
+            self.cache = self.new_cache()
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append i64[B, n]; return logits [B, vocab] after the last one."""
+        device, (rows, n) = self.model.device, tokens.shape
+        position = torch.arange(self.length, self.length + n, device=device)
+        out = (self.forward if n == 1 else self.model.forward)(
+            input_ids=tokens.to(device),
+            use_cache=True,
+            position_ids=position[None].expand(rows, -1),
+            **{self.argument: self.cache, "logits_to_keep": self.rows},
+        )
+        self.length += n
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+
 def cache_argument(f: Callable[..., Any]) -> str:
     """Return the name of the KV cache's parameter: `cache`, or `past_key_values` before 5.24."""
     return "cache" if "cache" in inspect.signature(f).parameters else "past_key_values"

@@ -19,9 +19,9 @@ from g4ir.ir.distance import Anchor, row_errors
 from g4ir.ui.progress import Progress, no_progress
 
 from .hf import (
+    HfSession,
     cache_argument,
     float64_model,
-    last_row,
     other_attention,
     round_activations,
     rounding_caches,
@@ -87,12 +87,7 @@ class EnginePeer:
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
         """Return (tokens, logits f32[count, readable]) of greedy decoding over ids below
         `readable`."""
-        session = self.engine.session()
-        rows = [session.prefill(prompt[None])[:, :readable]]
-        while len(rows) < count:
-            rows.append(session.decode(rows[-1].argmax(-1))[:, :readable])
-        logits = torch.cat(rows)
-        return logits.argmax(-1).tolist(), logits
+        return _greedy(self.engine.session().prefill, prompt, count, readable)
 
 
 @dataclass(frozen=True)
@@ -133,16 +128,19 @@ class HfPeer:
         """Return as EnginePeer."""
         from transformers import DynamicCache
 
-        cache = self.caches() if self.caches else DynamicCache(config=self.model.config)
-        args = {cache_argument(self.model.forward): cache, "logits_to_keep": last_row(self.model)}
-        column, rows = prompt[None], []
-        with torch.no_grad():
-            for _ in range(count):
-                out = self.model(input_ids=column, use_cache=True, **args)
-                rows.append(out.logits[0, -1, :readable].float())
-                column = rows[-1].argmax()[None, None]
-        logits = torch.stack(rows)
-        return logits.argmax(-1).tolist(), logits
+        new_cache = self.caches or partial(DynamicCache, config=self.model.config)
+        return _greedy(HfSession(self.model, new_cache).step, prompt, count, readable)
+
+
+def _greedy(
+    step: Callable[[Tensor], Tensor], prompt: Tensor, count: int, readable: int
+) -> tuple[list[int], Tensor]:
+    rows, tokens = list[Tensor](), prompt[None]
+    for _ in range(count):
+        rows.append(step(tokens)[:, :readable].float())
+        tokens = rows[-1].argmax(-1)[:, None]
+    logits = torch.cat(rows)
+    return logits.argmax(-1).tolist(), logits
 
 
 def _verify(draft: Tensor, right: int, session: Session) -> Tensor:

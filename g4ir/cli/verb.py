@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from itertools import chain
 from types import NoneType
 from typing import (
     TYPE_CHECKING,
@@ -91,8 +90,8 @@ def options(names: str | Mapping[str, str], settings: str = "", **help: str) -> 
     """Return a field of BuildOptions: the names of its flags, as a string or by the title of their
     group; names that `--set` sets; and help of this verb's own."""
     groups = {"": names} if isinstance(names, str) else names
-    split = {title: text.split() for title, text in groups.items()}
-    return field(metadata={"options": split, "settings": settings.split(), "option_help": help})
+    rows = {n: (title, help.get(n), False) for title, text in groups.items() for n in text.split()}
+    return field(metadata={"options": rows | dict.fromkeys(settings.split(), ("", None, True))})
 
 
 #: metadata of a field that are no arguments of add_argument
@@ -167,11 +166,8 @@ class Flags:
             if is_part(hint):
                 self._add(hint, group or hint.title)
             elif hint is BuildOptions:
-                for heading, names in f.metadata["options"].items():
-                    for name in names:
-                        self._add_option(name, f.metadata["option_help"], heading or group)
-                for name in f.metadata["settings"]:
-                    self._add_option(name, {}, None, setting=True)
+                for name, (heading, help, is_setting) in f.metadata["options"].items():
+                    self._add_option(name, help, heading or group, is_setting)
             else:
                 self._add_field(f, hint, group)
 
@@ -181,48 +177,49 @@ class Flags:
         return self._groups[title]
 
     def _add_field(self, f: Any, hint: Any, title: str | None) -> None:
-        metadata = f.metadata
-        name = metadata.get("name") or flag_of(f.name)
-        kwargs = _parser_kwargs(hint, name, f.default)
-        if "setting" in metadata:
-            self._add_setting(f.name, _parser_kwargs(hint, f"--set {f.name}", f.default))
-            return
+        metadata, group = f.metadata, self._group(title)
+        is_setting = "setting" in metadata
+        flag = f"--set {f.name}" if is_setting else metadata.get("name") or flag_of(f.name)
+        kwargs = _parser_kwargs(hint, flag, f.default)
         kwargs |= {k: v for k, v in metadata.items() if k not in METADATA and v is not None}
-        group = self._group(title)
         if "positional" in metadata:
             kwargs.pop("action", None)
             group.add_argument(f.name, **kwargs)
             return
-        kwargs["help"] += " (repeat)" * (kwargs.get("action") == "append")
-        kwargs |= {"dest": f.name, "default": argparse.SUPPRESS, "required": f.default is MISSING}
+        kwargs |= {"required": True} if f.default is MISSING else {}
         if "one_of" in metadata:
             one_of = self._groups.get("one of") or group.add_mutually_exclusive_group(required=True)
             group = self._groups["one of"] = one_of
         for kind in metadata.get("each", ()):
             text = kwargs["help"].replace("KIND", kind)
             kind_kwargs = {**kwargs, "type": lambda path, kind=kind: (kind, path), "help": text}
-            group.add_argument(f"--{kind}", **kind_kwargs)
+            self._add_flag(f.name, [f"--{kind}"], kind_kwargs, group)
         if "each" not in metadata:
-            self.names[f.name] = name
-            group.add_argument(*metadata.get("short", ()), name, **kwargs)
+            self._add_flag(f.name, [*metadata.get("short", ()), flag], kwargs, group, is_setting)
 
-    def _add_option(
-        self, name: str, help: Mapping[str, str], title: str | None, setting: bool = False
-    ) -> None:
+    def _add_option(self, name: str, help: str | None, title: str | None, is_setting: bool) -> None:
         """Add the flag of a field of BuildOptions, or have --set set it."""
         (f,) = (f for f in fields(BuildOptions) if f.name == name)
-        kwargs = {"help": help.get(name, f.metadata["help"]), **f.metadata["flag"]}
+        kwargs = {"help": help or f.metadata["help"], **f.metadata["flag"]}
         self.options.add(name)
-        if kwargs.pop("setting", setting):
-            self._add_setting(name, kwargs)
-            return
-        kwargs["help"] += " (repeat)" * (kwargs.get("action") == "append")
-        self.names[name] = flag = kwargs.pop("name", flag_of(name))
-        self._group(title).add_argument(flag, dest=name, default=argparse.SUPPRESS, **kwargs)
+        flag, is_setting = kwargs.pop("name", flag_of(name)), kwargs.pop("setting", is_setting)
+        self._add_flag(name, [flag], kwargs, self._group(title), is_setting)
 
-    def _add_setting(self, name: str, kwargs: Mapping[str, Any]) -> None:
-        self.names[name] = f"--set {name}"
-        self.settings[name] = partial(_parse_setting, self.names[name], kwargs)
+    def _add_flag(
+        self,
+        name: str,
+        flags: Sequence[str],
+        kwargs: Mapping[str, Any],
+        group: Any,
+        is_setting: bool = False,
+    ) -> None:
+        self.names[name] = f"--set {name}" if is_setting else flags[-1]
+        if is_setting:
+            self.settings[name] = partial(_parse_setting, self.names[name], kwargs)
+            return
+        help = kwargs["help"] + " (repeat)" * (kwargs.get("action") == "append")
+        how = {**kwargs, "dest": name, "default": argparse.SUPPRESS, "help": help}
+        group.add_argument(*flags, **how)
 
     def parse_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values in which those of --set are fields; those of a backend stay settings."""
@@ -246,8 +243,7 @@ class Flags:
             if is_part(hint):
                 record[f.name] = self._make(hint, values)
             elif hint is BuildOptions:
-                names = chain(*f.metadata["options"].values(), f.metadata["settings"])
-                record[f.name] = BuildOptions(**dict(self._options(names, values)))
+                record[f.name] = BuildOptions(**dict(self._options(f.metadata["options"], values)))
         return cls(**record)
 
     def _options(
@@ -291,9 +287,7 @@ def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:
     """Return the value of a setting, whose flag would have these arguments of add_argument."""
     if kwargs.get("action") == "append":
         return text.split(",")
-    expected: Iterable[str] = kwargs.get("choices") or ()
-    if kwargs.get("action"):
-        expected = SWITCHES
+    expected = SWITCHES if kwargs.get("action") else kwargs.get("choices") or ()
     if expected and text not in expected:
         raise InputError(f"{flag}={text}: expected one of {', '.join(expected)}")
     try:
