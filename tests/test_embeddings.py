@@ -26,7 +26,7 @@ from g4ir.errors import CheckError, G4Error, InputError, SpecError
 from g4ir.media.audio import read_audio
 from g4ir.media.prompt import marks
 from g4ir.model.media import KINDS, placeholders
-from g4ir.model.tensors import text_tensors
+from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.parts import FULL, SLIDING, Ple, Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.rules import canonical
@@ -39,7 +39,7 @@ from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import check_spec, short
 from tests.engines import CASES
-from tests.gguf_files import finish, metadata, stored_name, write_values
+from tests.gguf_files import finish, metadata, stored_name, write_mmproj, write_values
 from tests.gpu_on_cpu import use_gpu_runtime
 from tests.media_tools import media_files, media_tokenizer
 from tests.test_media_models import inputs_of, medium
@@ -428,6 +428,78 @@ def test_gguf_files(model: Any, tmp_path: Path) -> None:
     bare = gguf_file(tmp_path / "b.gguf", spec, bare=True)
     with pytest.raises(G4Error, match=r"dense_2\.weight.*missing"):
         g4ir.build(None, out=tmp_path / "b", checkpoint=bare)
+
+
+#: tensors of version 2 that Gemma 4 does not have under the same name
+OF_SECOND = {"embedding_projection.weight": "output.weight"}
+ENDS = {"add_eos_token": True, "eos_token_id": 1}
+
+
+def second_gguf_file(path: Path, spec: Spec, **changes: Any) -> Path:
+    """A file of version 2 as llama.cpp's converter writes it: Gemma 4's names, the window of both
+    sides, no frequencies; `changes` of its keys."""
+    arch, like = "gemma-embedding2", replace(spec, model_type="gemma4")
+    values = {k.replace("gemma4.", f"{arch}."): v for k, v in metadata(like).items()}
+    assert spec.text.sliding.window and spec.embedding
+    said = {"attention.sliding_window": 2 * (spec.text.sliding.window - 1)}
+    said |= {"embedding_length_out": spec.embedding.projection, "attention.causal": False}
+    values |= {f"{arch}.{k}": v for k, v in (said | {"pooling_type": 1} | changes).items()}
+    for kind, i in placeholders(spec.tokens).items():
+        values["tokenizer.ggml.tokens"][i] = f"<|{kind}|>"
+        values["tokenizer.ggml.token_type"][i] = 3
+    writer = gguf.GGUFWriter(path, arch)
+    write_values(writer, values | {f"tokenizer.ggml.{k}": v for k, v in ENDS.items()})
+    weights = random_weights(spec, SEED, torch.float32)
+    for name in text_tensors(spec):
+        plain = name.replace("ple_block.", "").removeprefix("ple.")
+        stored = OF_SECOND.get(name) or stored_name(like, plain)
+        writer.add_tensor(stored, weights.tensor(name).numpy())
+    finish(writer)
+    return path
+
+
+def test_gguf_files_of_version_2(tmp_path: Path) -> None:
+    """Text alone, with its towers, and what our writer says of the same model."""
+    spec, ids = load_spec(NAMES[1]), drawn_ids(4)
+    file = second_gguf_file(tmp_path / "e.gguf", spec)
+    with build(spec, tmp_path / "w", media="none") as engine:
+        want = engine.embed(ids)
+    with g4ir.build(None, out=tmp_path / "g", checkpoint=file, dtype="float32") as engine:
+        assert engine.spec.text == replace(spec.text, use_bidirectional_attention=None)
+        assert engine.spec.embedding.dims[0] == 96 and not engine.media.kinds
+        assert torch.equal(engine.embed(ids), want)
+        start, *_, end = engine.tokenizer().encode("w7").ids
+        assert (start, end) == (2, 1)
+    folder = folder_of(tmp_path / "c", spec)
+    again = g4ir.export(folder, tmp_path / "a.gguf", format="gguf", dtype="F32")
+    ours, theirs = (read_container(f) for f in (again, file))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    said = {k: v for k, v in theirs.values.items() if k.startswith("gemma-embedding2.")}
+    assert said.keys() == {k for k in ours.values if k.startswith("gemma-embedding2.")}
+    assert read_spec(ours).text == read_spec(theirs).text
+    towers = random_weights(spec, SEED, torch.float32)
+    mmproj = write_mmproj(
+        tmp_path / "mmproj.gguf", spec, {n: towers.tensor(n) for n in media_tensors(spec, KINDS)}
+    )
+    whole: Any = {"checkpoint": file, "mmproj": mmproj, "dtype": "float32"}
+    pixels = np.full((24, 48, 3), 99, np.uint8)
+    part = {"type": "image", "image": pixels}
+    with (
+        g4ir.build(spec, out=tmp_path / "m", **whole) as engine,
+        build(spec, tmp_path / "n") as other,
+    ):
+        seen = [e.encode("image", pixels) for e in (engine, other)]
+        assert torch.equal(seen[0].pieces[0], seen[1].pieces[0])
+        assert engine.embed([part]).shape == (1, 96)
+
+
+@pytest.mark.parametrize(("changes", "message"), CASES["refused_gguf_encoders"])
+def test_refused_gguf_files_of_version_2(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = second_gguf_file(tmp_path / "e.gguf", load_spec(NAMES[1]), **changes)
+    with pytest.raises(G4Error, match=message):
+        g4ir.build(None, out=tmp_path / "e", checkpoint=file)
 
 
 # --- the command line ------------------------------------------------------------------------

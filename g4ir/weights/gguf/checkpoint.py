@@ -63,7 +63,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     quantised are dequantised to `dtype`."""
     shapes = text_tensors(spec) | (media_tensors(spec, ()) if spec.drafter else {})
     live, ignored, problems = _sorted(file, spec, shapes)
-    names = checkpoint_names(spec.text.num_hidden_layers)
+    names = checkpoint_names(spec.text.num_hidden_layers, architecture(file))
     stored = {bare: name for name, bare in reversed(names.items())}
     defaults = _checked(file, spec, live, shapes, problems, stored)
     files = Files(file.path.parent)
@@ -134,7 +134,8 @@ def _sorted(
     file: Container, spec: Spec, valid: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensors], dict[str, str], list[Mismatch]]:
     """Sort tensors into live (by checkpoint name), ignored (name -> reason), and unknown."""
-    names_of, dead = checkpoint_names(spec.text.num_hidden_layers), dead_tensors(spec)
+    rules, dead = architecture(file), dead_tensors(spec)
+    names_of = checkpoint_names(spec.text.num_hidden_layers, rules)
     problems: list[Mismatch] = []
     by_weight: dict[str, list[str]] = {}
     ignored: dict[str, str] = {}
@@ -152,7 +153,7 @@ def _sorted(
             factors[weight.entry.name] = file.tensors[name]
         elif end == "input_scale":
             ignored[name] = "a scale of activations, which are not rounded"
-        elif name != ROPE:
+        elif name != ROPE or "rope" in rules:
             problems.append(_mismatch(file, name, "not in the spec"))
 
     def second(name: str) -> bool:

@@ -400,13 +400,17 @@ def architecture(file: Container) -> dict[str, Any]:
     return row
 
 
-def checkpoint_names(layers: int) -> dict[str, str]:
-    """Map tensor names in a GGUF file to names in a checkpoint; several may map to one weight."""
+def checkpoint_names(layers: int, rules: Mapping[str, Any]) -> dict[str, str]:
+    """Map tensor names in a GGUF file to names in a checkpoint; several may map to one weight.
+    `rules`: those of its architecture."""
+    text, layer = (
+        table | {name: rules["names"][name] for name in table.keys() & rules.get("names", {}).keys()}
+        for table in (TABLES["text"], TABLES["layer"])
+    )
     names = {
-        name: checkpoint_name(param).removeprefix(DRAFTER_PREFIX)
-        for name, param in TABLES["text"].items()
+        name: checkpoint_name(param).removeprefix(DRAFTER_PREFIX) for name, param in text.items()
     }
     for i in range(layers):
-        for name, param in TABLES["layer"].items():
+        for name, param in layer.items():
             names[f"blk.{i}.{name}"] = checkpoint_name(f"L{i}.{param}")
     return names

@@ -47,6 +47,8 @@ OTHER_NAMES = {
 OF_TOWERS = ("vision.", "audio.", "mm.")
 #: tensors of an encoder's dense layers, and its pooling_type
 DENSE, POOLED_BY_MEAN = ("dense_2.weight", "dense_3.weight"), 1
+#: windows of encoders are stored with both sides
+BOTH_WAYS = 2
 UNROTATED = 1e30
 MAX_PAIRS = 1 << 15
 #: fields without a GGUF key, or derived by llama.cpp
@@ -189,10 +191,11 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "num_attention_heads": keys.one(heads, keys.by_layer(heads, layers)),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
-        "sliding_window": keys.integer(window, default),
+        "sliding_window": _window(keys, default),
         "tie_word_embeddings": "output.weight" not in keys.file.tensors,
         **(_layers_alike(keys, layers) if keys.rules.get("alike") else _layers(keys, sliding)),
         **token_ids(keys.file, keys.file.vocabulary),
+        **{field: keys.integer(key) for field, key in keys.rules.get("keys", {}).items()},
         **keys.rules.get("config", {}),
     }
     _check_encoder(keys)
@@ -200,6 +203,15 @@ def _config(keys: _Keys) -> dict[str, Any]:
     if stated not in (None, rows):
         raise keys.error("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
     return config
+
+
+def _window(keys: _Keys, default: int | None) -> int:
+    """Return the window of sliding layers as a config has it."""
+    window = keys.integer("attention.sliding_window", default)
+    if "of" not in keys.rules:
+        return window
+    reach: int = FAMILIES[keys.rules["of"]]["embedding"]["reach"]
+    return window // BOTH_WAYS * reach
 
 
 #: keys of a draft model: the hidden size of its model, under the names of several converters
@@ -247,7 +259,7 @@ def _layers(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
         {field: keys.integer(*key) for field, key in TABLES[table].items()}
         for table in ("config", "experts")
     )
-    if sizes["hidden_size_per_layer_input"]:
+    if sizes["hidden_size_per_layer_input"] and "config" not in keys.rules:
         sizes["vocab_size_per_layer_input"] = keys.rows("per_layer_token_embd.weight")
     return {
         **sizes,
@@ -327,14 +339,15 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
         count = keys.one("attention.head_count_kv", kv_heads)
         kinds[kind] = {"head_dim": dim, "num_key_value_heads": count}
         for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
-            if keys.integer(other, dim) != dim and other != COUNT:
+            if keys.integer(other, dim) != dim and (other != COUNT or "rope" in keys.rules):
                 raise keys.error(other, f"expected {dim}, as key_length{end} is")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
-    ropes["full_attention"] |= {
-        "rope_type": "proportional",
-        "partial_rotary_factor": _rotated(keys, kinds[FULL]["head_dim"] // 2),
-    }
+    if "rope" not in keys.rules:
+        ropes["full_attention"] |= {
+            "rope_type": "proportional",
+            "partial_rotary_factor": _rotated(keys, kinds[FULL]["head_dim"] // 2),
+        }
     full = {str(i): kinds[FULL] for i, s in enumerate(sliding) if not s}
     return {
         **kinds[SLIDING],

@@ -26,7 +26,7 @@ from g4ir.ops.codecs import SAME_CODES, quantize_values, unpack_codes
 from g4ir.ops.finite import cast
 from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import dtype_name, torch
-from g4ir.spec.parts import FAMILIES, SLIDING
+from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, diff_specs
 from g4ir.ui.files import check_disk_space, check_folder, write_file
 from g4ir.ui.progress import Progress, no_progress
@@ -51,6 +51,7 @@ from .container import (
     read_container,
 )
 from .metadata import (
+    BOTH_WAYS,
     CONTROL,
     DRAWN,
     NO_TOP_K,
@@ -141,9 +142,10 @@ def architecture_of(spec: Spec) -> str:
 
 def _tensors(spec: Spec, source: Checkpoint, kind: str) -> Iterator[_Tensor]:
     """Yield the tensors, RoPE frequencies first: `read_spec` needs them and the metadata."""
-    names, rules = checkpoint_names(spec.text.num_hidden_layers), _rules(spec)
+    rules = _rules(spec)
+    names = checkpoint_names(spec.text.num_hidden_layers, rules)
     stored = {bare: name for name, bare in reversed(names.items())}
-    if not rules.get("alike"):
+    if rules.keys().isdisjoint(("alike", "rope")):
         pairs = spec.text.full.head_dim // 2
         rotated = int(spec.text.full.rope.rotary_fraction * pairs)
         ones = torch.tensor([1.0] * rotated + [UNROTATED] * (pairs - rotated))
@@ -237,7 +239,7 @@ def _of_text(spec: Spec) -> dict[str, Any]:
     text, layers, head = spec.text, spec.layers(), spec.embedding
     rules, window = _rules(spec), text.sliding.window
     if window and head:
-        window = (window - 1) * FAMILIES[spec.model_type]["embedding"]["reach"]
+        window = (window - 1) * BOTH_WAYS
     sliding = [x.kind == SLIDING for x in layers]
     out: dict[str, Any] = {
         "block_count": text.num_hidden_layers,
@@ -266,6 +268,8 @@ def _of_text(spec: Spec) -> dict[str, Any]:
     out = {k: v for k, v in out.items() if not k.endswith(tuple(rules.get("unsaid", ())))}
     if head:
         out["pooling_type"] = POOLED_BY_MEAN
+        if head.projection:
+            out |= {"embedding_length_out": head.projection, "attention.causal": False}
         for i, (n, width) in enumerate(pairwise((text.hidden_size, *head.dense)), 2):
             out |= {f"dense_{i}_feat_in": n, f"dense_{i}_feat_out": width}
     if text.full.rope.factor:
