@@ -403,9 +403,10 @@ def architecture(file: Container) -> dict[str, Any]:
 def checkpoint_names(layers: int, rules: Mapping[str, Any]) -> dict[str, str]:
     """Map tensor names in a GGUF file to names in a checkpoint; several may map to one weight.
     `rules`: those of its architecture."""
+    other = rules.get("names", {})
     text, layer = (
-        table | {name: rules["names"][name] for name in table.keys() & rules.get("names", {}).keys()}
-        for table in (TABLES["text"], TABLES["layer"])
+        {name: other.get(name, param) for name, param in TABLES[part].items()}
+        for part in ("text", "layer")
     )
     names = {
         name: checkpoint_name(param).removeprefix(DRAFTER_PREFIX) for name, param in text.items()
