@@ -17,6 +17,7 @@ from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMATS, dequantize_codes, fits_tiles, to_tiles
 from g4ir.ops.types import Type, dtype_name
 from g4ir.ui.processor import ISA, SETS, architecture, cpu_flags, instruction_set
+from tests.cases import TABLES
 
 Kernel = Callable[..., torch.Tensor]
 QUANTIZE: Any = OPS["quantize"].reference
@@ -24,19 +25,7 @@ QUANTIZE: Any = OPS["quantize"].reference
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 #: format, values that share a scale, dtype of the scales; 704 is no multiple of what is read at a
 #: time
-GROUPS = (
-    *(("int4", 32, "f16"), ("int4", 64, "bf16"), ("int4", 0, "f32")),
-    *(("int8", 16, "f32"), ("int8", 32, "f16"), ("int8", 0, "f16")),
-    *(("int6", 128, "f16"), ("int6", 256, "f16"), ("int6", 0, "bf16")),
-    *(("uint5", 256, "f16"), ("uint5", 0, "f32"), ("int5", 32, "f16"), ("int5", 0, "bf16")),
-    *(("int3", 32, "f16"), ("int3", 0, "f32"), ("int2", 32, "bf16"), ("int2", 0, "f32")),
-    *(("fp4", 64, "bf16"), ("fp4", 0, "f32")),
-    *(("uint4", 256, "f16"), ("uint4", 512, "bf16"), ("fp8", 16, "bf16")),
-    *(("fp8", 32, "f16"), ("fp8", 0, "f32"), ("iq4", 32, "f16"), ("iq4", 0, "f32")),
-    *(("nl4", 0, "bf16"), ("nl4", 128, "f16"), ("nl3", 0, "bf16"), ("nl2", 0, "f32")),
-    *(("int3k", 128, "f16"), ("int3k", 256, "bf16"), ("uint2", 128, "f32"), ("uint2", 256, "f16")),
-    *(("min4", 32, "f16"), ("min4", 0, "f32"), ("min5", 32, "f16"), ("min5", 64, "bf16")),
-)
+GROUPS = [(*row,) for row in TABLES["groups and scales"]]
 
 
 def with_outliers(

@@ -49,16 +49,22 @@ def all_of(*kinds: str) -> Kind:
 
 
 def architecture(spec: Spec) -> str:
+    return family(spec) + "-assistant" * (spec.drafter is not None)
+
+
+def family(spec: Spec) -> str:
     return spec.model_type.partition("_")[0]
 
 
 @cache
 def _names(spec: Spec) -> gguf.TensorNameMap:
-    kind = gguf.MODEL_ARCH[architecture(spec).upper()]
+    kind = gguf.MODEL_ARCH[family(spec).upper()]
     return gguf.get_tensor_name_map(kind, spec.text.num_hidden_layers)
 
 
 def stored_name(spec: Spec, bare: str) -> str:
+    if bare.startswith("drafter."):
+        return bare.replace("drafter.", "nextn.")
     layer = bare.split(".")[1] if bare.startswith("layers.") else ""
     if bare.endswith("router.scale"):
         return f"blk.{layer}.ffn_gate_inp.scale"
@@ -120,65 +126,26 @@ def write_gguf(
     kind: Kind,
     *,
     change: Callable[[dict[str, Any]], Any] = lambda values: None,
-    left_out: Iterable[str] = (),
     plus_one: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Write a model's tensors, by their names in a checkpoint without a prefix; return what the
-    file's stand for. `change` may alter the values of the metadata, by key; `plus_one`: norms about
-    zero are written as converters do."""
+    file's stand for. A draft model is written without its clusters, which llama.cpp's converter
+    leaves out. `change` may alter the values of the metadata, by key; `plus_one`: norms about zero
+    are written as converters do."""
     writer = gguf.GGUFWriter(path, architecture(spec))
     values = metadata(spec)
     change(values)
     write_values(writer, values)
     meant = {}
-    for i, bare in enumerate(text_tensors(spec)):
+    for i, bare in enumerate(tensors if spec.drafter else text_tensors(spec)):
         one = float(bare.endswith("norm.weight") and spec.text.norms_about_zero and plus_one)
         shape = tuple(tensors[bare].shape)
         data, dense = stored(bare, tensors[bare].float() + one, kind(bare, shape), i)
         meant[bare] = torch.from_numpy(np.ascontiguousarray(dense - one))
-        name = stored_name(spec, bare)
-        if name not in left_out:
-            to = GGMLQuantizationType[kind(bare, shape)]
-            writer.add_tensor(name, data, raw_dtype=to)
-    if architecture(spec) == "gemma4":
+        to = GGMLQuantizationType[kind(bare, shape)]
+        writer.add_tensor(stored_name(spec, bare), data, raw_dtype=to)
+    if family(spec) == "gemma4":
         writer.add_tensor("rope_freqs.weight", _frequencies(spec))
-    finish(writer)
-    return meant
-
-
-#: tensors of a draft model outside of its layers, as llama.cpp's converter names them
-DRAFTERS = {
-    "drafter.pre_projection.weight": "nextn.pre_projection.weight",
-    "drafter.post_projection.weight": "nextn.post_projection.weight",
-}
-
-
-def write_drafter(
-    path: Path,
-    spec: Spec,
-    tensors: Mapping[str, torch.Tensor],
-    kind: Kind,
-    change: Callable[[dict[str, Any]], Any] = lambda values: None,
-) -> dict[str, torch.Tensor]:
-    """Write a draft model, by its tensors' names in a checkpoint without a prefix; without its
-    clusters, which that converter leaves out. Returns what the file's tensors stand for."""
-    assert spec.drafter
-    writer = gguf.GGUFWriter(path, "gemma4-assistant")
-    values = {
-        key.replace("gemma4.", "gemma4-assistant.", 1): value
-        for key, value in metadata(spec).items()
-    }
-    values["gemma4-assistant.embedding_length_out"] = spec.drafter.backbone_hidden_size
-    values["gemma4-assistant.nextn_predict_layers"] = spec.text.num_hidden_layers
-    change(values)
-    write_values(writer, values)
-    meant = {}
-    for i, (bare, t) in enumerate(tensors.items()):
-        data, dense = stored(bare, t, kind(bare, tuple(t.shape)), i)
-        meant[bare] = torch.from_numpy(np.ascontiguousarray(dense))
-        to = GGMLQuantizationType[kind(bare, tuple(t.shape))]
-        writer.add_tensor(DRAFTERS.get(bare) or stored_name(spec, bare), data, raw_dtype=to)
-    writer.add_tensor("rope_freqs.weight", _frequencies(spec))
     finish(writer)
     return meant
 
@@ -290,7 +257,7 @@ def write_random(path: Path, spec: Spec, kind: Kind) -> None:
         to = GGMLQuantizationType[kinds[bare]]
         nbytes = int(np.prod(gguf.quant_shape_to_byte_shape(shape, to)))
         writer.add_tensor_info(stored_name(spec, bare), shape, np.dtype(np.float32), nbytes, to)
-    freqs = _frequencies(spec) if architecture(spec) == "gemma4" else None
+    freqs = _frequencies(spec) if family(spec) == "gemma4" else None
     if freqs is not None:
         writer.add_tensor_info("rope_freqs.weight", freqs.shape, freqs.dtype, freqs.nbytes)
     writer.write_header_to_file()
@@ -358,7 +325,10 @@ def metadata(spec: Spec) -> dict[str, Any]:
             "expert_used_count": text.moe.top_k_experts,
             "expert_feed_forward_length": text.moe.intermediate_size,
         }
-    if architecture(spec) == "gemma3":  # whose converter leaves out the rest
+    if spec.drafter:
+        out["embedding_length_out"] = spec.drafter.backbone_hidden_size
+        out["nextn_predict_layers"] = text.num_hidden_layers
+    if family(spec) == "gemma3":  # whose converter leaves out the rest
         out = {k: v for k, v in out.items() if k not in UNSAID and not k.endswith("_swa")}
         if factor := text.full.rope.factor:
             out |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}

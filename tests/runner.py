@@ -1,21 +1,16 @@
 """A session over graphs that the interpreter runs, with the interface of `engine.session`.
 
-Tests of numerics ask for `open_session` only, so that they can run on any backend.
+Tests of numerics ask for `open_session` only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import g4ir
-from g4ir.artefact.directory import PackedWeights
-from g4ir.builder.build import prepare, write_engine
-from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Program, Value
 from g4ir.ir.interpret import empty_state, interpret
@@ -24,12 +19,10 @@ from g4ir.model.text import build_program
 from g4ir.passes import PassOptions, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
-from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import Checkpoint
-from tests.oracle import Oracle, expressible, graph_params, pieces, save_checkpoint
+from tests.oracle import Oracle, graph_params, pieces
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f32"}
 Watch = Callable[[Value, Any], None]
@@ -48,25 +41,6 @@ def open_session(
     dtype = DTYPES[oracle.dtype]
     program = built_program(oracle.spec, all_logits, tuple(skip), dtype, latent_kv)
     return Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)
-
-
-def build_engine(oracle: Oracle, folder: Path, **options: Any) -> Engine:
-    """The way of a user: a Hugging Face directory, an engine directory, a loaded engine.
-
-    The spec is the checkpoint's own, except where a config cannot say it: then the comparison of
-    spec and config is left out.
-    """
-    checkpoint = save_checkpoint(oracle, folder / "checkpoint")
-    if expressible(oracle.spec):
-        engine = g4ir.build(None, folder / "engine", checkpoint=checkpoint, **options)
-        assert engine.spec.text == oracle.spec.text
-        return engine
-    dtype = str(next(oracle.model.parameters()).dtype).removeprefix("torch.")
-    prepared = prepare(oracle.spec, BuildOptions(random_weights=0, dtype=dtype, **options))
-    source = Checkpoint.open(checkpoint, oracle.spec)
-    packed = replace(prepared, source=source, weights=PackedWeights("packed"))
-    write_engine(packed, folder / "engine", print)
-    return load_engine(folder / "engine")
 
 
 def with_chunk(engine: Engine, size: int) -> Engine:
@@ -156,3 +130,10 @@ class Session:
         outs, self.state = interpret(self.graphs[phase], *given)
         self.length = self.length + valid
         return outs["logits"]
+
+
+def prefill_then_decode(session: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Return logits at every position: `prompt` tokens prefilled, the rest decoded."""
+    outs = [session.prefill(tokens[:, :prompt], all_logits=True)]
+    outs += [session.decode(column)[:, None] for column in tokens[:, prompt:].unbind(1)]
+    return torch.cat(outs, 1)

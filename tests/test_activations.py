@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.artefact.directory import open_artefact, rebuild
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
@@ -132,11 +131,3 @@ def test_verify(name: str, quant: str, to: str, dtype: str, tmp_path: Path) -> N
     assert (exact[0] - exact[1]).abs().max() < 1e-6
     stages = verify_each_pass(engine, IDS)
     assert stages.ok and "as asked: not compared" in stages.text()
-
-
-def test_an_engine_is_built_again_with_it(tmp_path: Path) -> None:
-    out = tmp_path / "engine"
-    build(out, "tiny-ple", "int4", "int8").close()
-    found = open_artefact(out)
-    assert found.config.activations == "int8"
-    assert "--quant-activations int8 " in rebuild(out, found.manifest)

@@ -14,9 +14,11 @@ import torch
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES
+from g4ir.plan.resolve import check_latent
+from g4ir.spec.record import load_spec
 from tests.configs import SMALL, fewest, spec_called
-from tests.oracle import Oracle, find_bf16_oracle
-from tests.runner import open_session
+from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle
+from tests.runner import open_session, prefill_then_decode
 
 BF16 = torch.bfloat16
 NAMES = (*SMALL, "combined")
@@ -177,3 +179,24 @@ def test_a_layer_alone(name: str, kind: str) -> None:
     )
     session.prefill(oracle.tokens, all_logits=True)
     assert apart(found[f"L{at}.out"], outputs[at]) <= LAYER
+
+
+# --- one cache in the place of K and V (in float64: test_passes.py) -------------------------------
+
+
+@pytest.mark.parametrize("name", ["combined", pytest.param("31b-small", marks=pytest.mark.full)])
+def test_value_in_bf16(name: str) -> None:
+    """As near to transformers in bf16 as the plain caches have to be."""
+    oracle = find_bf16_oracle(spec_called(name))
+    session = open_session(oracle, 2, 7, True, latent_kv="value")
+    got = prefill_then_decode(session, oracle.tokens, oracle.prompt)
+    assert cosine(got, oracle.logits).min() > COSINE
+    clear = ~close_calls(oracle.logits.float(), oracle.self_difference)
+    assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
+
+
+def test_a_form_that_no_layer_takes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("tiny-dense", "tiny-ple"):
+        assert check_latent("value", load_spec(name)) == "value"
+    (warned,) = caplog.messages
+    assert warned.startswith("--latent-kv value changes nothing: no layer of tiny-ple ")

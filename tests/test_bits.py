@@ -18,6 +18,7 @@ from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
 from g4ir.quant.recipe import SCHEMES, find_quant_config
 from g4ir.quant.rewrite import weights_of
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import tokenizer
 from tests.configs import widened
@@ -108,16 +109,7 @@ def test_an_engine_of_some_bits(
         assert torch.equal(engine.param("L1.mlp.w_up"), param)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--bits", "2.4"], "--bits 2.4: expected a number from 2.5 to 8"),
-        (["--bits", "nan"], "--bits nan: expected a number from 2.5 to 8"),
-        (["--bits", "4", "--quant", "int4"], "--bits 4 with --quant int4: --bits chooses formats"),
-        (["--bits", "4", "--dry-run"], "--bits 4 with --dry-run: formats are measured"),
-        (["--bits", "4", "--link-weights"], "--bits 4.0 with --link-weights"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), TABLES["bits refused"])
 def test_refused(files: Path, tmp_path: Path, words: list[str], says: str) -> None:
     base = ["--checkpoint", files / "dense", "--backend", "reference", "--out", tmp_path / "e"]
     outcome = command("build", *base, *words)

@@ -4,6 +4,7 @@ transformers does: test_media_models.py."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, load_spec
+from tests.cases import TABLES
 from tests.configs import check_spec, spec_called
 from tests.test_ops import node, tensors
 
@@ -90,11 +92,7 @@ def program(spec: Spec, all_logits: bool = False) -> Program:
     return Program({p: build_graph(spec, p, all_logits, media=media) for p in (*PHASES, BLOCKS)})
 
 
-CASES = [
-    *((n, "off", False) for n in SPECS),
-    *(("tied", "off", True), ("tied", "value", False), ("tied", "value", True)),
-    *(("26b-a4b", "value", True), ("12b", "value", False)),
-]
+CASES = [*product(SPECS, ["off"], [False]), *map(tuple, TABLES["blocks"])]
 
 
 @pytest.mark.parametrize(("name", "form", "all_logits"), CASES)

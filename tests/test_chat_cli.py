@@ -286,17 +286,6 @@ def at_terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
 
 
 UP = "\x1b[A"
-#: command -> what is said of it
-TOLD = {
-    "/?": "/help",
-    "/system be brief": "system prompt set",
-    "/set top_k 3": "top_k 3",
-    "/set top_k default": "top_k as the checkpoint says",
-    "/think 5": "reasoning at most 5 tokens",
-    "/tools off": "tools: none",
-    "/undo": "removed; 1 message left",
-    "/clear": "cleared; system prompt",
-}
 
 
 def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
@@ -344,7 +333,7 @@ def test_lines_of_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Pat
     (tmp_path / "one.txt").write_text("x")
     t.ask(f"/file {tmp_path}/on\t", "tokens, for the next message")
     t.ask(f"/save {tmp_path}/talk.json", f"saved 2 messages to {tmp_path}/talk.json")
-    for command, told in TOLD.items():
+    for command, told in CASES["told"].items():
         t.ask(command, told)
     t.ask("exit")
     assert t.end() == 0

@@ -14,6 +14,7 @@ from g4ir.backends.cuda.lowerings import grouped_experts
 from g4ir.ops import OPS
 from g4ir.ops.codecs import dequantize_codes, fake_quantize_values, to_tiles
 from g4ir.ui.processor import cpu_flags
+from tests.cases import TABLES
 from tests.coded_products import (
     GROUPS,
     QUANTIZE,
@@ -118,13 +119,7 @@ def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
     assert got.shape == want.shape and error <= budget, f"{error:.1e}, budget {budget:.0e}"
 
 
-INDICES = {
-    "one token": torch.tensor([[5, 2]]),
-    "spread": torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [0, 7]]),
-    "one expert gets all": torch.tensor([[3, 3]] * 6),
-    "experts without tokens": torch.tensor([[7, 0], [0, 7], [7, 0]]),
-    "one slot": torch.tensor([[1], [6], [1]]),
-}
+INDICES: dict[str, list[list[int]]] = TABLES["chosen experts"]
 
 
 @pytest.mark.parametrize("dtype", BUDGETS, ids=str)
@@ -134,7 +129,7 @@ INDICES = {
 def test_experts(form: str, case: str, dtype: torch.dtype, first: int | None) -> None:
     """Both lowerings against the op's reference; with and without leading dims, and of two experts
     that a rank has."""
-    index = INDICES[case]
+    index = torch.tensor(INDICES[case])
     g = torch.Generator().manual_seed(3)
     x = torch.randn(len(index), 64, generator=g).to(dtype)
     weights = torch.rand(index.shape, generator=g)

@@ -85,11 +85,6 @@ def test_missing_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert outcome.out.strip() and "probably a base model" in outcome.err
 
 
-def test_generate(engine: Engine, prompts: list[str]) -> None:
-    engine.generate(SAID, 2, chat=True)
-    assert prompts == [PROMPT]
-
-
 def test_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ready(folder) as r, r.client() as client:
         r.dictate(monkeypatch, "w1_ w2_", "<end_of_turn>")

@@ -13,27 +13,12 @@ from g4ir.chat.special_tokens import ALIASES, CALL, CONTROLS
 from g4ir.chat.tools import read_tools
 from g4ir.errors import InputError
 from g4ir.serve.tool_grammar import called, grammar_of
+from tests.cases import TABLES
 from tests.cli_tools import bpe
 
 OWN = Path(__file__).parent / "chat" / "functiongemma.jinja"
-PLACE = {"type": "string", "description": "City and land"}
-COUNT = {"type": "integer", "description": "How many"}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"Does {name}.",
-            "parameters": {
-                "type": "object",
-                "properties": {"place": PLACE, "count": COUNT},
-                "required": ["place"],
-            },
-        },
-    }
-    for name in ("weather", "book.table")
-]
-HI = {"role": "user", "content": "Rain in Oslo <end_of_turn>?"}
+TOOLS, HI = TABLES["functiongemma"]["tools"], TABLES["functiongemma"]["asked"]
+SO = {"role": "model", "content": "So."}
 SYSTEM = {"role": "developer", "content": "You call functions"}
 
 
@@ -55,10 +40,7 @@ CONVERSATIONS: dict[str, tuple[list[Any], Any]] = {
     "tools alone": ([HI], TOOLS[:1]),
     "calls": ([SYSTEM, HI, CALLS], TOOLS),
     "results": ([SYSTEM, HI, CALLS, answer(0, "wet"), answer(1, "dry")], TOOLS),
-    "after": (
-        [HI, CALLS, answer(1, "a"), answer(0, "b"), {"role": "model", "content": "So."}, HI],
-        TOOLS,
-    ),
+    "after": ([HI, CALLS, answer(1, "a"), answer(0, "b"), SO, HI], TOOLS),
 }
 
 

@@ -53,8 +53,8 @@ from tests.gguf_files import (
     write_gguf,
     write_values,
 )
-from tests.oracle import Oracle, cosine, expressible, find_oracle, relative
-from tests.parity import prefill_then_decode
+from tests.oracle import Oracle, expressible, find_oracle, relative
+from tests.runner import prefill_then_decode
 
 EXACT = [k for k in CODED if k not in REQUANTISED]
 KINDS = ("F32", "F16", "BF16", *EXACT)
@@ -575,28 +575,3 @@ def test_scales_that_are_not_finite(tmp_path: Path, kind: str, at: int) -> None:
     put_half(file, "blk.2.attn_q.weight", np.nan, at)
     with pytest.raises(WeightsError, match=r"blk\.2\.attn_q\.weight.*NaN or infinite"):
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["F32", "BF16"])
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-ple"])
-def test_llama_cpp(tmp_path: Path, name: str, kind: str) -> None:
-    """Its products with weights in BF16 round x too: so it also gets their numbers in F32."""
-    pytest.importorskip("llama_cpp")
-    spec = load_spec(name)
-    engine, peer, meant = built(tmp_path, spec, all_of(kind))
-    ours = engine.session().prefill(peer.tokens[:1], all_logits=True)[0]
-    write_gguf(tmp_path / "exact.gguf", spec, meant, all_of("F32"))
-    assert cosine(ours, by_llama_cpp(tmp_path / "exact.gguf", peer.tokens[0])).min() >= 0.99999
-    rounded = by_llama_cpp(tmp_path / "model.gguf", peer.tokens[0])
-    assert cosine(ours, rounded).min() >= (0.99999 if kind == "F32" else 0.999)
-
-
-def by_llama_cpp(path: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of every token, with caches in fp32."""
-    import llama_cpp
-
-    options = {"n_ctx": 256, "logits_all": True, "verbose": False, "flash_attn": False}
-    model = llama_cpp.Llama(str(path), type_k=0, type_v=0, **options)
-    model.eval(tokens.tolist())
-    return torch.from_numpy(np.array(model.scores[: len(tokens)]))

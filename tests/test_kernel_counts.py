@@ -126,21 +126,13 @@ def test_kernels_of_a_layer(device_of_properties: None) -> None:
     assert kernels_of(layer) == {**ours, "compiler": 4}
 
 
-RULES = """
-rules:
-- {tensors: [embed.table, head.w], form: min5}
-- {tensors: ["L*.attn.*", "L*.mlp.w_gate", "L*.mlp.w_up"], form: min4}
-- {tensors: [L*.mlp.w_down, L*.moe.*], form: iq4, otherwise: int8}
-"""
-
-
 def test_kernels_of_quantised_layers(
     device_of_properties: None, brackets_without_a_device: None, tmp_path: Path
 ) -> None:
     """As many as of others, whatever the formats; one gathers rows of a table. A prompt's weights
     are dequantised by one each, a layer at a time."""
     recipe = tmp_path / "mix.yaml"
-    recipe.write_text(RULES)
+    recipe.write_text(TABLES["rules of a mix"])
     name = f"tiny-moe+{recipe}"
     layer = next(t for t in programs_of(name) if "moe_mlp" in t and "qkv_write" in t)
     ours = {"_skinny": 2, "_decode": 1, "_route": 1, "_gate_up": 1, "_down": 1}

@@ -158,12 +158,6 @@ def test_a_file_that_changes_while_it_is_read(model: Path, monkeypatch: pytest.M
     assert leftovers() == []
 
 
-def test_a_full_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1))
-    said = refused("run", model, *FLAGS, "--tokens", "2")
-    assert "the engine needs" in said and "make room" in said and leftovers() == []
-
-
 def test_the_least_recently_used_are_removed_and_none_in_use(model: Path) -> None:
     paths = [find_engine(model, replace(SMALL, max_seq=n)) for n in (32, 64, 128)]
     assert [e.in_use for e in cached_engines()] == [True] * 3 and not remove(paths[0])

@@ -198,21 +198,6 @@ def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
     return made
 
 
-def test_the_torch_backend(pairs: Any) -> None:
-    """All kinds at once, and ragged rows."""
-    engine, model = pairs(TORCH)
-    m, other = (message(engine.spec, CASES[case]) for case in ("all", "images"))
-    wanted = [expected(model, x.tokens, x.types, x.media) for x in (m, other)]
-    agrees(sent(with_chunk(engine, 83).session(), m, all_logits=True)[0], wanted[0])
-    rows = torch.zeros(2, len(m.tokens), dtype=torch.int64)
-    lengths = torch.tensor([len(m.tokens), len(other.tokens)])
-    for row, x in zip(rows, (m, other), strict=True):
-        row[: len(x.tokens)] = torch.tensor(x.tokens)
-    media = m.lists() | {"images": m.media["image"] + other.media["image"]}
-    logits = with_chunk(engine, 64).session(2).prefill(rows, lengths, **media)
-    agrees(logits, torch.stack([w[-1] for w in wanted]))
-
-
 def test_values(pairs: Any) -> None:
     """Outputs of all layers of towers and text; padding of the towers is not compared."""
     engine, model = pairs(TORCH)
@@ -298,13 +283,13 @@ def test_a_sound_longer_than_built_for_is_refused(pairs: Any) -> None:
         engine.encode("audio", clip)
 
 
-# --- ONNX and TensorRT --------------------------------------------------------------------------
+# --- backends ---------------------------------------------------------------------------------
 
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
 #: both ways, with experts
 NAMES = ("tiny-media", "tiny-unified", "26b-a4b")
 #: what the short run builds
-QUICK = [*product(("onnx", "trt"), NAMES[:2])]
+QUICK = [*product(("torch", "onnx", "trt"), NAMES[:2])]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "all_logits": True}
 OPTIONS |= {"max_batch": 2, "max_seq": MAX_SEQ, "prefill_chunk": 90}
 #: settings of TensorRT
@@ -330,7 +315,9 @@ def logits(engine: Engine, chunk: int) -> list[torch.Tensor]:
     return out + [session.decode(torch.tensor([i, 2 * i])) for i in (30, 31, 32)]
 
 
-@pytest.mark.parametrize("backend, name", short(*QUICK, of=product(("onnx", "trt"), NAMES)))
+@pytest.mark.parametrize(
+    "backend, name", short(*QUICK, of=product(("torch", "onnx", "trt"), NAMES))
+)
 def test_networks_are_the_reference(
     make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, name: str
 ) -> None:

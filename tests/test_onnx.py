@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,30 @@ import pytest
 import torch
 from onnx import helper
 
-from g4ir.backends.onnx_graph import backend, export
+from g4ir.backends.onnx_graph import export
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.graph import network_graph
-from g4ir.backends.primitives.lowerings import LOWERINGS
-from g4ir.builder.build import prepare
+from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE
+from g4ir.backends.primitives.network import turn
 from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
 from g4ir.engine.engine import Engine
-from g4ir.errors import EngineError, LowerError, MissingError
+from g4ir.errors import EngineError, LowerError
+from g4ir.ops import OPS
 from g4ir.passes import PASSES
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import Spec
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
-from tests import parity
+from tests.cases import TABLES
 from tests.configs import TINY, VARIANTS, short, spec_called
 from tests.engines import some_tokens
 from tests.network_session import check_op, in_network
-from tests.parity import ROWS, Case, built
+from tests.oracle import relative
 from tests.runner import built_program
 from tests.test_ops import IN_NETWORKS
+from tests.test_random_engines import BUDGET, logits_of
 
 #: of an op, relative to the result's largest value
 OP_BUDGET = 2e-6
@@ -49,24 +49,21 @@ OP_BUDGET = 2e-6
 # --- engines ----------------------------------------------------------------------------------
 
 
-#: what the contract's engines do not have (tests/contract/test_onnx.py)
-OPTIONS: Mapping[str, Case] = {
-    "no passes": Case("combined", ROWS, False, PASSES),
-    "value rows": Case("12b-small", ROWS, latent_kv="value"),
-    "value rows, no rings": Case("combined", ROWS, True, ("plan_cache",), latent_kv="value"),
-    "experts": Case("26b-a4b-small"),
-    "norms about zero": Case("tiny-gemma3"),
-    "norms about zero, drawn": Case("random-1000", ROWS),
-    "odd scores, last token": Case("random-1003", ROWS, False),
-}
+#: what the contract's engines do not have (tests/contract/test_onnx.py): spec, options of its build
+OPTIONS: dict[str, list[Any]] = TABLES["onnx options"]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options(option: str, tmp_path_factory: Any) -> None:
-    """As transformers, in chunks, for ragged rows."""
-    for b in built(OPTIONS[option], tmp_path_factory, "onnx"):
-        parity.last_tokens(b, 7)
-        parity.ragged_rows(b)
+def test_options(option: str, tmp_path: Path) -> None:
+    """As the reference, in chunks."""
+    name, options = OPTIONS[option]
+    options = {"dtype": "float32", "max_seq": 64, "prefill_chunk": 7, "max_batch": 5, **options}
+    options["skip"] = PASSES if options.get("skip") == "all" else options.get("skip", ())
+    want, got = (
+        logits_of(spec_called(name), tmp_path / backend, {**options, "backend": backend})
+        for backend in ("reference", "onnx")
+    )
+    assert relative(got, want).max() < BUDGET
 
 
 # --- sessions ---------------------------------------------------------------------------------
@@ -231,17 +228,6 @@ def test_dry_run_counts_nodes(name: str, capsys: Any) -> None:
 # --- bad input --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("library", backend.NEEDS)
-def test_missing_libraries(library: str, monkeypatch: Any) -> None:
-    found = backend.importlib.util.find_spec
-    monkeypatch.setattr(
-        backend.importlib.util, "find_spec", lambda name: None if name == library else found(name)
-    )
-    with pytest.raises(MissingError, match=rf"{library}.*pip install 'g4ir\[onnx\]'") as error:
-        prepare(load_spec("tiny-moe"), BuildOptions(random_weights=0, backend="onnx"))
-    assert error.value.exit_code == 3
-
-
 def test_a_model_that_onnxruntime_refuses(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     x, y = (helper.make_tensor_value_info(n, 1, [2]) for n in "xy")
@@ -261,3 +247,27 @@ def test_a_step_that_fails(small: Engine) -> None:
     }
     with pytest.raises(EngineError, match="failed in a prefill chunk of 1 x 2 tokens"):
         small.runtime.run("prefill", feeds, session.state, 2, True)
+
+
+def test_every_op_is_lowered_or_expands() -> None:
+    """An op without both would fail a build."""
+    whole = {name for name, op in OPS.items() if op.expand is None}
+    assert whole <= LOWERINGS.keys() | OUTSIDE <= OPS.keys()
+
+
+def test_rings_are_turned_before_a_chunk_crosses_their_end() -> None:
+    """Each row by itself; every position stays in slot (p + turned) mod R. Single tokens fit."""
+    held, turned = torch.tensor([5, 8, 14]), torch.tensor([0, 0, 2])
+    slot = (torch.arange(40)[:, None] + turned) % 10
+    ring = torch.zeros(3, 1, 10, 1)
+    for row, count in enumerate(held.tolist()):
+        for p in range(count):
+            ring[row, 0, slot[p, row]] = p + 1
+    turn(held[:, None] + 1, turned, [ring])
+    assert turned.tolist() == [0, 0, 2]
+    turn(held[:, None] + torch.arange(4), turned, [ring])
+    assert turned.tolist() == [0, 2, 2]
+    for row, count in enumerate(held.tolist()):
+        assert (count + int(turned[row])) % 10 + 4 <= 10
+        for p in range(max(0, count - 10), count):
+            assert ring[row, 0, (p + int(turned[row])) % 10] == p + 1

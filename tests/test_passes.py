@@ -265,10 +265,6 @@ def test_rows_of_values_change_no_result(skip: str) -> None:
 # --- pipeline ---------------------------------------------------------------------------------
 
 
-def count(g: Graph, *ops: str) -> int:
-    return len(list(g.find(*ops)))
-
-
 COUNTS = Path(__file__).parent / "golden" / "fusions.yaml"
 
 
@@ -337,15 +333,6 @@ def test_broken_contracts_are_caught(misdeed: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(PassError, match=r"fuse_qkv .*after .*share_rope_tables") as e:
         run_passes(program("tiny-dense").graphs["decode"])
     assert message in str(e.value)
-
-
-def test_skip_until_and_dump() -> None:
-    g = program("tiny-dense").graphs["prefill"]
-    seen: list[str] = []
-    out = run_passes(g, skip=["fuse_qkv"], until="fuse_gate_up", dump=lambda p, _: seen.append(p))
-    assert seen == ["share_rope_tables", "fuse_gate_up"]
-    assert count(out, "glu_packed") == 6 and not count(out, "split", "norm_rope")
-    assert run_passes(g, until="share_rope_tables", skip=["share_rope_tables"]) == g
 
 
 @pytest.mark.parametrize(("after", "said"), TABLES["passes"]["no chain"])

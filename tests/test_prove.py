@@ -31,7 +31,6 @@ from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir, refused
-from tests.engines import RandomEngines
 from tests.gguf_files import bare_file
 
 #: passes that would hide an op inside another; rings and quantised caches stay
@@ -49,12 +48,6 @@ FAST = {**LIMITS, "skip": (), "backend": "torch"}
 #: what rounding may change in fp32
 FP32 = {"row": 1e-4, "gap": 2e-4, "kl": 1e-8}
 Run = Callable[[Node, list[Any]], Any]
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with RandomEngines(tmp_path_factory.mktemp("engines")) as engines:
-        yield engines
 
 
 # --- planted faults ---------------------------------------------------------------------------
@@ -115,8 +108,8 @@ QUANTISED = {"kv_dtype": "int8"}
 
 
 @pytest.mark.parametrize("options", [{}, QUANTISED])
-def test_a_right_engine(options: dict[str, Any], engines: Any) -> None:
-    ok, summary, _ = check_logits(engines("tiny-ple", **LIMITS, **options))
+def test_a_right_engine(options: dict[str, Any], make_engine: Any) -> None:
+    ok, summary, _ = check_logits(make_engine("tiny-ple", **LIMITS, **options))
     assert ok, summary
 
 
@@ -131,18 +124,18 @@ def test_a_right_engine(options: dict[str, Any], engines: Any) -> None:
     ],
 )
 def test_faults_that_the_logits_show(
-    fault: Run, options: dict[str, Any], engines: Any, monkeypatch: pytest.MonkeyPatch
+    fault: Run, options: dict[str, Any], make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines("tiny-ple", **LIMITS, **options)
+    engine = make_engine("tiny-ple", **LIMITS, **options)
     ok, summary, data = check_logits(faulty(engine, fault, monkeypatch))
     assert ok is False and max(data["relative"]) > data["limits"]["row"], summary
 
 
 def test_a_loss_beyond_the_short_text_is_found_by_the_needles(
-    engines: Any, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The short text ends before it; the early needles are lost, and the late ones are not."""
-    engine = engines("tiny-ple", **LIMITS)
+    engine = make_engine("tiny-ple", **LIMITS)
     text = haystack(engine, 288)
     assert read_context(engine, text, FP32)[0]
     faulty(engine, forgets_far_tokens, monkeypatch)
@@ -153,21 +146,21 @@ def test_a_loss_beyond_the_short_text_is_found_by_the_needles(
     assert all(n["kl"] > data["limit"] for n in data["needles"])
 
 
-def test_a_draft_accepted_wrongly(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engines("tiny-ple", **FAST)
+def test_a_draft_accepted_wrongly(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("tiny-ple", **FAST)
     monkeypatch.setattr(scheduler, "_matches_draft", lambda sequence, choice, drafts: bool(drafts))
     ok, summary, data = compare_modes(engine, FP32)
     assert ok is False and [k for k, d in data.items() if d["ok"] is False] == ["drafts"], summary
 
 
-def test_a_stale_prefix(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_prefix(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that looks up a prefix by its length alone."""
 
     def lookup(self: PrefixCache, salt: str, keys: Any) -> Any:
         found = [(len(k), s) for (_, k), (s, _) in self._entries.items() if len(k) < len(keys)]
         return found[0] if found else (0, None)
 
-    engine = engines("tiny-ple", **FAST)
+    engine = make_engine("tiny-ple", **FAST)
     ok, summary, data = compare_modes(engine, FP32)
     assert ok and {d["ok"] for d in data.values()} == {True}, summary
     monkeypatch.setattr(PrefixCache, "lookup", lookup)
@@ -178,9 +171,9 @@ def test_a_stale_prefix(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the report -------------------------------------------------------------------------------
 
 
-def test_the_report(tmp_path: Path, engines: Any, own_home: Any) -> None:
+def test_the_report(tmp_path: Path, make_engine: Any, own_home: Any) -> None:
     """JSON and HTML of a command; the second time nothing is computed."""
-    engine = engines("tiny-ple", **FAST | {"backend": "reference", "quant": "int8"})
+    engine = make_engine("tiny-ple", **FAST | {"backend": "reference", "quant": "int8"})
     words = ("prove", engine.path, "--ctx", "256")
     first = g4ir(*words, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
     assert first.code == 0 and "needles found" in first.out, first
@@ -206,8 +199,8 @@ def test_a_quantised_file_is_the_baseline(tmp_path: Path) -> None:
         assert "give --checkpoint DIR, the original" in compare_weights(engine, None)[1]
 
 
-def test_what_is_not_run_is_said(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engines("tiny-dense", max_seq=288, all_logits=True, backend="torch")
+def test_what_is_not_run_is_said(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("tiny-dense", max_seq=288, all_logits=True, backend="torch")
     parts = [*Prover([256], deadline=time.monotonic()).parts("x", engine, True)]
     assert {(p.ok, p.summary.split(":")[0]) for p in parts} == {(None, "not run")}
     parts = [*Prover([]).parts("x", engine, True)]
@@ -220,14 +213,14 @@ def test_what_is_not_run_is_said(engines: Any, monkeypatch: pytest.MonkeyPatch) 
         read_context(engine, haystack(engine, 256), FP32, deadline=now() * 1e3 + 0.1)
 
 
-def test_refused(tmp_path: Path, engines: Any) -> None:
-    engine = engines("tiny-dense", max_seq=288, all_logits=True)
+def test_refused(tmp_path: Path, make_engine: Any) -> None:
+    engine = make_engine("tiny-dense", max_seq=288, all_logits=True)
     with pytest.raises(G4Error, match="ten needles and a question take 99 tokens; give at least"):
         check_contexts(engine, [100])
     with pytest.raises(G4Error, match=r"--ctx 512: .* --max-seq 288; give a shorter one"):
         check_contexts(engine, [512])
     with pytest.raises(G4Error, match="without --all-logits"):
-        check_contexts(engines("tiny-dense", max_seq=64), [64])
+        check_contexts(make_engine("tiny-dense", max_seq=64), [64])
     path = engine.path
     assert "is built already" in refused("prove", path, "--kv-dtype", "int8")
     assert "no such directory" in refused("prove", path, "--html", tmp_path / "no" / "a.html")

@@ -47,8 +47,7 @@ from tests.coded_products import asked_of
 from tests.configs import TINY, widened
 from tests.engines import random_checkpoint, rewrite
 from tests.oracle import Oracle, find_oracle
-from tests.parity import prefill_then_decode
-from tests.runner import Session, built_program
+from tests.runner import Session, built_program, prefill_then_decode
 from tests.test_ops import rand
 
 BF16, F32 = torch.bfloat16, torch.float32

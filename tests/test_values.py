@@ -15,24 +15,18 @@ import g4ir
 from g4ir.engine import values as values_module
 from g4ir.errors import G4Error
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.cli_tools import ok, refused
-from tests.engines import RandomEngines
 from tests.oracle import random_tokens
 
 NAMES = ["L*.out", "L*.attn.probs", "final.norm", "logits", "L*.k.next"]
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "draft_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with RandomEngines(tmp_path_factory.mktemp("engines")) as engines:
-        yield engines
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple", "tiny-gemma3"])
-def test_values_are_those_of_transformers(name: str, phase: str, engines: Any) -> None:
-    spec, engine = load_spec(name), engines(name, **LIMITS)
+def test_values_are_those_of_transformers(name: str, phase: str, make_engine: Any) -> None:
+    spec, engine = load_spec(name), make_engine(name, **LIMITS)
     ids = random_tokens(spec, 1, 37)
     module = g4ir.module(spec, random_weights=0)
     with torch.no_grad():
@@ -49,9 +43,9 @@ def test_values_are_those_of_transformers(name: str, phase: str, engines: Any) -
     "options", [{"quant": "int4"}, {"quant": "int8", "kv_dtype": "int8", "backend": "torch"}]
 )
 def test_quantised_engines_have_the_values_of_their_dense_forms(
-    options: dict[str, Any], engines: Any
+    options: dict[str, Any], make_engine: Any
 ) -> None:
-    engine = engines("tiny-ple", **LIMITS, **options)
+    engine = make_engine("tiny-ple", **LIMITS, **options)
     ids = random_tokens(engine.spec, 1, 29)
     with torch.no_grad():
         want = g4ir.module(engine.path)(ids, output_hidden_states=True).hidden_states
@@ -60,8 +54,8 @@ def test_quantised_engines_have_the_values_of_their_dense_forms(
     assert all((got[k] - t).abs().max() < 1e-4 for k, t in zip(names, want[1:], strict=True))
 
 
-def test_all_values_into_a_file(tmp_path: Path, engines: Any) -> None:
-    engine, file = engines("tiny-ple", **LIMITS), tmp_path / "v.safetensors"
+def test_all_values_into_a_file(tmp_path: Path, make_engine: Any) -> None:
+    engine, file = make_engine("tiny-ple", **LIMITS), tmp_path / "v.safetensors"
     ids = [2, 5, 7, *range(20, 40)]
     words = ("run", engine.path, "--tokens", ",".join(map(str, ids)), "--dump-to", file)
     shown = json.loads(ok(*words, "--dump", "**", "--json"))
@@ -75,33 +69,20 @@ def test_all_values_into_a_file(tmp_path: Path, engines: Any) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.parametrize(
-    "tokens, names, phase, message",
-    [
-        ([2], ["L*.uot"], "prefill", r"no value .* 'L\*.uot'; did you mean L0.out\?"),
-        ([2], ["%L9.out"], "prefill", r"did you mean L\d.out\?"),
-        ([2], "L0.out", "prefill", "expected a list such as"),
-        ([2], ["start"], "prefill", "no value of the plain graph"),
-        ([[2], [3]], ["L0.out"], "prefill", "2 prompts: expected one sequence"),
-        ([], ["L0.out"], "prefill", "expected one sequence"),
-        ([2, 9999], ["L0.out"], "prefill", "token 9999 at index 1"),
-        ([2] * 65, ["L0.out"], "prefill", "row 0 would hold 65 tokens .*--max-seq 64"),
-        ([2], ["L0.out"], "vision", "this engine has prefill, decode, verify"),
-    ],
-)
-def test_refused(tokens: Any, names: Any, phase: str, message: str, engines: Any) -> None:
+@pytest.mark.parametrize(("tokens", "names", "phase", "message"), TABLES["values"])
+def test_refused(tokens: Any, names: Any, phase: str, message: str, make_engine: Any) -> None:
     with pytest.raises(G4Error, match=message):
-        engines("tiny-ple", **LIMITS).values(tokens, names, phase)
+        make_engine("tiny-ple", **LIMITS).values(tokens, names, phase)
 
 
-def test_more_than_memory_is_refused(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_memory_is_refused(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values_module, "free_memory", lambda: 100)
     with pytest.raises(G4Error, match="name fewer, or write them to a file"):
-        engines("tiny-ple", **LIMITS).values([2, 3], ["L*.out"])
+        make_engine("tiny-ple", **LIMITS).values([2, 3], ["L*.out"])
 
 
-def test_flags_that_do_not_go_together(tmp_path: Path, engines: Any) -> None:
-    path = engines("tiny-ple", **LIMITS).path
+def test_flags_that_do_not_go_together(tmp_path: Path, make_engine: Any) -> None:
+    path = make_engine("tiny-ple", **LIMITS).path
     run, dump = ("run", path, "--tokens", "2"), ("--dump", "L0.out")
     assert "go together" in refused(*run, *dump)
     to = ("--dump-to", tmp_path / "no" / "f.safetensors")

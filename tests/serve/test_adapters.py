@@ -14,6 +14,7 @@ import pytest
 from g4ir.builder.load import load_engine
 from g4ir.serve.app import ANY_NAME, Server
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.cli_tools import refused
 from tests.serve.running import NAME, WAIT, Running, chat_engine, ready, running
 from tests.test_adapter import of_text, write_adapter
@@ -92,20 +93,7 @@ def test_loaded_and_removed_while_answers_stream(adapted: Running, folder: Path)
         assert whole["choices"][0]["text"].endswith(streamed) and len(streamed) > 100
 
 
-REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
-    ("load", {"lora_name": "n"}, 400, "lora_path: expected a text"),
-    ("load", {"lora_name": 1, "lora_path": "x"}, 400, "lora_name: expected a text"),
-    ("load", {"lora_name": "n", "lora_path": "/etc"}, 403, "is not below a folder that has one"),
-    ("load", {"lora_name": "n", "lora_path": "DIR/../../x"}, 403, "is not below a folder"),
-    ("load", {"lora_name": "n", "lora_path": "DIR/a9"}, 400, "has no adapter_config.json"),
-    ("load", {"lora_name": "a0", "lora_path": "DIR/a1"}, 400, "is loaded already"),
-    ("load", {"lora_name": "n:m", "lora_path": "DIR/a1"}, 400, "expected a name without"),
-    ("load", {"lora_name": "n", "lora_path": "DIR/a1", "load_inplace": 3}, 400, "true or false"),
-    ("unload", {"lora_name": "n"}, 404, "no adapter 'n' is loaded"),
-]
-
-
-@pytest.mark.parametrize(("verb", "body", "status", "message"), REFUSED)
+@pytest.mark.parametrize(("verb", "body", "status", "message"), TABLES["server"]["adapters"])
 def test_what_is_refused(
     adapted: Running, folder: Path, verb: str, body: dict[str, Any], status: int, message: str
 ) -> None:
