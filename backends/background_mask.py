@@ -1,8 +1,8 @@
-"""Logits masks that are computed in threads, so that a slow one holds up its own sequence only.
+"""Logits masks computed in threads, so that a slow one delays its own sequence only.
 
 The scheduler starts the masks of a step together and waits PATIENCE_S for each; a sequence whose
-mask is not computed by then sits out steps until it is. One that takes more than MAX_S of processor
-time ends its answer. (Processor time, so that a busy machine ends none.)
+mask is not ready by then skips steps until it is. A mask that takes more than MAX_S of CPU time
+fails its sequence. (CPU time, not wall time: a busy machine must not fail requests.)
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from g4ir.errors import InputError
 
 #: seconds that decode steps wait for a mask
 PATIENCE_S = 0.02
-#: seconds of processor time after which a mask's thread has a low priority, and of one mask
+#: CPU seconds after which a mask's thread gets a low priority, and maximum per mask
 LOW_S, MAX_S = 0.1, 1.0
-#: niceness of a thread of low priority: it gets a tenth of the time of others. Not less, since it
-#: also holds the interpreter's lock at times
+#: niceness of a low-priority thread: about a tenth of a normal thread's CPU time. Not less, since
+#: the thread may hold the GIL
 NICE = 10
 
 
 def lower_priority(thread: int) -> None:
-    """Give a thread, by its native id, a low priority. Without effect but on Linux, where
-    each thread has a priority."""
+    """Lower the priority of a thread, by its native id. Does nothing except on Linux, where
+    priorities are per thread."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, NICE)
 
 
 class LogitsMask(Protocol):
-    """Returns before each draw which tokens may follow; a grammar for example."""
+    """Returns the tokens allowed at the next position, before each sampling step; for example a
+    grammar."""
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
@@ -49,10 +50,10 @@ class _Computation:
     def __init__(self, mask: LogitsMask, generated: Sequence[int]) -> None:
         self.count, self.words, self.error = len(generated), None, None
         self._mask, self._generated = mask, generated
-        #: until when steps wait for it
+        #: time until which decode steps wait for this mask
         self.patience_end = time.monotonic() + PATIENCE_S
         self._lock, self._arrived = threading.Lock(), threading.Event()
-        #: the clock of its thread, and what that showed at the beginning; seconds once it is done
+        #: the thread's CPU-time clock and its reading at the start; CPU seconds, set at the end
         self._clock: tuple[int, float] | None = None
         self._cpu_s: float | None = None
         self._lowered = False
@@ -97,11 +98,11 @@ class BackgroundMask:
 
     inner: LogitsMask
     named: str
-    #: by identity of the list: an answer and its newest computation
+    #: id of the list of generated tokens -> that list and its newest computation
     _newest: dict[int, tuple[Sequence[int], _Computation]] = field(default_factory=dict, init=False)
 
     def start(self, generated: Sequence[int]) -> _Computation:
-        """Start to compute the mask of the next token, unless that was done."""
+        """Start to compute the mask of the next token, unless it was started already."""
         _, newest = self._newest.get(id(generated), (generated, None))
         if newest is None or newest.count != len(generated):
             newest = _Computation(self.inner, generated)

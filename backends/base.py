@@ -43,7 +43,7 @@ class DeviceChoice:
 
 @dataclass(frozen=True)
 class Nothing:
-    """The record of a backend that compiles nothing."""
+    """Manifest record of a backend that compiles nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Runtime(Protocol):
     """A loaded engine. `decode` takes chunks of one token, `prefill` of any length. By default the
     host samples and drafts, and weights are in the runtime's private layouts."""
 
-    #: where its params come from
+    #: source of its params
     source: ParamSource
 
     def new_state(self, batch: int) -> State: ...
@@ -273,7 +273,7 @@ class Prepared:
     side_files: Future[Mapping[str, bytes]]
     #: dry run: why the engine does not fit its device, or empty
     short: str = ""
-    #: bytes of the device's memory, if given
+    #: bytes of the device's memory, if set for the build
     memory: int | None = None
     #: calibration data of 4-bit weights (builder/calibration.py)
     calibration: Any = None

@@ -46,7 +46,7 @@ class ReferenceRuntime(Runtime):
         self._run = run or run_node
         self._cached: dict[str, tuple[torch.Tensor, ...]] = {}
         self._budget = MAX_CACHED_BYTES if device == "cpu" else 0
-        # The engine holds the tables of `embed`.
+        # the engine itself embeds tokens, from its tables
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
         self.params = {n: params.tensor(n).to(device) for n in names - added.keys()} | {**added}

@@ -20,11 +20,11 @@ import torch
 from g4ir.errors import InputError
 
 from .background_mask import BackgroundMask
-from .background_mask import LogitsMask as LogitsMask  # part of this module's interface
+from .background_mask import LogitsMask as LogitsMask  # re-exported
 
-#: seeds are below; a request without one gets a random one
+#: upper bound of seeds; a request without a seed gets a random one
 SEEDS = 1 << 63
-#: largest top_k for which a step reads that many candidates and sorts nothing else
+#: number of candidates that a step selects and sorts; larger values of top_k sort all logits
 CANDIDATES = 64
 #: for top_p alone, the host sorts this many logits first: they nearly always hold enough
 FEW = 1024
@@ -37,7 +37,7 @@ GREEDY, TOP, UNSORTED, SORTED = "greedy", "top", "unsorted", "sorted"
 METHODS = (GREEDY, TOP, UNSORTED, SORTED)
 #: columns of a `draws` tensor
 TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
-#: top_p that keeps every token, whatever the rounding of the sum
+#: top_p that keeps every token, even if the cumulative sum rounds to less than 1
 ALL = 2.0
 #: min, max and their text: of biases; of each setting, after its name in error messages
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
@@ -100,7 +100,7 @@ class SamplingParams:
 
     @property
     def changes(self) -> bool:
-        """Whether more than `suppress` and `min_tokens` changes which logit is the largest."""
+        """Whether a setting other than `suppress` and `min_tokens` can change the argmax."""
         return self.penalises or bool(self.logit_bias) or self.allowed is not None
 
     @property
@@ -258,7 +258,7 @@ def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, D
             continue
         try:
             shaped[i] = sampler.shaped(logits[i])
-        except Exception as e:  # the mask is the caller's
+        except Exception as e:  # a caller's mask may raise anything
             out[i] = e
     if shaped:
         tokens |= _drawn(shaped, samplers)

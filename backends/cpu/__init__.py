@@ -1,1 +1,2 @@
-"""The CPU: step programs and C kernels, and what programs of torch's compiler call of them."""
+"""The CPU: step programs, C kernels, and the torch ops that call these kernels from Inductor
+programs."""

@@ -25,7 +25,7 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend by the C kernels for decode steps and prefill chunks; otherwise by SDPA."""
+    """Compute attention by the C kernels for decode steps and prefill chunks; otherwise by SDPA."""
     fresh, block_ids = split_chunk(chunk, 2)
     if not n.attrs["softcap"]:
         if _is_few(n, chunk):

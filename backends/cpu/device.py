@@ -55,8 +55,8 @@ class Cpu(Device):
 
 
 class CompiledCpu(Cpu, Compiler):
-    """The CPU with programs of torch's compiler: `--set programs=inductor`, for tests of what GPUs
-    run too."""
+    """The CPU with programs of torch's compiler: `--set programs=inductor`, which tests on a CPU
+    the code path of GPUs."""
 
     compiles = True
 

@@ -371,7 +371,7 @@ def _each_expert(
     experts: int,
     one: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    # experts of other ranks have the index `experts`
+    # index `experts` marks experts of other ranks
     local = index if first is None else local_expert_index(index, first, experts)
     tokens, slots, scale = (t.flatten(0, -2) for t in (x, local, weights))
     out = upcast(tokens).new_zeros((*slots.shape, x.shape[-1]))

@@ -141,7 +141,7 @@ class CpuRuntime(ProgramRuntime):
                 try:
                     g = bind(graph, **{dim: count})
                     return record_step(g, self.weights, views, feeds, arena)
-                except NoInstruction as e:  # built for another instruction set
+                except NoInstruction as e:  # the engine was built for another instruction set
                     isa = instruction_set().name
                     reason = f"{phase} has no kernels for {isa}: {e}"
                     raise EngineError(f"{reason}; build the engine again on this machine") from e
@@ -158,7 +158,7 @@ class CpuRuntime(ProgramRuntime):
         return follows() if max_tokens else captured.get(StepProgram, (phase, tokens), follows)
 
     def _max_tokens(self, phase: str, tokens: int) -> int:
-        """Return the number of tokens that a step's arena is sized for."""
+        """Return the maximum tokens per sequence of a step, for which its arena is sized."""
         return max(tokens, self.limits.prefill_chunk, 3) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:

@@ -30,7 +30,7 @@ from .step_program import Code, NoInstruction, Recorder, StepProgram, bound, rec
 
 Tensor = torch.Tensor
 
-#: max stop tokens of a sequence that the program checks; for more the host checks
+#: max stop tokens of a sequence that the program checks; with more of them the host checks
 STOPS = 32
 #: target seconds between two reads of the host (at least one step): new and cancelled requests
 #: wait for the next one
@@ -138,7 +138,8 @@ class StepLoop:
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
         self._drawn: tuple[int, ...] = ()
         self._unread: deque[int] = deque()
-        #: last calls of the worker, more than may be unread; steps read, and when
+        #: recent calls of the worker, more than may be unread; number of steps read, and the time
+        #: of it
         self._calls: deque[Future[None]] = deque(maxlen=8)
         self._read, self._read_at = 0, 0.0
         #: seconds per step at the last read
@@ -183,7 +184,7 @@ class StepLoop:
 
     def advance(self, count: int, uniforms: Tensor | None) -> None:
         """Run `count` more steps, after `start`; `uniforms` f64[count, B]: their random numbers."""
-        p, threads = self.program, torch.get_num_threads()  # the worker's may be another
+        p, threads = self.program, torch.get_num_threads()  # torch's number is per thread
         if self._drawn:
             assert uniforms is not None
             self._calls.append(self._worker.submit(partial(self._run_drawn, uniforms, threads)))
@@ -209,13 +210,13 @@ class StepLoop:
         return [[None if t == -1 else t for t in row if t != -2] for row in zip(*tokens)]
 
     def _run(self, total: int, threads: int) -> None:
-        if self._pace[1] < FAILED:  # of an earlier call
+        if self._pace[1] < FAILED:  # no earlier call failed
             self._pace[0] = total
             self.program.code.run_steps(self.program.pace, threads)
 
     def _run_drawn(self, uniforms: Tensor, threads: int) -> None:
         p = self.program
-        if self._pace[1] >= FAILED:  # of earlier steps
+        if self._pace[1] >= FAILED:  # an earlier step failed
             return
         try:
             for step_uniforms in uniforms:

@@ -90,7 +90,7 @@ def _recorded(g: Graph, **dims: int) -> Recorder:
     r, env = Recorder(Arena("meta")), {}
     for v in g.sources():
         shape, dtype = _sizes(v)
-        in_arena = v in g.inputs  # as in `record_step`
+        in_arena = v in g.inputs  # like `record_step`
         env[v.name] = r.arena.empty(shape, dtype) if in_arena else _empty(shape, dtype)
     r.record(g, env)
     return r
@@ -472,14 +472,14 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
 
 @cache
 def _part_sizes(sizes: tuple[int, ...]) -> Tensor:
-    """Return the operand at one address in all programs (`of_tokens`)."""
+    """Return the sizes as an operand, cached: `of_tokens` needs equal addresses in all programs."""
     return torch.tensor(sizes)
 
 
 def _lora(
     r: Recorder, n: Node, y: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor
 ) -> Tensor:
-    """Add in place: the product is read by this node alone."""
+    """Add the adapter's product to y in place: no other node reads y."""
     _computes(x, y, a, b)
     sizes, low = n.wholes("sizes"), r.arena.empty((*x.shape[:-1], a.shape[1]), torch.float32)
     how = (x.shape[1], len(sizes))

@@ -26,7 +26,7 @@ SOURCES = ("kernels/*.py", "lowerings.py", "schedule.py")
 
 
 class Cuda(Compiler):
-    """NVIDIA GPUs. Imports of torch are deferred: kernels are counted without it."""
+    """NVIDIA GPUs. Torch is imported late, so that `g4ir kernels` works without it."""
 
     name = "cuda"
     packages = ("torch", "triton")

@@ -68,7 +68,7 @@ def _form(n: Node) -> str:
 
 
 def _typed(n: Node, codes: Tensor) -> Tensor:
-    """Return codes in the dtype of their format; programs get bytes."""
+    """Return codes, which programs take as bytes, viewed in the dtype of their format."""
     return codes.view(torch_dtype(n["codes"].type.dtype))
 
 
@@ -99,7 +99,7 @@ def grouped_experts(
     experts = gate_up.shape[0]
     local = (
         index if first is None else local_expert_index(index, first, experts)
-    )  # other ranks' last
+    )  # experts of other ranks come last
     tokens, slots = x.flatten(0, -2), local.flatten(0, -2)
     k = slots.shape[1]
     ids = slots.flatten().to(smallest(experts))
@@ -112,7 +112,7 @@ def grouped_experts(
     out = upcast(torch.empty_like(rows)).index_copy(0, order, upcast(rows))
     out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
     if first is not None:
-        out = torch.where((slots < experts)[..., None], out, 0)  # not written by a matmul
+        out = torch.where((slots < experts)[..., None], out, 0)  # the matmul skips these rows
     return out.sum(1).to(x.dtype).view_as(x)
 
 

@@ -20,9 +20,9 @@ from .kernels import KERNELS
 from .kernels.base import SKINNY, Choice, Schedule
 from .target import has_large_blocks
 
-#: a node for the compiler or a library
+#: executor of a node without a kernel of ours
 OTHER = "compiler"
-#: a collective between compiled programs
+#: executor of a collective between compiled programs
 MESSAGE = "message"
 Pairs = tuple[tuple[str, int], ...]
 _Key = tuple[str, str, Pairs, Pairs, int]

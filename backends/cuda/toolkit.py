@@ -1,4 +1,4 @@
-"""What compiling for a GPU needs."""
+"""Checks of the tools that compiling for a GPU needs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ OLDEST = (8, 0)
 
 
 def toolchain(otherwise: str = "") -> tuple[Callable[[], object], ...]:
-    """Return checks of what compiling for a GPU needs: a C++ compiler, triton, CUDA's headers and
-    the GPU. `otherwise` ends the advice of one without a usable GPU."""
+    """Return checks for compiling: a C++ compiler, triton, CUDA's headers, a GPU. Each raises
+    MissingError; `otherwise` is appended to the error of a missing or unsupported GPU."""
     import torch
 
-    # Without a GPU, CUDA's parts come with what that needs anyway.
+    # Without a GPU only its own error is of use: a CUDA build of torch brings the other parts.
     parts = (_check_triton, check_toolkit) if torch.cuda.is_available() else ()
     return (cpp_compiler, *parts, partial(_check_gpu, otherwise))
 
@@ -50,7 +50,7 @@ def _check_gpu(otherwise: str) -> None:
 
 
 def check_toolkit() -> None:
-    """Raise MissingError where torch finds no headers of CUDA for the C++ part of programs."""
+    """Raise MissingError if torch finds no CUDA headers for the C++ wrapper of programs."""
     from torch.utils import cpp_extension
 
     home = cpp_extension.CUDA_HOME

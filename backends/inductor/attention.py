@@ -58,7 +58,7 @@ def attention_latent(
 
 
 def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
-    """Attend by the library, which never holds the scores: q [B,P,nq,d], k and v [B,T,n,d]."""
+    """Attend by SDPA, which does not materialise the scores: q [B,P,nq,d], k and v [B,T,n,d]."""
     bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
     heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
@@ -124,14 +124,15 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Ten
 
 
 def _split(x: Tensor, pairs: int) -> tuple[Tensor, ...]:
-    """Return the last dim as rotated, rest; rotated, rest: both halves."""
+    """Split the last dim: the rotated and the other dims of its first half, then of its second
+    half."""
     half = x.shape[-1] // 2
     return tuple(x.split([pairs, half - pairs, pairs, half - pairs], -1))
 
 
 def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Return the query for normed rows and the query for K's rotated dims, [..., d] and [..., 2p]:
-    where K is not rotated it is V * w, and the weight moves to q."""
+    """Return the queries for V [..., d] and for K's rotated dims [..., 2p]. K's unrotated dims are
+    V * w; w is multiplied into the query instead."""
     low, _, high, _ = _split(q, pairs)
     _, rest1, _, rest2 = _split(q * w, pairs)
     nothing = torch.zeros_like(low)

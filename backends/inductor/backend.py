@@ -56,7 +56,7 @@ class TorchBackend(Backend):
         return self.machine(device) if self.has_native_code(compiled) else "any"
 
     def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
-        """Engines of step programs do; programs are compiled for the graphs of the build."""
+        """Whether engines run as step programs: compiled programs are fixed at build."""
         return not _compiles(device, settings)
 
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
@@ -128,8 +128,8 @@ def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
 def _check_programs(
     task: Task, steps: Mapping[str, Sequence[Step]], files: Programs, compiles: bool
 ) -> None:
-    """Raise EngineError unless every segment has a program compiled from it; none on a device that
-    runs without."""
+    """Raise EngineError unless every segment has a program compiled from it; devices without
+    compiled programs need none."""
     folder = task.folder / "programs"
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]

@@ -16,8 +16,8 @@ Write = Callable[[Node, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def cache_write(write: Write) -> Callable[..., Tensor]:
-    """Return the lowering of a cache write whose chunks of several tokens `write` writes. Floats in
-    8 bits move as bytes: the compiler chooses between no others."""
+    """Return the lowering of a cache write; `write` writes chunks of several tokens. fp8 values are
+    copied as bytes: Inductor has no `where` on fp8."""
 
     def lowered(m: Run, n: Node, cache: Tensor, new: Tensor, *span: Tensor) -> Tensor:
         bytewise = cache.dtype == torch.float8_e4m3fn
@@ -32,7 +32,7 @@ def cache_write(write: Write) -> Callable[..., Tensor]:
 
 
 def _write_one(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write one token of each row to its slot; padding writes what was there."""
+    """Write one token of each sequence to its slot; padding rewrites the slot's old contents."""
     rows = torch.arange(new.shape[0], device=new.device)
     slot = torch.remainder(start, cache.shape[0])
     value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])

@@ -51,7 +51,7 @@ INDUCTOR = {
 }
 #: torch's environment variable: optimisation level of wrappers (default: O1)
 WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
-#: for torch's profiler only, more than half of a program's bytes
+#: only torch's profiler reads it, and it is more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
 
@@ -144,7 +144,7 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
     options = options_of(target)
     package = _packaged(text, target, options)
-    if not _is_complete(package):  # a part, left in the compiler's cache by a killed compile
+    if not _is_complete(package):  # incomplete: left in the compiler's cache by a killed process
         with fresh_cache():
             package = _packaged(text, target, options)
     with zipfile.ZipFile(package, "a") as archive:
@@ -153,7 +153,7 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
 
 def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
-    """Return a package in memory: torch's own writer ends the process on a full disk."""
+    """Return a package as bytes in memory: torch's own writer aborts the process on a full disk."""
     import torch
 
     package = io.BytesIO()

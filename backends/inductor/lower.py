@@ -104,6 +104,6 @@ COMMON: Mapping[str, Lowering] = {
 
 
 def example(t: Type, device: str, dims: dict[str, int]) -> Tensor:
-    """Make a contiguous tensor of the type. It is never read; untouched memory costs nothing."""
+    """Return a contiguous, uninitialised tensor of the type: only its metadata is used."""
     shape = [int(d) for d in t.bind(dims).shape]
     return torch.empty(shape, dtype=torch_dtype(t.dtype), device=device)

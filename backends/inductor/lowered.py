@@ -13,7 +13,8 @@ from g4ir.ops.codecs import dequantize_codes, from_tiles
 
 @dataclass(frozen=True)
 class Coded:
-    """A quantised weight, for lowerings that take it so; dtype: what it stands in."""
+    """A quantised weight, for lowerings that read codes; `dtype`: that of the dequantised
+    weight."""
 
     codes: Any
     scales: Any
@@ -42,7 +43,7 @@ class Lowering:
     """Lowering of an op.
 
     call   (run, node, *tensors) -> the node's results, caches written in place
-    takes  types of operands that it takes beside tensors
+    takes  types of operands that it accepts in addition to tensors
     """
 
     call: Callable[..., Any]
@@ -56,7 +57,8 @@ class Lowered(Protocol):
     def graph(self) -> Graph: ...
 
     def lowering(self, n: Node) -> Lowering | None:
-        """Return how a node of the graph, or of the parts of one, is computed; None: by its op."""
+        """Return the lowering of a node of the graph or of an expansion; None: the op's
+        reference."""
 
 
 @dataclass(frozen=True)

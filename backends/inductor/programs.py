@@ -10,8 +10,8 @@ from g4ir.plan.engine_limits import Limits
 
 from .segment import Step, graph_steps
 
-#: the graphs that a step may run; only an engine that drafts has `verify`, only one of images
-#: `prefill_media`
+#: graphs that append tokens; `verify` is present with speculative decoding only, `prefill_media`
+#: with media only
 EMBED = "embed"
 PHASES = ("prefill", "decode", "verify", "prefill_media", "encode")
 
@@ -24,8 +24,8 @@ def phases(program: Program) -> list[str]:
 def phase_steps(
     program: Program, limits: Limits, recorded: Iterable[str] = (), embeds: bool = False
 ) -> dict[str, list[Step]]:
-    """Return the steps of each phase and tower, but for those `recorded`; if a device `embeds`, of
-    gathers from quantised tables too. An engine for one row has its batch dim fixed."""
+    """Return the steps of each phase and tower except the `recorded` ones. If the device `embeds`,
+    lookups in quantised tables are steps too. At max_batch 1 the batch dim is a constant."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     skipped = {*recorded, EMBED}
     if embeds and any(program.graphs[EMBED].find("embedding_quantized")):

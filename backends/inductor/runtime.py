@@ -41,7 +41,7 @@ class BoundStep:
     last: tuple[str, ...] = ()
 
     def run(self, env: dict[str, Tensor], watch: Watch | None = None) -> None:
-        operands = [*self.operands]  # of this run alone: sessions of other threads run it too
+        operands = [*self.operands]  # per run: threads may run one step at the same time
         for i, name in self.slots:
             operands[i] = env[name]
         for name, t in zip(self.outputs, self.call(operands)):
@@ -215,7 +215,7 @@ def reason(error: Exception) -> str:
 
 
 def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
-    """Set each step's `last`: the values that die there, except caches and `keep`."""
+    """Set each step's `last`: the values that no later step reads, except caches and `keep`."""
     values = {name for b in plan for name in b.outputs} - keep
     out: list[BoundStep] = []
     for b in reversed(plan):

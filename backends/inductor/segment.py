@@ -18,7 +18,7 @@ from g4ir.ir.text import print_graph
 
 #: a layer of the text model or of a tower
 Key = tuple[str, int]
-#: group of a node that is a step by itself
+#: group of a node that is its own step
 ALONE = "alone"
 
 

@@ -29,7 +29,7 @@ TEXT = ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA, ENCODE)
 
 
 def text_graph(program: Program) -> Graph:
-    """Return the graph of which the network is made."""
+    """Return the graph from which the network is built."""
     return next(program.graphs[name] for name in PREFILL if name in program.graphs)
 
 

@@ -1,4 +1,4 @@
-"""`--backend trt`: TensorRT engines for H100 from the same graph."""
+"""`--backend trt`: TensorRT engines from the same graph."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Dialect(OnnxEmitter):
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
         power = PART / 2**reader
         scale = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
-        if codes.dtype == FP4.codes:  # whose values are twice e2m1
+        if codes.dtype == FP4.codes:  # the table's values are twice those of e2m1
             *lead, size = codes.shape
             shape = (*lead, FP4.values_in(int(size)))
             groups = Type(dtype, (*lead, FP4.values_in(int(size)) // FP4.shared))
@@ -123,7 +123,7 @@ class Dialect(OnnxEmitter):
 
     def _index_range(self, count: int, x: Operand) -> Operand:
         """Return i64[count], 0, 1, 2 and so on, plus min(x, 0) of an entry of x: 0, which only a
-        run knows. A builder would take a gather by a constant away."""
+        run knows. The builder would optimise away a gather with constant indices."""
         for axis in range(x.rank):
             x = self.slice(x, axis, 0, 1)
         zero = self.binary("min", self.reshape(x, 1), 0)

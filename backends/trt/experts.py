@@ -1,14 +1,13 @@
 """Routed experts (MoE): for single tokens gathers the chosen experts' weights, for a chunk sorts
 tokens by expert.
 
-A chunk's product with every expert would be E / K times what its tokens ask for, and nothing in a
-network depends on a condition (lowerings.py). So its shapes are those of the worst case. The first
-`most` tokens of each expert, at least four times as many as it has on average, are a block of one
-product of all experts, which reads weights as they are; if of 4 bits, gathered (`Emitter.stack`).
-Further tokens are in spare blocks, as many as a chunk can need: an expert of n tokens needs
-floor((n - 1) / most), and all n are K S. Their weights are gathered, all at once: several gathers
-of one weight would make a builder write all of it dense. Where tokens lie is found by comparing: no
-sort, no scatter.
+Multiplying a chunk with every expert costs E / K times the routed work, and a network has no
+conditionals (dialect.py). So shapes are sized for the worst case. The first `most` tokens of each
+expert, at least four times as many as it has on average, are a block of one product of all experts,
+which reads weights as they are; if of 4 bits, gathered (`Emitter.stack`). Further tokens are in
+spare blocks, as many as a chunk can need: an expert of n tokens needs floor((n - 1) / most), and
+all n are K S. Their weights are gathered, all at once: several gathers of one weight would make a
+builder write all of it dense. Where tokens lie is found by comparing: no sort, no scatter.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ class Sorted:
         """Return the spare blocks, S - most + K of them, but at most chunk K / most.
 
         They are enough: an expert of n tokens needs floor((n - 1) / most), no n is above S, and all
-        n together are at most K S. So none is needed up to S = most, and behind it all need at most
-        K (S - 1) / most <= S - 1 - most + K, as K <= most."""
+        n together are at most K S. So none is needed up to S = most; for S > most all experts need
+        at most K (S - 1) / most <= S - 1 - most + K, since K <= most."""
         e, k = self.e, int(self.choices.shape[2])
         offset, count = self.capacity - k, self.net.limits.prefill_chunk * k // self.capacity
         at = e.unsqueeze(e.sub(e.block(self.position, 1, offset, count), float(offset)), 2)

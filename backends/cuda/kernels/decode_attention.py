@@ -80,7 +80,7 @@ SIZES = [
     for block_n, group, d in ((8, 3, 24), (16, 32, 64), (64, 3, 64), (8, 32, 24))
 ]
 EDGE_CASES = [
-    sample((41,), 64, 0, _use(3), scale=180.0),  # the running maximum
+    sample((41,), 64, 0, _use(3), scale=180.0),  # the maximum grows often
     sample((41,), 64, 0, _use(2), softcap=0.5),
     sample((100_003, 65_536), W, W, _use(2)),  # slots follow from late positions
 ]

@@ -208,7 +208,7 @@ def _attended(
 
 @triton.jit
 def _still_query(q, w, cols, P, D):
-    """The query against V's dims: q * w, rounded, on K's unrotated dims, else 0."""
+    """Query for rows of V: q * w, rounded, on K's unrotated dims; 0 on the rotated ones."""
     weight = tl.load(w + cols, mask=cols < D, other=0.0).to(tl.float32)
     j = tl.where(cols < D // 2, cols, cols - D // 2)
     still = q.to(tl.float32) * tl.where(j < P, 0.0, weight)[None, :]

@@ -76,7 +76,7 @@ def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str
     )
 
 
-#: both inner loops, with few rows and with more rows than `block_m`
+#: settings of both inner loops, for at most and for more rows than `block_m`
 M1, M16, M64 = _use(1, 4), _use(16, 16), _use(64, 16)
 #: rows, n, k, settings: tiny, odd, partial blocks, full blocks
 PRODUCTS = [

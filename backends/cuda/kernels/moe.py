@@ -28,7 +28,7 @@ from .base import (
     zeros_of,
 )
 
-#: weights; the format of the last one is shown
+#: weights; `g4ir kernels` prints the format of the last one
 WEIGHTS = ("w_dense", "w_dense_down", "down", "gate_up")
 #: inputs of an unsharded MoE block
 ALL_EXPERTS = 10

@@ -62,7 +62,7 @@ RINGS = [
     _sample(11, (21, 40), 19, 8),
     _sample(17, (59, 70), 24, 20),
     _sample(40, (91,), 40, 33, tile=(32, 16)),
-    _sample(5, (40, 9), 16),  # has lost tokens that the mask would show
+    _sample(5, (40, 9), 16),  # ring smaller than window + chunk
     _sample(9, (31,), 8, 12),
 ]
 #: query heads and key heads; head dims; scores

@@ -54,8 +54,8 @@ def _runs(first, last, begin, old, slots, WINDOW):
 
 @triton.jit
 def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N):
-    """Return for block i of the runs: whether it is in the cache, its first row (in cache or
-    chunk), the end row of its run, and the offset from row to position."""
+    """Return for block i of the runs (`_runs`): whether it is in the cache or in the chunk, its
+    first row there, the end row of its run, and position minus row."""
     wraps = tl.cdiv(run, BLOCK_N)
     new = wraps + tl.cdiv(wrapped, BLOCK_N)
     row = tl.where(i < wraps, slot + i * BLOCK_N, (i - wraps) * BLOCK_N)
@@ -272,17 +272,17 @@ def prefill_attention(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """Compute the op `attention` for a chunk: q [B,S,nq,d]; held: caches [C,B,n,d], then fresh k, v
-    [B,S,n,d].
+    """Compute the op `attention` for a chunk: q [B,S,nq,d]; `caches`: KV caches [C,B,n,d], then k,
+    v [B,S,n,d] of the chunk.
 
-    positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
-    read. written i64[B] tokens are in the cache. Caches are alike in their strides, of which the
-    last is 1. Tuning: `block_m` query rows (at least the group's heads, rounded up to a power of
-    two) and `block_n` keys of a tile, powers of two from 16.
+    positions i64[B,S] are consecutive from positions[b, 0] >= 0 on: only the first of each sequence
+    is read. written i64[B]: tokens in the cache. Both caches have the same strides, and a
+    contiguous last dim. Tuning: `block_m` query rows (at least the group's heads, rounded up to a
+    power of two) and `block_n` keys of a tile, powers of two from 16.
 
-    With w [d], the weight of K's norm, the op `attention_latent`: a cache [C,B,n,d +
-    2p] and its own rows [B,S,n,d + 2p]. K is not made again: a tile of V serves both products. Its
-    unrotated dims meet q * w, rounded to the dtype, where the op's reference rounds V * w.
+    With w [d], the weight of K's norm, compute `attention_latent` over one cache [C,B,n,d + 2p] and
+    the chunk's rows [B,S,n,d + 2p]. K is not recomputed: a tile of V serves both products. Its
+    unrotated dims are multiplied by q * w, rounded to the dtype; the op's reference rounds V * w.
     """
     if not takes(q):
         dense = caches if w is None else [x for rows in caches for x in keys_values(rows, w)]
