@@ -1,18 +1,18 @@
-"""Engines of g4ir behind vLLM: its scheduler, its sampler, its server, over the rows of an engine.
+"""vLLM plugin: vLLM's scheduler, sampler and server over the slots of a g4ir engine.
 
-vLLM finds the two functions below by their entry points (see pyproject.toml).
+vLLM calls the two functions below by their entry points (pyproject.toml).
 """
 
 from __future__ import annotations
 
 
 def platform() -> str:
-    """Return where vLLM finds the platform."""
+    """Return the import path of the platform class."""
     return "g4ir_vllm.platform.G4irPlatform"
 
 
 def register() -> None:
-    """Tell vLLM's registries of prepared folders: their config.json, and a model that is none."""
+    """Register the config class of prepared folders, and a placeholder model."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 

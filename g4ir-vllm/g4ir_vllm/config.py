@@ -1,5 +1,5 @@
-"""What vLLM's registries know of a prepared folder: its config.json, the model that never computes,
-and what may be asked for beside vLLM's own flags."""
+"""Config of a prepared folder (config.json), the placeholder model of vLLM's registry, and the
+settings of `--additional-config`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ ARCHITECTURE = "G4irEngine"
 
 
 class EngineConfig(PretrainedConfig):
-    """An engine as vLLM sees it before it is loaded.
+    """The config.json of a prepared folder.
 
-    `engine`: its folder, from the prepared one. `max_batch`, `prefill_chunk`: its limits.
-    `media_ids`: placeholders, which no prompt may have here.
+    `engine`: path of the engine directory, relative to the prepared folder. `max_batch`,
+    `prefill_chunk`: limits of the engine. `media_ids`: ids of media placeholders, which are refused
+    in prompts.
     """
 
     model_type = MODEL_TYPE
@@ -38,8 +39,8 @@ class EngineConfig(PretrainedConfig):
 
 
 class EngineModel(torch.nn.Module):
-    """The model that vLLM's registry wants to see: of texts, without media, adapters, drafts or
-    pooling. It is never called: the engine computes."""
+    """Placeholder that vLLM's registry requires: its interface declares a text model without media,
+    LoRA, draft tokens or pooling. It is never called; the engine computes."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -61,15 +62,15 @@ class EngineModel(torch.nn.Module):
 
 
 def engine_folder(model: str, config: EngineConfig) -> Path:
-    """Return the folder of the engine of a prepared one."""
+    """Return the engine directory of a prepared folder."""
     return (Path(model) / config.engine).resolve()
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of `--additional-config`: bytes of beginnings of prompts that are remembered, steps
-    for which a smaller bucket would do before it is taken, and whether native code is run that
-    this user did not build here (`g4ir run --trust`)."""
+    """Settings of `--additional-config`: size of the prefix cache in bytes; steps in which a
+    smaller batch bucket suffices before the batch shrinks; whether to run native code that this
+    user did not build on this machine (`g4ir run --trust`)."""
 
     prefix_bytes: int | None = None
     patience: int = 16
@@ -77,7 +78,7 @@ class Options:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:
-        """Check what is given; ValueError names the key."""
+        """Validate the settings; ValueError names the key."""
         types = {f.name: bool if f.default is False else int for f in fields(cls)}
         for name, value in given.items():
             if name not in types:

@@ -1,8 +1,8 @@
-"""The platform: what vLLM is told of a machine on which the engine computes, and what is refused.
+"""vLLM's platform for g4ir engines: device properties, scheduler settings, and refused options.
 
-vLLM's scheduler sees a cache of one block for each row of the engine, a block as long as the
-longest request. So a request that is admitted has its row until it ends, nothing is ever preempted,
-and what `/metrics` calls usage of the cache is the share of rows in use.
+To vLLM's scheduler the KV cache has one block per slot of the engine, as long as the longest
+request. So an admitted request keeps its slot until it ends, nothing is preempted, and the cache
+usage in `/metrics` is the share of slots in use.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .config import EngineConfig, Options
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: key of the additional config under which vLLM's flag of prefix caching goes to the worker
+#: key of the additional config that passes vLLM's prefix-caching flag to the worker
 REUSE = "reuse"
-#: what vLLM may be asked for and an engine does not do -> whether it is asked for, and what helps
+#: unsupported feature of vLLM -> whether a config requests it, and the fix
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "LoRA adapters": (lambda c: c.lora_config is not None, "build from the merged checkpoint"),
     "speculative decoding": (
@@ -29,9 +29,9 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "more than one device": (
         lambda c: c.parallel_config.world_size_across_dp > 1,
-        "start one server for each engine, and a proxy before them",
+        "start one server per engine behind a proxy",
     ),
-    "moving caches between servers": (
+    "KV cache transfer": (
         lambda c: c.kv_transfer_config is not None or c.ec_transfer_config is not None,
         "leave --kv-transfer-config out",
     ),
@@ -41,12 +41,12 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "leave --enable-prompt-embeds out",
     ),
 }
-#: the same of one request's SamplingParams -> its value where it is not asked for
+#: unsupported field of a request's SamplingParams -> its default
 REFUSED_PARAMS: dict[str, Any] = {"prompt_logprobs": None, "thinking_token_budget": None}
 
 
 class G4irPlatform(Platform):
-    """Engines of g4ir. Logits are sampled on the host, wherever the engine computes."""
+    """Platform of g4ir engines. Logits are sampled on the host, whatever the engine's device."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -57,9 +57,9 @@ class G4irPlatform(Platform):
 
     #: whether the worker of this process has ended
     ended = False
-    #: placeholders of media, of the model that this process serves
+    #: ids of media placeholders of the served model
     media_ids: frozenset[int] = frozenset()
-    #: whether prompts are computed from what is remembered of others
+    #: whether prompts reuse the KV cache of earlier prompts
     reuse = True
 
     @property
@@ -67,13 +67,13 @@ class G4irPlatform(Platform):
         return [torch.float32, torch.bfloat16]
 
     def is_cpu(self) -> bool:
-        """Whether there is no accelerator whose memory vLLM could free, which it asks last. Before
-        that: no, what it knows of CPUs is for kernels of its own."""
+        """Return False while the worker runs, since vLLM's CPU settings are for its own kernels.
+        After it has ended vLLM asks whether there is accelerator memory to free."""
         return self.ended and not torch.accelerator.is_available()
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Import none of vLLM's: the engine has its own."""
+        """Do nothing: the engine has its own kernels."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -97,15 +97,16 @@ class G4irPlatform(Platform):
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Accept any: the engine has its dtype."""
+        """Accept any dtype: the engine's is fixed at build."""
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        """Leave it: a block is a row, see `check_and_update_config`."""
+        """Do nothing: `check_and_update_config` sets the block size."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Refuse what engines do not do, and set what the engine's limits decide."""
+        """Raise ValueError for unsupported options; set the scheduler's limits to those of the
+        engine."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
         c = vllm_config
@@ -114,49 +115,50 @@ class G4irPlatform(Platform):
         config = c.model_config.hf_config
         if not isinstance(config, EngineConfig):
             raise ValueError(
-                f"{c.model_config.model}: not made by `python -m g4ir_vllm.prepare ENGINE OUT`; "
+                f"{c.model_config.model}: not created by `python -m g4ir_vllm.prepare ENGINE OUT`; "
                 f"with g4ir-vllm installed vLLM serves such folders only"
             )
         for what, (asked, cure) in REFUSED.items():
             if asked(c):
-                raise ValueError(f"an engine of g4ir does not do {what}; {cure}")
+                raise ValueError(f"g4ir engines do not support {what}; {cure}")
         Options.read({k: v for k, v in c.additional_config.items() if k != REUSE})
         cls.media_ids = frozenset(config.media_ids)
         scheduler, length = c.scheduler_config, c.model_config.max_model_len
         rows = scheduler.max_num_seqs = min(scheduler.max_num_seqs, config.max_batch)
-        # A token for each row that decodes, and one chunk of a prompt.
+        # One token per decoding sequence, and one chunk of a prompt.
         scheduler.max_num_batched_tokens = rows + min(config.prefill_chunk, length)
         scheduler.max_num_scheduled_tokens = None
         scheduler.enable_chunked_prefill = True
         scheduler.long_prefill_token_threshold = 0
         scheduler.async_scheduling = False
-        # vLLM's own reuse is of blocks; the worker's is of prompts. The flag is for that one.
+        # vLLM's prefix cache works by blocks, and a block here is a slot. So vLLM's is disabled,
+        # and its flag controls the worker's own prefix cache.
         cls.reuse = c.additional_config.setdefault(REUSE, c.cache_config.enable_prefix_caching)
         c.cache_config.enable_prefix_caching = False
         c.cache_config.block_size = length
-        c.cache_config.num_gpu_blocks_override = rows + 1  # vLLM keeps one for itself
+        c.cache_config.num_gpu_blocks_override = rows + 1  # vLLM reserves one
         c.parallel_config.worker_cls = "g4ir_vllm.worker.G4irWorker"
         c.compilation_config.mode = CompilationMode.NONE
         c.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Raise an error, a 400 of the server, for what would fail in the worker."""
+        """Raise an error (HTTP 400) for a request that the worker could not compute."""
         from vllm.exceptions import VLLMValidationError as Refused
 
         for name, absent in REFUSED_PARAMS.items():
             if getattr(params, name, absent) != absent:
-                what = f"{name}: an engine of g4ir has no such thing; leave it out"
+                what = f"{name}: not supported by g4ir engines; leave it out"
                 raise Refused(what, parameter=name)
         if processed_inputs.get("cache_salt") and cls.reuse:
             raise Refused(
-                "cache_salt: prompts are not kept apart by it here; start the server with "
-                "--no-enable-prefix-caching, so that none uses what is remembered of another",
+                "cache_salt: the prefix cache of g4ir engines ignores it; start the server with "
+                "--no-enable-prefix-caching, so that requests share no KV cache",
                 parameter="cache_salt",
             )
         ids = processed_inputs.get("prompt_token_ids") or ()
         if cls.media_ids.intersection(ids):
             raise Refused(
-                "media: vLLM over an engine of g4ir takes texts; pictures and sounds are answered "
+                "media: vLLM over a g4ir engine takes text only; images and audio are supported "
                 "by `g4ir serve`"
             )

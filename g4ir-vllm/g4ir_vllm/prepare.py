@@ -1,8 +1,8 @@
-"""Makes the folder that `vllm serve` is given: an engine's tokenizer files, and a config.json.
+"""Creates the folder for `vllm serve`: an engine's tokenizer files, and a config.json.
 
     python -m g4ir_vllm.prepare ENGINE OUT
 
-The engine stays where it is, and as it is: its folder is sealed by digests.
+The engine directory is neither moved nor changed: digests protect its files.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from g4ir.weights.checkpoint import CONFIG, GENERATION
 from .config import ARCHITECTURE, MODEL_TYPE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-#: what vLLM reads beside the files that are made here
+#: files that vLLM reads in addition to those written here
 COPIED = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def prepare(engine: Path | str, out: Path | str) -> Path:
-    """Make the folder `out`, and return it. EngineError where the engine cannot be read or has no
-    tokenizer, InputError where `out` holds something already."""
+    """Create the folder `out` and return it. EngineError if the engine cannot be read or has no
+    tokenizer; InputError if `out` is not empty."""
     folder, out = Path(engine).resolve(), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not empty; name another folder")
-    found = open_artefact(folder)
+    artefact = open_artefact(folder)
     if not (folder / TOKENIZER).is_file():
         raise EngineError(f"{folder} has no {TOKENIZER}: vLLM cannot serve it")
-    config = config_of(found) | {"engine": os.path.relpath(folder, out.resolve())}
-    generation = generation_of(found)
+    config = config_of(artefact) | {"engine": os.path.relpath(folder, out.resolve())}
+    generation = generation_of(artefact)
     out.mkdir(parents=True, exist_ok=True)
     for name in COPIED:
         if (folder / name).is_file():
@@ -49,19 +49,19 @@ def prepare(engine: Path | str, out: Path | str) -> Path:
     if not (out / TOKENIZER_CONFIG).exists():
         _write(out / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"})
     _write(out / GENERATION, generation)
-    _write(out / CONFIG, config)  # last: a folder without it is refused
+    _write(out / CONFIG, config)  # last: vLLM refuses a folder without it
     return out
 
 
-def config_of(found: Artefact) -> dict[str, Any]:
-    """Return the config.json of an engine. Of the model it says only what vLLM asks each for: a
-    block of vLLM's is a row of the engine, and no shape of a cache counts."""
-    text, limits = found.spec.text, found.config.limits
-    media = placeholders(found.spec.tokens, found.config.media.kinds)
+def config_of(artefact: Artefact) -> dict[str, Any]:
+    """Return the config.json of an engine. It has the fields that vLLM requires of every model;
+    numbers of layers and heads are placeholders, since vLLM allocates no KV cache."""
+    text, limits = artefact.spec.text, artefact.config.limits
+    media = placeholders(artefact.spec.tokens, artefact.config.media.kinds)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
-        "dtype": DTYPES[found.config.dtype],
+        "dtype": DTYPES[artefact.config.dtype],
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
         "num_hidden_layers": 1,
@@ -75,34 +75,34 @@ def config_of(found: Artefact) -> dict[str, Any]:
     }
 
 
-def generation_of(found: Artefact) -> dict[str, Any]:
-    """Return the generation_config.json of an engine: what ends an answer, and how one is drawn
-    where a request does not say. What is never drawn the worker knows from the engine itself."""
-    said = read_defaults(found.path / GENERATION, found.spec.text.vocab_size)
-    stop = found.spec.tokens.eos if said.stop is None else said.stop
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM knows no others
-    drawn = {k: said.sampling[k] for k in names if k in said.sampling}
-    return {"eos_token_id": list(stop), "temperature": 0.0, **drawn}
+def generation_of(artefact: Artefact) -> dict[str, Any]:
+    """Return the generation_config.json of an engine: stop ids and default sampling parameters.
+    Suppressed tokens are not in it: the worker takes them from the engine."""
+    defaults = read_defaults(artefact.path / GENERATION, artefact.spec.text.vocab_size)
+    stop = artefact.spec.tokens.eos if defaults.stop is None else defaults.stop
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM reads no others
+    sampling = {k: defaults.sampling[k] for k in names if k in defaults.sampling}
+    return {"eos_token_id": list(stop), "temperature": 0.0, **sampling}
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n")
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser("python -m g4ir_vllm.prepare", description=__doc__)
     parser.add_argument("engine", help="an engine directory (g4ir build)")
-    parser.add_argument("out", help="a new folder: what `vllm serve` is given")
-    given = parser.parse_args(words)
+    parser.add_argument("out", help="a new folder, the model of `vllm serve`")
+    args = parser.parse_args(argv)
     try:
-        out = prepare(given.engine, given.out)
+        out = prepare(args.engine, args.out)
     except G4Error as e:
         print(f"g4ir_vllm: error: {e}", file=sys.stderr)
         return e.exit_code
     if not any((out / name).is_file() for name in COPIED[-1:]):
         print("g4ir_vllm: the engine has no chat_template.jinja; chats need vLLM's --chat-template")
-    print(f"g4ir_vllm: made {out}; serve it with: vllm serve {out}")
+    print(f"g4ir_vllm: created {out}; serve it with: vllm serve {out}")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Requests of vLLM's scheduler over the rows of an engine: tokens in, logits out.
+"""Computes the requests of vLLM's scheduler in the slots of an engine: tokens in, logits out.
 
-A step decodes all rows that the scheduler names, then computes one prompt as far as the scheduler
-says; with its last token the prompt gets a row. The scheduler counts tokens and the engine computes
-chunks of one size, so a prompt that is not through yet may lag by less than a chunk.
+A step decodes the scheduled sequences, then prefills one prompt up to the scheduled token; a
+complete prompt gets a slot. The scheduler counts tokens, but the engine computes whole chunks, so
+an incomplete prompt may lag behind the scheduler by less than a chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Request:
-    """A request that has a slot, or a prompt that is not through: `slot` is -1."""
+    """A request; `slot` is -1 until its prompt is complete."""
 
     name: str
     tokens: tuple[int, ...]
@@ -36,7 +36,7 @@ class Request:
 
 
 class Runner:
-    """The rows of an engine, and whose prompt is being computed."""
+    """Batch, prefix cache and requests of an engine, and the request in prefill."""
 
     def __init__(self, engine: Engine, rows: int, options: Options) -> None:
         self.engine = engine
@@ -48,15 +48,15 @@ class Runner:
         self._vocabulary = words if words and words.chats else None
         #: the request in prefill, and its chunks
         self._prompt: tuple[Request, Generator[torch.Tensor | None, None, None]] | None = None
-        #: requests whose logits were NaN or infinite; their rows are written over with zeros
+        #: requests whose logits were NaN or infinite; their slots are zeroed when they end
         self.spoiled: set[str] = set()
 
     def add(self, name: str, tokens: Sequence[int], reuse: bool = True) -> None:
-        """Take a request whose prompt is to be computed."""
+        """Add a request whose prompt is not computed yet."""
         self.requests[name] = Request(name, tuple(tokens), reuse)
 
     def drop(self, name: str) -> None:
-        """Free what a request has, if it is known."""
+        """Free a request's slot and prefill; unknown names are ignored."""
         if request := self.requests.pop(name, None):
             if self._prompt and self._prompt[0] is request:
                 self._leave()
@@ -64,7 +64,7 @@ class Runner:
             self.spoiled.discard(name)
 
     def decode(self, tokens: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Append a token to the row of each; return logits [vocab] of each."""
+        """Append a token to each sequence, by request; return its logits [vocab]."""
         if not tokens:
             return {}
         if self.batch.should_shrink():
@@ -74,28 +74,28 @@ class Runner:
         logits = self.batch.session.verify(*padded(newest, self.batch.session.batch))[:, 0]
         found = {name: logits[row] for name, row in rows.items()}
         for name, row in found.items():
-            self._looked_at(name, row)
+            self._check_finite(name, row)
         return found
 
     def compute(self, name: str, until: int) -> torch.Tensor | None:
-        """Compute a prompt up to so many tokens, or up to a whole number of chunks before; return
-        logits [vocab] where that is its end, and give it a row."""
+        """Prefill a prompt up to token `until`, rounded down to whole chunks. At the end of the
+        prompt move it to a slot and return its logits [vocab]; None before."""
         request, size = self.requests[name], self.engine.limits.prefill_chunk
         chunks, through = self._chunks(request), until >= len(request.tokens)
-        # What is known of the prompt counts as computed: the scheduler knows nothing of it.
+        # Tokens from the prefix cache count as computed; the scheduler does not know of them.
         while through or self.prefiller.num_computed + size <= until:
             logits = next(chunks)
             if logits is not None:
                 self._leave()
                 found = logits.clone()
                 self.batch.put(self.prefiller.session, [request])
-                if not self._looked_at(name, found):
+                if not self._check_finite(name, found):
                     self.prefiller.session.reset(zero=True)
                 return found[0]
         return None
 
     def _chunks(self, request: Request) -> Generator[torch.Tensor | None, None, None]:
-        """Return the chunks of a prompt, which is begun where it is not."""
+        """Return the iterator of a prompt's chunks; starts it if another prompt was in prefill."""
         if self._prompt and self._prompt[0] is request:
             return self._prompt[1]
         self._leave()
@@ -106,22 +106,22 @@ class Runner:
         self._prompt = request, chunks
         return chunks
 
-    def _looked_at(self, name: str, logits: torch.Tensor) -> bool:
-        """Whether logits are finite; where they are not, say so once."""
+    def _check_finite(self, name: str, logits: torch.Tensor) -> bool:
+        """Return whether logits are finite; log the first failure of a request."""
         finite = bool(logits.isfinite().all())
         if not finite and name not in self.spoiled:
             self.spoiled.add(name)
-            log.error("request %s: its logits are NaN or infinite; its text means nothing", name)
-        return finite
+            log.error("request %s: logits are NaN or infinite; the generated text is meaningless",
+            name) return finite
 
     def _leave(self) -> None:
-        """Leave the prompt in prefill; the prefiller keeps what it has computed."""
+        """Interrupt the prompt in prefill; the prefix cache keeps its computed tokens."""
         if self._prompt:
             self._prompt[1].close()
             self._prompt = None
 
     def close(self) -> None:
-        """Let go of all caches."""
+        """Free all KV caches."""
         self._leave()
         self.batch.clear()
         self.prefiller.close()

@@ -1,4 +1,4 @@
-"""The worker: vLLM's scheduler asks it for a step, and vLLM's sampler draws from its logits."""
+"""vLLM's worker: computes the steps of vLLM's scheduler, and samples with vLLM's sampler."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
 
-class Never(LogitsProcessor):
-    """Keeps from being drawn what the checkpoint suppresses, and ids that no step could read."""
+class SuppressedTokens(LogitsProcessor):
+    """Logits processor that masks the checkpoint's suppressed tokens, and ids without an
+    embedding."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.ids = torch.tensor(ids, dtype=torch.int64)
@@ -40,7 +41,7 @@ class Never(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Do nothing: it is the same for all requests."""
+        """Do nothing: the mask is the same for all requests."""
 
 
 class G4irWorker(WorkerBase):
@@ -52,8 +53,8 @@ class G4irWorker(WorkerBase):
         set_random_seed(self.model_config.seed)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the engine of a prepared folder. EngineError where its limits are not those that the
-        folder was made for."""
+        """Load the engine of a prepared folder. EngineError if its limits are below those of the
+        folder's config.json."""
         config, rows = self.model_config.hf_config, self.scheduler_config.max_num_seqs
         given = dict(self.vllm_config.additional_config)
         self.reuse = bool(given.pop(REUSE))
@@ -63,21 +64,21 @@ class G4irWorker(WorkerBase):
         limits, length = self.engine.limits, self.model_config.max_model_len
         if limits.max_batch < rows or limits.max_seq < length:
             raise EngineError(
-                f"{folder}: was built for {limits.max_batch} rows of {limits.max_seq} tokens, "
-                f"and {rows} of {length} are asked for; run python -m g4ir_vllm.prepare again"
+                f"{folder}: was built for {limits.max_batch} sequences of {limits.max_seq} tokens, "
+                f"and {rows} of {length} are requested; run python -m g4ir_vllm.prepare again"
             )
         self.runner = Runner(self.engine, rows, options)
-        #: requests that are not finished, of which the batch holds those that are sampled
+        #: unfinished requests; the batch has those that are sampled in this step
         self.states: dict[str, CachedRequestState] = {}
         self.batch = self._new_batch(rows, length)
         self.sampler = Sampler(logprobs_mode=self.model_config.logprobs_mode)
-        #: a step that waits for `sample_tokens`
+        #: computed step and its logits, until `sample_tokens` is called
         self._step: tuple[SchedulerOutput, torch.Tensor] | None = None
 
     def _new_batch(self, rows: int, length: int) -> InputBatch:
         custom = self.model_config.logits_processors or ()
         processors = build_logitsprocs(self.vllm_config, self.device, False, False, custom)
-        processors.non_argmax_invariant.append(Never(self.engine.suppressed()))
+        processors.non_argmax_invariant.append(SuppressedTokens(self.engine.suppressed()))
         return InputBatch(
             max_num_reqs=rows,
             max_model_len=length,
@@ -93,14 +94,15 @@ class G4irWorker(WorkerBase):
     # --- what the engine core asks before the first step --------------------------------------
 
     def get_model(self) -> torch.nn.Module:
-        """Return a module that refuses to compute."""
+        """Return the placeholder model, which raises when called."""
         return EngineModel(vllm_config=self.vllm_config)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """Return one block for each row; its size in bytes is no one's, vLLM reserves nothing."""
+        """Return a spec with one block per sequence; its size in bytes has no meaning, since vLLM
+        allocates nothing."""
         sizes = {"block_size": self.model_config.max_model_len, "num_kv_heads": 1, "head_size": 1}
         return {"rows": FullAttentionSpec(**sizes, dtype=torch.uint8)}
 
@@ -108,24 +110,24 @@ class G4irWorker(WorkerBase):
         return [layout.name for layout in KVCacheLayout]
 
     def determine_available_memory(self) -> int:
-        """Return none: the number of blocks is given by the platform."""
+        """Return 0: the platform sets the number of blocks."""
         return 0
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Do nothing: a block is a row however long."""
+        """Do nothing: a block is a slot, whatever its length."""
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None:
-        """Reserve nothing: rows are made when they are first needed."""
+        """Do nothing: the engine allocates its KV caches on first use."""
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Return no time: an engine is compiled when it is built."""
+        """Return times of 0: engines are compiled at build."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     # --- a step -------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Compute what the scheduler asks for. None: `sample_tokens` comes next."""
+        """Compute a scheduled step. Return None if `sample_tokens` must follow."""
         so = scheduler_output
         for name in so.finished_req_ids:
             self._free(name)
@@ -161,9 +163,9 @@ class G4irWorker(WorkerBase):
         self.batch.remove_request(name)
 
     def _logits(self, so: SchedulerOutput) -> dict[str, torch.Tensor]:
-        """Compute; return logits of the requests that are sampled in this step."""
+        """Compute the step; return logits [vocab] of the requests that are sampled in it."""
         old, requests = so.scheduled_cached_reqs, self.runner.requests
-        # how many tokens of each request the scheduler takes for computed
+        # request -> tokens that the scheduler counts as computed
         begun = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
         begun |= {r.req_id: r.num_computed_tokens for r in so.scheduled_new_reqs}
         decoding = {
@@ -186,7 +188,7 @@ class G4irWorker(WorkerBase):
         return found
 
     def _fill_batch(self, names: list[str]) -> None:
-        """Let vLLM's batch hold the requests that are sampled, and no other."""
+        """Set the requests of vLLM's batch to those that are sampled in this step."""
         for name in [n for n in self.batch.req_ids if n is not None and n not in names]:
             self.batch.remove_request(name)
         for name in names:
@@ -197,7 +199,7 @@ class G4irWorker(WorkerBase):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Draw a token for each request of the batch; none for one whose prompt is not through."""
+        """Sample a token for each request of the batch; requests in prefill get none."""
         assert self._step
         (so, logits), self._step = self._step, None
         sampled, names = [*self.batch.req_ids], [*so.num_scheduled_tokens]
@@ -221,7 +223,7 @@ class G4irWorker(WorkerBase):
         )
 
     def _taken(self, index: int, token: list[int]) -> list[int]:
-        """Note what was drawn for a request of the batch."""
+        """Record the sampled token of a request of the batch."""
         batch, name = self.batch, self.batch.req_ids[index]
         end = int(batch.num_tokens_no_spec[index])
         if end < batch.max_model_len:
@@ -232,13 +234,13 @@ class G4irWorker(WorkerBase):
         return token
 
     def execute_dummy_batch(self) -> None:
-        """Do nothing: no other process waits for a step of this one."""
+        """Do nothing: there are no data-parallel processes to keep in step."""
 
     def reset_encoder_cache(self) -> None:
         """Do nothing: there are no media."""
 
     def shutdown(self) -> None:
-        """Let go of the engine."""
+        """Close the engine."""
         if runner := self.__dict__.pop("runner", None):
             runner.close()
             self.engine.close()

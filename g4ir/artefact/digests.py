@@ -1,10 +1,10 @@
-"""What was compared before and has not changed since: contents of large files, graphs of engines.
+"""Records of earlier checks, so that unchanged files are not checked again: SHA-256 of large files,
+and engines whose graphs were verified.
 
-SHA-256 of a weight file takes about a second per GiB, and making the graphs of a model tenths of a
-second: most of the time in which an engine whose pages are in memory is loaded. What tells that a
-file has changed is what the system keeps of it: device, inode, size, and the times of its last
-write and of the last change of anything, which no user can set. Records are the user's own files;
-losing them, or having no folder for them, costs time alone.
+SHA-256 of a weight file takes about a second per GiB, and building the graphs of a model tenths of
+a second: most of the load time of an engine in the page cache. A file counts as unchanged if its
+device, inode, size, mtime and ctime are the same; users cannot set ctime. Records are files in the
+user's state folder; without them checks only take longer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from g4ir.ui.files import write_file
 from g4ir.ui.paths import check_private, private, state_root
 from g4ir.weights.checkpoint import sha256
 
-#: bytes of files that have a record; computing it takes longer than a clock's tick, so that a file
-#: that is written meanwhile has another time
+#: minimum bytes of a file with a record. Hashing one takes longer than a clock tick, so a write
+#: during the hashing changes its mtime
 LARGE = 32 << 20
 FILES, GRAPHS = "digests", "graphs"
-#: endings of the files of this package that graphs follow from
+#: suffixes of the package's files on which graphs depend
 SOURCES = (".py", ".yaml")
 
 
 def file_digest(path: Path) -> str:
-    """Compute the SHA-256 of a file, and keep a record of it."""
+    """Compute the SHA-256 of a file, and store a record of it."""
     identity = identity_of(path)
     digest = sha256(path)
     _keep_digest(identity, digest)
@@ -41,7 +41,7 @@ def file_digest(path: Path) -> str:
 
 
 def keep_digest(path: Path, digest: str) -> None:
-    """Keep a record of a file's SHA-256, computed as the file was written."""
+    """Store a record of a file's SHA-256, which was computed while the file was written."""
     _keep_digest(identity_of(path), digest)
 
 
@@ -65,7 +65,7 @@ def were_equal(engine: str) -> bool:
 
 
 def keep_equal(engine: str) -> None:
-    """Keep that they are."""
+    """Record that an engine's graphs equal those that these sources build."""
     _keep(GRAPHS, engine, sources_digest())
 
 

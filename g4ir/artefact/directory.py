@@ -264,7 +264,7 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """A context in which what cannot be read, or breaks its schema, is an EngineError."""
+    """Context that converts read and schema errors to EngineError."""
     try:
         yield
     except SpecError as e:
@@ -311,7 +311,8 @@ def read_manifest(path: Path, check_weights: bool = False, rank: int | None = No
         spec = load_spec(path / SPEC, alone=True)
         drafter = load_spec(path / DRAFTER, alone=True) if DRAFTER in files else None
         manifest = _manifest_of(values, where, spec, drafter)
-    # What is read is what is written: no field of another type, left out, or in another order.
+    # Writing the parsed manifest must give the same bytes: this refuses values of other types,
+    # missing fields, and another order.
     written = manifest.text().encode()
     if written != raw:
         raise _altered(file, f"line {_first_difference(raw, written)} is not as g4ir writes it")
@@ -332,7 +333,8 @@ def _no_engine(path: Path, unfinished: bool) -> EngineError:
 
 
 def require_readable(m: Manifest) -> None:
-    """Raise EngineError if the manifest could not be read again, as a path with a line break."""
+    """Raise EngineError if the manifest could not be read back, for example for a path with a line
+    break."""
     values, where = json.loads(m.text()), Where(MANIFEST, 0)
     try:
         _manifest_of(values, where, m.config.spec, m.config.drafter)
@@ -367,14 +369,14 @@ def _manifest_of(
     return Manifest(config=config, **record)
 
 
-#: specs as they are in the file
+#: fields that are specs in memory and digests in the file
 _NAMES = {"variant": str, "spec_digest": Digest, "drafter_digest": Digest | None}
 #: the pass options as they are in the file: a record of each pass by its name
 _OptionsFile = make_dataclass(
     "_OptionsFile", [(name, type(default)) for name, default in OPTIONS.items()], frozen=True
 )
 _HINTS = _NAMES | reader.hints_of(BuildConfig) | {"options": _OptionsFile}
-#: the fields of the file, in its order
+#: fields of the file, in order
 _ManifestFile = make_dataclass(
     "_ManifestFile",
     [
@@ -420,7 +422,7 @@ def _check_files(
 
 
 def _raised(error: OSError) -> None:
-    """Raise the error: a folder that cannot be listed was not checked."""
+    """Raise the error of os.walk, which would skip the folder."""
     raise error
 
 
@@ -465,7 +467,7 @@ def _parsed(file: Path) -> Graph:
 
 
 def _rebuild_packing(path: Path, m: Manifest) -> packings.Packing:
-    """Make the graphs of spec and options; EngineError if the stored text differs."""
+    """Build the graphs of spec and options; EngineError if the stored text differs."""
     packing = m.config.packing(find_backend(m.config.backend))
     if tuple(packing.program.graphs) != m.graphs:
         raise _altered(path / MANIFEST, f"graphs: expected {', '.join(packing.program.graphs)}")

@@ -1,6 +1,6 @@
 """Compares weight formats of a model: bytes, quality on a text against a baseline, speed.
 
-Each format has two engines: the logits of all positions, which a score needs, slow prompts. At most
+Each format has two engines, since all_logits, which scoring needs, slows prefill. At most
 two engines are loaded at once, the baseline and one format, and their timed rounds alternate.
 """
 
@@ -40,10 +40,10 @@ MIB = 1 << 20
 #: random tokens that a model without a tokenizer is compared on
 RANDOM_TOKENS = 256
 NO_TOKENIZER = (
-    "the model has no tokenizer: it is compared on random tokens, whose perplexity means nothing"
+    "the model has no tokenizer: it is compared on random tokens, whose perplexity is meaningless"
 )
 NOISY = "rounds differ by more than 30 %: compare speeds on a quiet machine"
-#: what a baseline has of quality
+#: quality metrics of the baseline
 SCORES = ("nll", "ppl")
 #: rate -> its key among `speeds`
 RATES = {
@@ -55,8 +55,8 @@ Load = Callable[[str], Engine]
 
 @dataclass(frozen=True)
 class Format:
-    """A row: directories of an engine with all_logits and of one without; or a GGUF file in
-    llama.cpp. `other`: it may be of another model, with other tokens."""
+    """A row of the table: directories of an engine with all_logits and of one without; or a GGUF
+    file, run by llama.cpp. `other`: the row may be another model, with another tokenizer."""
 
     name: str
     scored: str = ""
@@ -66,7 +66,7 @@ class Format:
 
     @contextmanager
     def runner(self, load: Load, path: str, w: Workload, device: str) -> Iterator[BenchRunner]:
-        """A context with the engine at a path, or the file, as a runner of a workload."""
+        """Context with a BenchRunner of the engine or GGUF file."""
         if self.file:
             yield LlamaRunner(self.file, w.batch, w.max_len, device)
             return

@@ -1,6 +1,6 @@
-"""Speculative decoding in a benchmark: one text without drafts, with those of a source, and with
-drafts that are all rejected or mostly right. The last two bound what drafts can cost and save here:
-they are made from the text without drafts."""
+"""Benchmark of speculative decoding: a text generated without draft tokens, with those of a source,
+and with drafts that are all rejected or mostly right. The last two, derived from the text itself,
+bound the cost and the gain of drafts on this machine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from g4ir.ui.progress import Progress
 from .measure import median
 from .report import Values
 
-#: share of right draft tokens of a proposer that knows the text
+#: share of right draft tokens of `KnownText`
 MOSTLY = 0.7
 PLAIN, REJECTED, RIGHT = "none", "rejected", "right_70"
 
 
 class KnownText:
-    """A proposer that knows the text, and is right with probability `right` at each token."""
+    """Proposer that drafts the known text; each token is right with probability `right`."""
 
     def __init__(
         self, text: Sequence[int], right: float, vocab: int, prompt: Sequence[int]
@@ -54,9 +54,9 @@ def measure_drafts(
     rounds: int,
     progress: Progress,
 ) -> Values:
-    """Return tokens/s of `new` greedy tokens after a prompt by kind of draft, all in turn in each
-    round; medians, and the median of the ratios to no drafts. InputError if the engine has no such
-    drafts."""
+    """Return the speed of `new` greedy tokens after a prompt for each kind of draft, measured in
+    interleaved rounds: median tokens/s, and the median ratio to decoding without drafts. InputError
+    if the engine does not support the source."""
     draft = resolve_draft(engine, source)
     text = _generate(Scheduler(engine, SchedulerConfig()), prompt, new)[0]
     kinds = {PLAIN: NO_DRAFT, source: draft}
@@ -83,7 +83,7 @@ def measure_drafts(
 def _generate(
     scheduler: Scheduler, prompt: Sequence[int], new: int
 ) -> tuple[list[int], float, AcceptanceStats]:
-    """Return the tokens after a prompt, tokens/s after the first, and what became of drafts."""
+    """Return the generated tokens, tokens/s after the first, and the acceptance statistics."""
     params, times, tokens = SamplingParams(ignore_eos=True), list[float](), list[int]()
     handle = scheduler.submit(Request(tuple(prompt), new, params, reuse=False))
     for event in scheduler.run(handle):

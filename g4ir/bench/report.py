@@ -45,8 +45,8 @@ OF_ENGINES = ("name", "engine", "work", "cache_bytes", "param_bytes", "bytes_per
 #: phase -> metric whose spread is checked
 SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
 RANDOM_WEIGHTS = (
-    "random weights: routing is near uniform and text means nothing; speed of dense parts does not "
-    "depend on it"
+    "random weights: routing is near uniform and text is meaningless; the speed of dense parts does "
+    "not depend on it"
 )
 #: decode steps whose cost is computed, spread evenly over a request
 DECODE_STEPS = 16
@@ -92,7 +92,7 @@ def build_report(
 
 
 def void_roles(agreements: Sequence[Values]) -> set[str]:
-    """Return the roles that agree with no other: their speed is that of another computation."""
+    """Return the roles whose outputs agree with no other's: their speeds are not comparable."""
     ok = {a[side] for a in agreements if a["ok"] for side in ("role", "base")}
     return {a[side] for a in agreements for side in ("role", "base")} - ok
 

@@ -58,7 +58,7 @@ def median_rates(rates: Sequence[Rates]) -> Rates:
 
 
 class Meter:
-    """Measures the rates, on operands that are allocated once."""
+    """Measures `Rates` on operands that are allocated once."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device, self.rates = device, list[Rates]()
@@ -73,7 +73,7 @@ class Meter:
         return make(*shape, device=self.device)
 
     def _largest(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the largest matrix whose matmul takes at most that long."""
+        """Return the largest square matrix whose matmul takes at most MATMUL_S."""
         for side in SIDES[self.device]:
             m = self._filled(side, side).to(dtype)
             self._seconds(lambda m=m: m @ m)  # type: ignore[misc]

@@ -39,8 +39,8 @@ from .runners import (
 from .system import environment, load_average, peak_memory, reset_peak
 
 ENGINE_ROLES = ("engine", "engine-b")
-#: prompt and choices of the request that outputs are compared on: the interpreter takes as long for
-#: a token as some engines for a thousand
+#: prompt and output tokens of the request on which outputs are compared. Short: the interpreter
+#: takes as long for a token as some engines for a thousand
 CHECKED_INPUT, CHECKED_OUTPUT = 32, 4
 #: minimum cosine of the median row of logits. Each runner rounds and quantises in its own way, and
 #: routers in 16 bits take other experts in some rows; `g4ir verify` compares exactly
@@ -108,7 +108,7 @@ def run_bench(
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
-    """Refuse what can be refused before an engine is loaded."""
+    """Raise InputError for invalid options, before an engine is loaded."""
     if rounds < 2:
         raise InputError(f"bench: --rounds {rounds}: expected at least 2, or there is no spread")
     if warmup < 0:

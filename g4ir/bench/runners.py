@@ -1,11 +1,11 @@
 """The requests of a benchmark, and what runs them: an engine, the interpreter on its params, or
 transformers on its weights.
 
-A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then
-`output_len - 1` single steps: `output_len` choices of a token. The tokens of the single steps are
-inputs too, so that end-of-sequence ends nothing, all runners do the same work, and a text cannot
-loop. They are random, of a fixed seed, or taken from a text. A transformers model has the same
-weights, process and threads, and computes last logits only.
+A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then `output_len
+- 1` decode steps: `output_len` output tokens. The tokens of the single steps are inputs too, so
+that end-of-sequence ends nothing, all runners do the same work, and a text cannot loop. They are
+random, of a fixed seed, or taken from a text. A transformers model has the same weights, process
+and threads, and computes last logits only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
 
 @dataclass(frozen=True)
 class Workload:
-    """input_len, output_len: tokens of a prompt, and choices per sequence, exactly; context: tokens
-    in the KV cache before the prompt; text: the file that the tokens come from, or random ones."""
+    """Tokens of a request, exactly: `input_len` of the prompt and `output_len` of the output per
+    sequence, `context` in the KV cache before the prompt. `text`: file of the tokens; None:
+    random."""
 
     input_len: int
     output_len: int

@@ -115,7 +115,7 @@ def _head(r: Values) -> Iterator[str]:
 
 
 def _draft_text(drafts: Values) -> str:
-    """Return the speed-up by the drafts of the source, and of proposers that know the text."""
+    """Return the speed-up by drafts of the source, and by those of `KnownText`."""
     kinds = drafts["by_kind"]
     names = {
         drafts["source"]: f"{drafts['source']}, up to {drafts['draft_tokens']}",

@@ -36,14 +36,13 @@ from .calibration import FOLDER, CalibrationText, InputProducts, Stages, cache_k
 
 #: range of --bits
 MIN_BITS, MAX_BITS = 2.5, 8.0
-#: schemes that are chosen from; int6 in groups that divide most rows
+#: candidate schemes; int6 with groups of 128, which divide the row length of most matrices
 CANDIDATES = (
     *(SCHEMES[name] for name in ("nl2", "nl3", "nl4", "int5", "int8")),
     Scheme("int6", 128, "f16"),
 )
-#: windows of the text, and how many of them errors are measured on; of each of these the tokens
-#: whose errors are measured, and positions with a token drawn; rows of a matrix and experts of a
-#: layer that are quantised
+#: windows of the text; windows on which errors are measured, and tokens of each; positions of a
+#: window at which a token is drawn; rows of a matrix, and experts of a layer, that are quantised
 WINDOWS, MEASURED_WINDOWS, TOKENS, DRAWN, ROWS, SOME_EXPERTS = 16, 4, 128, 128, 512, 4
 
 Tensor = torch.Tensor
@@ -51,7 +50,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Measured:
-    """What a format of a weight costs: its bytes, and the divergence in nats per token."""
+    """Cost of a format of a weight: its bytes, and the divergence in nats per token."""
 
     scheme: Scheme
     nbytes: int
@@ -101,9 +100,9 @@ def measured_divergences(
     file: Path,
     progress: Progress,
 ) -> dict[str, list[float]]:
-    """Return weight -> divergences in nats per token of the candidates that fit it; those of
-    measured layers are read from and written to a JSON file. CheckError if a gradient is no
-    number."""
+    """Return weight -> divergences in nats per token of the candidates that fit it; layers that
+    were measured before are read from a JSON file, new ones written to it. CheckError if a gradient
+    is NaN."""
     done: dict[str, list[float]] = json.loads(file.read_bytes()) if file.is_file() else {}
     if done.keys() >= matrices.keys():
         return done
@@ -136,8 +135,8 @@ def _candidates(t: Type) -> list[Scheme]:
 
 
 class _Watched:
-    """Collects inputs [T, K] and outputs [T, N] of the products with some matrices at some tokens
-    of the first windows, by weight; of experts, those of the whole op."""
+    """Callback that collects, by weight, inputs [T, K] and outputs [T, N] of matmuls with these
+    matrices at TOKENS tokens of the first windows; for experts those of the whole op."""
 
     def __init__(self, matrices: Container[str], windows: int) -> None:
         self.matrices, self.windows = matrices, windows
@@ -155,7 +154,7 @@ def _weights(n: Node, matrices: Container[str]) -> list[str]:
 
 
 def _some(t: Tensor) -> Tensor:
-    """Return a tensor [1, S, N] at TOKENS of the tokens, fp32 [T, N]."""
+    """Sample TOKENS of the S tokens of [1, S, N]; return fp32 [T, N]."""
     return t[0, :: max(1, t.shape[1] // TOKENS)].detach().float()
 
 
@@ -201,8 +200,8 @@ def _divergence(
     dtype: str,
 ) -> float:
     """Return the divergence in nats per token of a weight in a scheme, calibrated by the inputs, on
-    average over windows, by some of its rows. Of stacked experts the relative error of some is
-    taken for that of their op's output."""
+    average over windows, measured on some of its rows. For stacked experts the relative error of
+    SOME_EXPERTS is used as that of the op's output."""
     every = 1 if w.ndim > 2 else max(1, len(w) // ROWS)
     w = w[::every]
     if w.ndim > 2:
@@ -228,9 +227,9 @@ def _divergence(
 def choose(
     costs: Mapping[str, Sequence[Measured]], budget: float, bits: float
 ) -> dict[str, Scheme]:
-    """Return weight -> the scheme, so that all have at most `budget` bytes and little divergence:
-    the least of divergence + price * bytes, at the lowest price that keeps the budget, then better
-    formats as long as they fit, those that gain most per byte first."""
+    """Return weight -> scheme, with at most `budget` bytes in total: minimises divergence + price *
+    bytes at the lowest price that meets the budget, then upgrades weights while bytes remain, best
+    gain per byte first."""
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
     if fewest > budget:
         have = bits * fewest / budget

@@ -125,7 +125,7 @@ def prepare(
 ) -> Prepared:
     """Validate a build up to compilation; return the input of `write_engine`. `dry`: a missing
     device or missing weights are no error. `dump`: called with each graph after each pass. With
-    `bits`, the formats of weights are measured."""
+    `bits`, the divergence of weight formats is measured, which takes long."""
     backend = find_backend(options.backend).aimed(options.target)
     _check_linked(options, backend)
     _check_bits(options, dry)

@@ -2,7 +2,7 @@
 
 The text graph of the unquantised model is interpreted layer by layer: all windows of the text run
 through a layer, the outer products of its matmuls' inputs are summed, and its matrices quantised.
-Codes and scales of a layer are a file of a cache folder, from which an interrupted build goes on.
+Codes and scales of a layer are a file of a cache folder, from which an interrupted build resumes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
 #: name of the text that comes with the package
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
-#: folder of layers that are done, in the cache
+#: folder of quantised layers, in the cache
 FOLDER = "calibration"
 
 Tensor = torch.Tensor
@@ -195,7 +195,8 @@ class InputProducts:
     def __init__(self, weights: Iterable[str]) -> None:
         self.weights = frozenset(weights)
         self.sums: dict[str, Tensor] = {}
-        #: weight -> the keys of its sums, one for each expert; key -> the weight that adds to it
+        #: weight -> keys in `sums`, one per expert if experts have different inputs; key -> the one
+        #: weight whose node updates the sum, if several weights share it
         self.keys: dict[str, list[str]] = {}
         self._owner: dict[str, str] = {}
         self._inputs: dict[str, list[Inputs]] = {}
@@ -220,8 +221,8 @@ class InputProducts:
             self.sums[key] = self.sums[key].add_(products) if key in self.sums else products
 
     def of(self, weight: str) -> list[Inputs]:
-        """Return the inputs of a weight, of each expert if these differ; CheckError if one is no
-        number. An expert that saw no token gets the sum over all."""
+        """Return the sums of a weight's inputs, per expert if these differ; CheckError for NaN. An
+        expert without tokens gets the sum over all experts."""
         keys = self.keys[weight]
         if keys[0] in self._inputs:
             return self._inputs[keys[0]]
@@ -303,7 +304,8 @@ def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -
 def cache_key(
     spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: object
 ) -> str:
-    """Return a digest of all that results depend on: weights, text, other facts, this method."""
+    """Return a digest of everything that results depend on: weights, text, other facts, the sources
+    of the method."""
     method = [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(h.path, h.identity) for h in source.headers]
     if not files and source.directory.exists():  # random weights have no files

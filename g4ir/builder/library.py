@@ -128,10 +128,10 @@ def find_engine(
     settled: Callable[[BuildOptions], BuildOptions] = lambda options: options,
 ) -> Path:
     """Return the engine directory of a model, building it first if it is not cached; a cached
-    engine is locked as in use until the process ends. A name of no model is returned unchanged, so
-    that loading it raises the error. MissingError for weights that are not in the hub's local cache
-    and may not be downloaded. `settled`: callback that completes the build options once the
-    checkpoint is available."""
+    engine is locked as in use until the process ends. An unknown name is returned unchanged:
+    loading it raises the error. MissingError for weights that are not in the hub's local cache and
+    may not be downloaded. `settled`: callback that completes the build options once the checkpoint
+    is available."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
         changed = {*_changed_options(options), *(["revision"] if revision else [])}
         refuse_options(Path(model), changed)

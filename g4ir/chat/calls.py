@@ -4,8 +4,8 @@ is generated.
 Calls are marked text (see special_tokens.py), with strings between control tokens. Unambiguous
 deviations from the format are accepted: JSON strings, single quotes, bare words, `=` after declared
 keys, missing commas after delimited values, a second pair of braces. Parsed text is final, so all
-of it may be streamed. Of an open string a tail is held back that does not belong to it if it is
-never closed: braces, and everything from a control token on that ends a call.
+of it may be streamed. While a string is open, its tail is held back if it would not belong to an
+unclosed string: braces, and everything from a control token on that ends a call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Schemas = Mapping[str, Schema]
 
 
 class Unreadable(ValueError):
-    """Raised for a text that is not a call's body."""
+    """Raised for a text that is not the body of a tool call."""
 
 
 def begins_head(text: str) -> bool:

@@ -56,7 +56,7 @@ def guard(inputs: PromptInputs, source: str) -> tuple[PromptInputs, str]:
     seen = set(source)
 
     def look(text: str) -> str:
-        if not text.isascii():  # in blocks: the interpreter's lock is held while one is read
+        if not text.isascii():  # in blocks, since a regex match holds the GIL
             for start in range(0, len(text), _BLOCK):
                 seen.update(text[start : start + _BLOCK])
         return text
@@ -183,7 +183,7 @@ class Vocabulary:
         row = next((row for row in rows if self.controls.keys() >= {*row["turn"]}), None)
         #: string that begins a turn; None: the tokenizer has no chat turns
         self.turn: str | None = row["turn"][0] if row else None
-        if chat_format:  # the syntax of calls by the names that it has everywhere
+        if chat_format:  # a format's own names of the tool-call tokens -> the common ones
             named = control.aliases(rows[0]).items()
             self.controls |= {full: self.controls[a] for full, a in named if a in self.controls}
         self._names = frozenset(self.controls)

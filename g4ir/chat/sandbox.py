@@ -56,7 +56,7 @@ class RenderError(Exception):
 
 
 class Budget(threading.local):
-    """What is left to the rendering of a thread."""
+    """Remaining time and memory of a rendering, per thread."""
 
     spent, end = 0, 0.0
 
@@ -64,7 +64,8 @@ class Budget(threading.local):
         self.spent, self.end = 0, time.monotonic() + MAX_SECONDS
 
     def spend(self, nbytes: int = ELEMENT) -> None:
-        """Charge a step that makes so many bytes. LimitError if memory or time is exhausted."""
+        """Charge a step that allocates this many bytes. LimitError if memory or time is
+        exhausted."""
         self.spent += nbytes
         if self.spent > MAX_MEMORY:
             raise LimitError("it needs too much memory")
@@ -113,8 +114,8 @@ def charged(value: Any) -> Any:
 
 
 def text_of(value: Any) -> Any:
-    """Convert a value to text. LimitError for one that would be too long, counted before it is
-    made, and for objects that are not data."""
+    """Convert a value to text. LimitError for one that would be too long, computed before the
+    conversion, and for objects that are not data."""
     size, pending = 0, [value]
     while pending:
         x = pending.pop()
@@ -129,7 +130,7 @@ def text_of(value: Any) -> Any:
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Raise LimitError if a method or filter would make too large a value, or take too long."""
+    """Raise LimitError if a method or filter would return too large a value, or take too long."""
     first, second = (*args, *named.values(), "", "")[:2]
     if name in SHORT:
         for x in (*args, *named.values()):
@@ -181,7 +182,8 @@ class _Counted:
 
 
 class _Checked(NodeTransformer):
-    """Wraps AST nodes that make values without a call (loops, slices, `~`) in charging filters."""
+    """Wraps AST nodes that create values without a call (loops, slices, `~`) in charging
+    filters."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **named: Any) -> nodes.Node:
         super().generic_visit(node)

@@ -64,7 +64,7 @@ def aliases(row: Mapping[str, Any]) -> dict[str, str]:
     return {full: text for full, text in chain(*pairs) if text != full}
 
 
-#: control token of a format -> the one that has its place in the full format
+#: control token of a format -> its equivalent in the full format
 ALIASES = {a: full for row in CHAT_FORMATS.values() for full, a in aliases(row).items()}
 MARKS |= {a: MARKS[full] for a, full in ALIASES.items()}
 
@@ -83,7 +83,8 @@ END_MARKS = frozenset(MARKS[text] for text in ENDS)
 
 
 def find_format(declared: str, text: str) -> str:
-    """Return the format of models whose spec says `declared`, from a template or a tokenizer."""
+    """Return the chat format of models whose spec declares `declared`, found in a template or a
+    tokenizer."""
     rows = ((name, row) for name, row in CHAT_FORMATS.items() if row.get("of") == declared)
     return next((name for name, row in rows if row["marker"] in text), declared)
 

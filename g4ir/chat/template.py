@@ -268,8 +268,8 @@ def _parts(message: Message) -> Any:
 def render(messages: Any, tools: Any = None, form: str | Template = "small", **options: Any) -> str:
     """Render messages with a template; tool calls and results need not be paired.
 
-    `options`: enable_thinking, preserve_thinking, add_generation_prompt, and what a checkpoint's
-    own template knows beside them. InputError names the message or tool and the fix.
+    `options`: enable_thinking, preserve_thinking, add_generation_prompt, and other variables of a
+    checkpoint's own template. InputError names the message or tool and the fix.
     """
     return _prompt(read_messages(messages), read_tools(tools), _template(form), options).text
 

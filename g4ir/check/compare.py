@@ -41,16 +41,17 @@ Tensor = torch.Tensor
 Operand = Callable[[Value], Any]
 #: a call of a session's `prefill` or `decode`
 Step = Callable[[Session], Any]
-#: a value out of tolerance may still differ by this many times its own rounding, measured against
-#: float64 on the same inputs. Two computations are off by one such error each; rounding is a matter
-#: of luck, and where it is amplified (softmax over large scores) the luck varies.
+#: a value out of tolerance is accepted up to this many times its own rounding error, measured
+#: against float64 on the same inputs. Each of the two computations has such an error; rounding
+#: errors are random, and vary where they are amplified (softmax over large scores)
 MEASURED = 4.0
-#: two experts whose probabilities lie this close (relative) may change places: four times what
-#: moves a score. Scores of a compiled region round where the backend's fused ops keep more digits.
+#: relative distance of the probabilities of two experts below which either may be chosen: four
+#: times the rounding of a score, since compiled regions round scores where fused ops of the backend
+#: do not
 CLOSE_EXPERTS = {"f32": 1e-3, "bf16": 2.0**-2}
 #: values compared at once, in float64
 BLOCK = 1 << 24
-#: maximum tokens of a chunk for which all values are stored
+#: maximum tokens of a chunk, all of whose values are stored
 CHUNK = 512
 
 
@@ -330,7 +331,7 @@ class Comparison:
                 self.add(origin, 0.0 if got.equal(want) else math.inf, 0.0)
             return
         budget = joint_budget((n.op for n in origin.cone), self.dtype)
-        # Most values of right stages are equal: found in a tenth of the time.
+        # Most values of a correct stage are equal, and this test takes a tenth of the time.
         same_type = got.dtype == want.dtype and got.device == want.device
         if same_type and torch.equal(got, want):
             self.add(origin, 0.0, budget)
@@ -347,7 +348,8 @@ class Comparison:
     def _excused(
         self, step: GraphStep, routers: Sequence[Node], operand: Operand, errors: Tensor
     ) -> Tensor:
-        """Return bool, as errors [B, S, ...]: rows in which a router's choice is a near tie."""
+        """Return bool in the shape of `errors` [B, S, ...]: rows in which a router's choice is a
+        near tie."""
         excused = torch.zeros_like(errors, dtype=torch.bool)
         for router in routers:
             k = router.outputs[1].type.shape[-1]

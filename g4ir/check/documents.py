@@ -34,8 +34,9 @@ Labelled = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids that are scored in one context, and their labels: `labels[i]` is asked for after
-    `ids[:i]`, so the first is never scored, nor is IGNORED. `part`: index in the document."""
+    """Token ids that are scored in one context, and their labels: `labels[i]` is predicted from
+    `ids[:i]`, so the first is never scored; labels IGNORED are not scored either. `part`: index in
+    the document."""
 
     document: str | int
     part: int
@@ -134,7 +135,7 @@ class Reader:
             if not self.max_tokens:
                 break
         if len(ids) < 2 and not self.max_tokens:
-            return  # the rest of the budget is no document
+            return  # budget used up: no window without tokens
         if len(ids) < 2:
             raise InputError(f"{where}: fewer than 2 tokens, <bos> included: nothing to score")
         yield Window(name, part, ids, labels)

@@ -1,5 +1,5 @@
-"""Compares an encoder's engine with a reference: embeddings of texts, in company and alone, and the
-values of its graph, pass by pass."""
+"""Compares an encoder's engine with a reference: embeddings of texts, in one chunk and alone, and
+the values of its graph, pass by pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ MAX_TOKENS = 600
 
 @dataclass(frozen=True)
 class EmbeddingsReport(VerifyReport):
-    """An encoder's engine against a reference; positions are texts, each in company and alone."""
+    """An encoder's engine against a reference; positions are texts, each computed in a chunk with
+    others and alone."""
 
     ROWS: ClassVar = ("embeddings", "text", "texts")
 

@@ -30,7 +30,7 @@ WORDS = [
     )
 ]
 CITIES = ["Oslo", "Lima", "Cairo", "Quito", "Turin", "Delhi", "Perth", "Kyoto", "Accra", "Porto"]
-#: tokens of a key, of a value and of a sentence, where there is no tokenizer
+#: tokens of a key, of a value and of a sentence, for engines without a tokenizer
 RANDOM_KEY, RANDOM_VALUE, RANDOM_SENTENCE = 6, 3, 12
 #: a context is at least so many times as long as its needles
 CAPACITY = 2

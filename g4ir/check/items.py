@@ -18,7 +18,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO
 from .tokens import SEED
 
 Tensor = torch.Tensor
-#: the audio's max share of its graph's length, and max soft tokens
+#: of a test clip: max share of the audio graph's length, and max soft tokens
 SHARE, LONGEST = 0.6, 48
 #: pixels of an image, height and width: no budget is filled by sides of these proportions
 SIDES = (48, 72)

@@ -4,9 +4,9 @@ Both read the same tokens in several turns and single steps (and, with speculati
 as draft tokens). Compared are logits and 16 greedy tokens (ir/distance.py). If fp32 logits are out
 of tolerance, four times the rounding error that the interpreter makes on this model is allowed; in
 16 bits the reference's own rounding is the tolerance (ir/distance.py). That hides small faults, so
-against transformers the graphs are also compared with it in float64, and the values inside with the
-interpreter's. If something differs, the first value inside that does is named. Media are compared
-with the interpreter's (media.py)."""
+against transformers the graphs are also compared in float64, and intermediate values with the
+interpreter's. On a failure the report names the first intermediate value that differs. Media are
+compared with the interpreter's (media.py)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
     progress(f"{count} through {peer.name}")
     want = peer.logits(turns)
     steps = turns.steps if engine.draft_tokens else 0
-    # Rows of single steps as verification steps compute them.
+    # Logits of the single steps, computed by verification steps.
     rounds = torch.cat((got[: len(got) - steps], local.in_rounds(turns))) if steps else got
     graphs: tuple[float, float] | None = None
 

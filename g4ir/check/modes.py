@@ -1,4 +1,5 @@
-"""The same text alone, in company, with draft tokens, after truncation, from a restored prefix."""
+"""Runs one prompt in every mode (alone, batched, with draft tokens, truncated, from a restored
+prefix), whose results must be the same."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from .haystack import text_of
 from .tokens import window_of
 
 Tensor = torch.Tensor
-#: tokens of an answer, and tokens that are appended to be dropped
+#: generated tokens, and tokens that are appended and then truncated
 NEW, DROPPED = 24, 4
 #: requests that run together
 COMPANY = 3
-#: without a prefix cache
+#: no prefix cache
 ALONE = SchedulerConfig(prefix_bytes=0)
 #: a token and its log-probability
 Answer = list[tuple[int, float]]
@@ -33,7 +34,7 @@ Answer = list[tuple[int, float]]
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A prompt's greedy answer alone, against which other ways to compute it are held. limits: see
+    """A prompt's greedy answer, computed alone: the reference of all modes. limits: see
     `prove.limits_of`."""
 
     engine: Engine
@@ -52,12 +53,12 @@ class Baseline:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The logits f32[NEW, vocab] of which the answer's tokens are chosen."""
+        """The logits f32[NEW, vocab] from which the answer's tokens are chosen."""
         session = self.engine.session()
         return self.decode(session, session.prefill([[*self.prompt]]))
 
     def decode(self, session: Session, first: Tensor) -> Tensor:
-        """Return the logits of the answer's tokens, which are appended one by one."""
+        """Append the answer's tokens one by one; return the logits from which they are chosen."""
         return torch.cat([first, *(session.decode([t]) for t in self.tokens[:-1])])
 
     def wrong_rows(self, rows: Tensor) -> str | None:
@@ -96,19 +97,20 @@ def answers(
     return [*out.values()], handles
 
 
-#: a way to compute the text: None: the same; a text: what differs, or after `-` why it is not run
+#: compares a mode with the baseline; returns None if equal, else the difference, or `-` and the
+#: reason why the mode cannot run
 Mode = Callable[[Baseline], "str | None"]
 
 
 def alone(base: Baseline) -> str | None:
-    """Generate without log-probabilities, which a loop on the device may do."""
+    """Generate without log-probabilities, so that the device loop is used if there is one."""
     new = base.engine.generate([*base.prompt], NEW, stop_ids=())
     rows = base.rows.log_softmax(-1)
     return base.wrong_answer([(t, float(rows[i, t])) for i, t in enumerate(new)])
 
 
 def in_company(base: Baseline) -> str | None:
-    """Generate beside other prompts of other lengths."""
+    """Generate in a batch with prompts of other lengths."""
     if base.engine.limits.max_batch < 2:
         return "-the engine has one slot; build it with --max-batch 3"
     others = [base.prompt[::-1][: len(base.prompt) // i] for i in range(2, COMPANY + 1)]
@@ -118,8 +120,8 @@ def in_company(base: Baseline) -> str | None:
 
 
 def with_drafts(base: Baseline) -> str | None:
-    """Generate with n-grams as drafts. The prompt has its own end and answer in it, so that they
-    are proposed, and mostly wrong."""
+    """Generate with n-gram drafts. The prompt contains its own end and the answer, so that the
+    proposer has matches; most of its drafts are wrong."""
     if not base.engine.draft_tokens:
         return "-the engine verifies no draft tokens; build it with --draft-tokens 4"
     tail = base.prompt[-8:]
@@ -133,7 +135,7 @@ def with_drafts(base: Baseline) -> str | None:
 
 
 def after_truncation(base: Baseline) -> str | None:
-    """Append tokens to a part of the prompt, drop them, and read the rest."""
+    """Prefill part of the prompt and other tokens, truncate those, prefill the remainder."""
     slots = min((s for _, s in base.engine.rings), default=len(base.prompt))
     cut = max(1, min(len(base.prompt) // 2, slots - DROPPED))
     session = base.engine.session()
@@ -144,7 +146,7 @@ def after_truncation(base: Baseline) -> str | None:
 
 
 def from_snapshot(base: Baseline) -> str | None:
-    """Restore a session to a prefix after it has read another text."""
+    """Restore a snapshot of the prompt's prefix after another text was prefilled."""
     cut, session = len(base.prompt) // 2, base.engine.session()
     session.prefill([[*base.prompt[:cut]]])
     before = session.snapshot()
@@ -154,7 +156,7 @@ def from_snapshot(base: Baseline) -> str | None:
 
 
 def from_prefix_cache(base: Baseline) -> str | None:
-    """Answer after two other prompts, of which one shares a prefix that is cached."""
+    """Answer after two other prompts, one of which shares a cached prefix."""
     cut, scheduler = len(base.prompt) // 2, Scheduler(base.engine)
     shared, flipped = base.prompt[:cut], base.prompt[::-1]
     for tokens in (flipped, (*shared, *flipped[cut:])):

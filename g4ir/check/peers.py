@@ -31,7 +31,8 @@ from .reference import coarse, float64_engine, float64_refusal, reference_engine
 from .tokens import Turns
 
 Tensor = torch.Tensor
-#: tokens of a chunk in the interpreter's other mode. It converts all weights once a chunk
+#: tokens of a chunk in the interpreter's other mode; not less, since every chunk dequantises all
+#: weights
 OTHER = 8
 
 
@@ -104,7 +105,7 @@ class HfPeer:
         return str(self.model.device.type)
 
     def logits(self, turns: Turns) -> Tensor:
-        """Return as EnginePeer."""
+        """As in EnginePeer."""
         device = self.model.device
         where = torch.tensor(turns.where, device=device)
         with torch.no_grad():
@@ -125,7 +126,7 @@ class HfPeer:
             return self.logits(turns)
 
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
-        """Return as EnginePeer."""
+        """As in EnginePeer."""
         from transformers import DynamicCache
 
         new_cache = self.caches or partial(DynamicCache, config=self.model.config)

@@ -1,9 +1,9 @@
-"""One report on an engine: what it computes against its definition, and how well it remembers.
+"""One report on an engine: exactness against the interpreter, and recall over long contexts.
 
-Parts: logits at every position of a short text against the interpreter; the same text alone, in
-company, with draft tokens, after truncation, from a restored prefix; quantisation against the
-original weights; for each context length perplexity by position and needles at ten depths, beside
-the interpreter's. A part returns JSON values, and is not computed again for the same engine.
+Parts: logits at every position of a short text against the interpreter; the same text in every mode
+(modes.py); quantisation against the original weights; for each context length perplexity by
+position and needles at ten depths, compared with the interpreter's. A part returns JSON values, and
+is not computed again for the same engine.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def read_context(
     compared = len(sessions) > 1
     scores = torch.cat([r if compared else r[:1] for r in rows], 1)
     buckets = [_bucket(part, start) for part, start in _split(scores)]
-    for s in sessions:  # the last token, which has no label
+    for s in sessions:  # the question follows the last token, which has no label
         s.prefill(text.ids[None, -1:])
     needles = [_question(sessions, n) for n in text.needles]
     data = {"buckets": buckets, "needles": needles, "tokens": len(text.ids)}
@@ -256,7 +256,8 @@ def _bucket(scores: Tensor, start: int) -> dict[str, Any]:
 
 
 def _question(sessions: Sequence[Session], needle: Needle) -> dict[str, Any]:
-    """Ask for a needle at the end of the document, which the sessions hold before and after."""
+    """Ask for a needle at the end of the document; the sessions hold the document again
+    afterwards."""
     ids = torch.tensor([*needle.key, *needle.value])
     at, outputs = len(needle.key) - 1, list[Tensor]()
     for s in sessions:

@@ -41,7 +41,7 @@ def reference_engine(engine: Engine, resident: bool = False, run: Run | None = N
 
 
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
-    """Return the same engine, whose text graphs are run by `run`."""
+    """Return the engine with `run` as the runner of its text graphs."""
     inner = engine.runtime
     runtime: Any = SimpleNamespace(run=run, new_state=inner.new_state, embed=inner.embed)
     return replace(engine, runtime=runtime)

@@ -21,7 +21,7 @@ class Position:
     relative: float
     cosine: float
     ok: bool
-    #: to what the budget's rounding is measured from, or None
+    #: distance to the anchor of the tolerance (peers.find_anchor), or None
     distance: float | None = None
 
 
@@ -43,7 +43,7 @@ class Greedy:
 class VerifyReport:
     """An engine against a reference: errors of logits, and greedy tokens."""
 
-    #: names of the compared rows, of one's number, and of several
+    #: names in messages: of the compared rows, of one row's index, of several indices
     ROWS: ClassVar = ("logits", "position", "positions")
     engine: str
     against: str
@@ -52,21 +52,22 @@ class VerifyReport:
     positions: tuple[Position, ...] = field(repr=False)
     #: None for an encoder
     greedy: Greedy | None = None
-    #: the single steps once more, verified in rounds; () where the engine verifies nothing
+    #: the single steps again, computed by verification steps; () without speculative decoding
     rounds: tuple[Position, ...] = field(default=(), repr=False)
-    #: in 16 bits against transformers: the largest relative error of the engine's graphs in float64
-    #: to transformers in float64, and what is allowed
+    #: in 16 bits against transformers: the largest relative error between the engine's graphs and
+    #: transformers, both in float64, and the tolerance
     float64: tuple[float, float] | None = None
-    #: whether rows out of tolerance are excused by a router's near ties: no value inside differs
+    #: whether rows out of tolerance are excused by a router's near ties, since no intermediate
+    #: value differs
     near_ties: bool = False
     first_difference: str | None = None
-    #: None for an engine that takes text alone
+    #: None for an engine without media
     media: MediaReport | None = None
 
     @property
     def text_ok(self) -> bool:
-        """Whether every position is within the tolerance, their median too, or excused; no value
-        inside is out of it; and the greedy tokens are the same."""
+        """Whether all positions and their median are within the tolerance or excused, no
+        intermediate value is out of tolerance, and the greedy tokens are the same."""
         inside = self.graphs_ok and self.first_difference is None
         greedy_ok = self.greedy is None or self.greedy.differs is None
         return (self.rows_ok or self.near_ties) and inside and greedy_ok
@@ -78,13 +79,14 @@ class VerifyReport:
 
     @property
     def graphs_ok(self) -> bool:
-        """Whether the graphs compute what transformers does, where that was measured."""
+        """Whether the graphs equal transformers in float64; True if not measured."""
         return self.float64 is None or self.float64[0] <= self.float64[1]
 
     @property
     def typical(self) -> bool:
-        """Whether the positions as a whole are within a measured tolerance: all of them, and those
-        of single tokens and of verification steps alone, whose graphs are others."""
+        """Whether the distances of positions are within a measured tolerance as a whole: of all
+        positions, and separately of single tokens and of verification steps, which run other
+        graphs."""
         rounding = self.budget.rounding
         if rounding is None:
             return True
@@ -95,12 +97,12 @@ class VerifyReport:
 
     @property
     def median_distance(self) -> float:
-        """Median distance of the positions to the anchor; not a number where one is not."""
+        """Median distance of the positions to the anchor; NaN if one is NaN."""
         return lower_median(distances(self.positions))
 
     @property
     def ok(self) -> bool:
-        """Whether the text and what was checked of media are within their budgets."""
+        """Whether text and media are within their tolerances."""
         return self.text_ok and (self.media is None or self.media.ok)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +158,7 @@ class VerifyReport:
 
 
 def positions_of(where: Sequence[int], agreement: Agreement) -> tuple[Position, ...]:
-    """Return the errors of each row, which is at `where`."""
+    """Return a Position with the errors of each row of logits; `where`: token indices."""
     errors, tolerance = agreement.errors, agreement.tolerance
     columns = [errors.absolute, errors.relative, errors.cosine, tolerance.holds(errors)]
     columns += [errors.distance] * (tolerance.rounding is not None)
@@ -164,7 +166,7 @@ def positions_of(where: Sequence[int], agreement: Agreement) -> tuple[Position, 
 
 
 def distances(positions: Sequence[Position]) -> list[float]:
-    """Return the distances of rows to the anchor, of those that were measured."""
+    """Return the distances to the anchor of the rows that have one."""
     return [p.distance for p in positions if p.distance is not None]
 
 

@@ -175,7 +175,7 @@ def require_same_tokens(engine: Engine, other: Engine, name: str) -> None:
 
 
 class Scored(Protocol):
-    """A session, or what computes logits as one does."""
+    """A session, or an object with the same methods."""
 
     def reset(self) -> None: ...
 
@@ -204,7 +204,7 @@ def score_chunks(sessions: Sequence[Scored], w: Window, size: int) -> Iterator[T
     ids, labels = torch.tensor(w.ids[:-1]), torch.tensor(w.labels[1:])
     for tokens, label in zip(ids.split(size), labels.split(size)):
         at = (label != IGNORED).nonzero()[:, 0]
-        # If nothing is scored the last token's logits will do.
+        # If nothing is scored, only the last token's logits are computed.
         outputs = [s.prefill(tokens[None], all_logits=len(at) > 0)[0] for s in sessions]
         logits = [t[at] for t in outputs] if len(at) < len(label) and len(at) else outputs
         yield score_rows(logits[0], label[at], *logits[1:])

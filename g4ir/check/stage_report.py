@@ -22,7 +22,7 @@ class OpError:
 
     @property
     def share(self) -> float:
-        """The error as a share of the tolerance; infinity if it is NaN."""
+        """The error divided by the tolerance; infinity for NaN."""
         if math.isnan(self.error) or (self.error and not self.budget):
             return math.inf
         return self.error / self.budget if self.budget else 0.0
@@ -138,12 +138,13 @@ class StagesReport:
 
 
 def describe_value(name: str, at: int) -> str:
-    """Return the name of a value (or of a rank's), its layer and its chunk."""
+    """Describe a value for a message: its name, its layer and its chunk. `name` may have the prefix
+    of a rank; `at`: first token of the chunk."""
     layer = layer_of(split_name(name)[1])
     where = "outside the layers" if layer is None else f"layer {layer}"
     return f"%{name} ({where}) in the chunk at token {at}"
 
 
 def engine_name(engine: Engine) -> str:
-    """Return the variant, backend, device and dtype, which head a report."""
+    """Return variant, backend, device and dtype: the title of a report."""
     return f"{engine.spec.name} ({engine.config.backend}, {engine.device}, {engine.dtype})"

@@ -42,16 +42,16 @@ from .reference import original_weights
 from .stage_report import describe_value
 
 Tensor = torch.Tensor
-#: in place of the embedding graph of a step without one
+#: empty embedding graph, for steps without one
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
-#: phase -> dims of the embedding graph whose names or sizes are others there
+#: phase -> dims of the embedding graph that the phase renames or fixes
 DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B": 1}}
 #: single steps at the end of the tokens
 STEPS = 4
 #: padding at the end of each longer chunk: a pass must not take it for the last token
 PADDING = 2
-#: maximum bytes of a trace that is kept for the next stage
+#: maximum bytes of a trace that is stored for the next stage
 MAX_TRACE = 1 << 26
 
 
@@ -227,7 +227,7 @@ def stages_of(
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
     if engine.ranks > 1:
         if engine.config.quant and not engine.config.quant.from_checkpoint:
-            after.clear()  # each rank quantised its shard, with scales of its own
+            after.clear()  # each rank quantised its shard with its own scales
         plain = shard_program(plain, config.sharding)
         after[SHARD] = dict(plain.graphs)
 

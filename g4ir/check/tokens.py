@@ -89,8 +89,8 @@ class Turns:
 
     @property
     def joined(self) -> Turns:
-        """The same rows, if that gives them from one turn: for float64, in which how a text is cut
-        makes no difference."""
+        """The same tokens as one turn, if it returns the same rows: float64 results do not depend
+        on how a text is cut."""
         return replace(self, sizes=[len(self.ids)]) if self.every else self
 
     def chunks(self, size: int) -> list[torch.Tensor]:

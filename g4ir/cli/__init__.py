@@ -24,10 +24,10 @@ from g4ir.ui import console
 from .config_file import with_defaults
 from .parser import Parser
 
-#: objects that are made before Python looks for garbage among them; its own number, 700, costs a
-#: tenth of the time in which torch and an engine are loaded
+#: threshold of the garbage collector's first generation: with Python's default, 700, collections
+#: take a tenth of the time to load torch and an engine
 GARBAGE = 200_000
-#: thresholds that a server takes again: it runs for long, and requests in cycles may hold media
+#: Python's thresholds, which a server restores: reference cycles may keep media of requests alive
 USUAL = gc.get_threshold()
 #: verb -> its dataclass, `module.Class`, and its help
 VERBS: Mapping[str, tuple[str, str]] = {
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     console.tolerant_output()
     gc.set_threshold(GARBAGE)
-    atexit.register(gc.freeze)  # else the process looks for garbage once more, 0.3 s with torch
+    atexit.register(gc.freeze)  # avoids a last collection at exit, 0.3 s with torch
     try:
         with console.logs(), console.endings(), console.output():
             code = run_command(*parse(words))
@@ -114,15 +114,14 @@ def help_text() -> str:
 
 
 def run_command(parser: Parser, values: Mapping[str, Any]) -> int:
-    """Run a command. Of the processes that torchrun starts the first does it, and the others
-    follow; the exit code of one that followed to the end is 0."""
+    """Run a command. Under torchrun, rank 0 runs it and the other ranks execute its calls; their
+    exit code is 0 unless a rank fails."""
     if launched() is None:
         return parser.run(values)
     if "rank_timeout" not in parser.flags.names:
-        raise InputError("torchrun started several processes, and this verb is for one: call g4ir")
-    with join(values.get("rank_timeout", TIMEOUT_S)) as group:
-        if group.rank:
-            from g4ir.builder.rank_worker import follow
+        raise InputError("torchrun started several processes, but this verb runs in one: call g4ir
+        without torchrun") with join(values.get("rank_timeout", TIMEOUT_S)) as group: if group.rank:
+        from g4ir.builder.rank_worker import follow
 
             follow(group)
             return 0
@@ -131,5 +130,5 @@ def run_command(parser: Parser, values: Mapping[str, Any]) -> int:
             group.check()
             return code
         except (G4Error, console.Ended):
-            group.check()  # the reason of the others, and torchrun ends all where one has died
+            group.check()  # report the failure of another rank, if that is the cause
             raise

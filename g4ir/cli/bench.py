@@ -1,4 +1,4 @@
-"""`g4ir bench`; what it measures with takes seconds to import."""
+"""`g4ir bench`. Imports of g4ir.bench are deferred, since they take seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ roofline: shortest time that these allow; ±: where 95 % of further rounds lie""
 
 
 class Bench(Verb):
-    """Measure engines, and report; or print the table of reports."""
+    """Measure engines and report the results, or print a table of earlier reports."""
 
     epilog = TERMS
     engines: list[str] = argument(f"{ANY_MODEL}; two are compared", "MODEL", "*")

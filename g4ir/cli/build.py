@@ -117,8 +117,8 @@ class Build(Verb):
 
 
 def _dump_to(folder: Path) -> Dump:
-    """Write one file per phase and pass, in the order of the pipeline; the folder with the first,
-    so that none is left of a build that is refused before."""
+    """Return a callback that writes one file per phase and pass, in the order of the pipeline. It
+    creates the folder with the first file, so a build that is refused before leaves none."""
 
     def dump(name: str, graph: Graph) -> None:
         file = folder / f"{PASSES.index(name) + 1:02}-{name}.{graph.name}.g4ir"
@@ -133,8 +133,8 @@ def _dump_to(folder: Path) -> Dump:
 
 
 def _tell_notes(p: Prepared) -> None:
-    """Tell which tensors of the checkpoint the engine does not use, which it makes up, and what a
-    dtype may be too narrow for."""
+    """Print notes on tensors of the checkpoint that the engine does not use, and on missing ones
+    that get a default value."""
     whys = list(p.source.ignored.values())
     for why in dict.fromkeys(whys):
         console.say(f"note: {whys.count(why)} tensors not used: {why}")
@@ -165,7 +165,7 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
 
 
 def _verdict(p: Prepared, short: list[str]) -> str:
-    """Return whether the build would go through on this machine, and what stands against it."""
+    """Return whether the build would succeed on this machine, and the reasons if not."""
     if short:
         return f"would not build here: {'; '.join(short)}"
     try:

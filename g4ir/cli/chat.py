@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from g4ir.generate.conversation import ChatSession, Turn
 
 PROMPT, MORE = ">>> ", "... "
-#: what begins and ends a message of several lines, which a command may have too
+#: delimiter of a message of several lines, also after a command
 QUOTES = '"""'
 TABLE = read_table(Path(__file__).with_suffix(".yaml"))
 #: command, a method of Repl -> usage and help; a usage in brackets may be left out
@@ -74,14 +74,13 @@ class Chat(OnEngine):
         return 0
 
 
-#: returns a line for a prompt, None after the last
+#: (prompt) -> the next input line; None at the end
 Lines = Callable[[str], str | None]
 
 
 def edit_lines() -> None:
-    """Have lines that are typed edited and called back, and their paths completed; several pasted
-    lines are one."""
-    with suppress(ImportError):  # a Python without it reads plain lines
+    """Enable readline: line editing, history, completion of paths, and bracketed paste."""
+    with suppress(ImportError):  # not in every build of Python
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
@@ -90,7 +89,7 @@ def edit_lines() -> None:
 
 
 def typed(prompt: str) -> str | None:
-    """Lines that somebody types."""
+    """Read a line from the terminal."""
     try:
         return input(prompt)
     except EOFError:
@@ -99,7 +98,7 @@ def typed(prompt: str) -> str | None:
 
 
 def from_pipe(stream: Any) -> Lines:
-    """Lines of a file or a pipe, in UTF-8."""
+    """Return a reader of the lines of a file or a pipe, in UTF-8."""
 
     def line(prompt: str) -> str | None:
         raw: bytes = stream.readline()
@@ -115,7 +114,7 @@ def from_pipe(stream: Any) -> Lines:
 
 def read_message(lines: Lines, prompt: str) -> str | None:
     '''Return a message, None after the last: a line, or from """ at its beginning to the next """,
-    without line breaks next to them. InputError where that does not come.'''
+    without line breaks next to them. InputError if the second is missing.'''
     line = lines(prompt)
     if line is None or not (begin := _BLOCK.match(line)):
         return line
@@ -130,12 +129,12 @@ def read_message(lines: Lines, prompt: str) -> str | None:
 
 
 class Repl:
-    """Takes messages, commands and answers of tools, one after the other."""
+    """Processes input lines: messages, commands and tool results."""
 
     def __init__(self, talk: ChatSession, screen: talking.Screen, json: bool = False) -> None:
         self.talk, self.screen, self.json = talk, screen, json
         self.terminal = screen.terminal
-        #: whether something was refused
+        #: whether an input failed, which sets the exit code
         self.failed = False
         self._leaves = False
 
@@ -167,7 +166,7 @@ class Repl:
         emit({"error": text}) if self.json else console.say(f"error: {text}")
 
     def _tell(self, text: str) -> None:
-        """Print a message that is not an answer of the model."""
+        """Print a notice of the program."""
         print(text, file=sys.stdout if self.terminal else sys.stderr, flush=True)
 
     def _take(self, text: str) -> None:

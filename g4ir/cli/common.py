@@ -23,11 +23,11 @@ from .verb import ANY_MODEL, PRESET, Bytes, Part, Size, Verb, argument, flag, op
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
-#: maximum draft tokens of an engine built on first use, where --draft is given without a number
+#: default --draft-tokens of an engine built on first use with --draft
 DRAFT_TOKENS = 4
 #: maximum number of threads
 MAX_THREADS = 1024
-#: options of an engine that is built on first use
+#: build options of an engine that is built on first use
 FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
 FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
 V = TypeVar("V", bound="OnEngine")
@@ -39,7 +39,7 @@ def emit(value: Any, indent: int | None = None) -> None:
 
 
 def output(as_json: bool, value: Any, text: str) -> int:
-    """Print a result, as JSON its values and else a text; returns the exit code 0."""
+    """Print a result, its values as JSON or a text; returns the exit code 0."""
     emit(value) if as_json else print(text, end="")
     return 0
 
@@ -98,7 +98,7 @@ class Programs(Part):
 
 
 class Load(Programs):
-    """How an engine is loaded to generate."""
+    """Flags of loading an engine for generation."""
 
     cuda_graph: bool = setting("off: launch kernel by kernel", True)
     huge_pages: bool = setting("copy the weights to huge pages, which a CPU reads faster", False)
@@ -110,8 +110,8 @@ class Load(Programs):
     def to_generate(
         self, path: str, progress: Callable[[str], None], encoder: bool = False, **how: Any
     ) -> Engine:
-        """Load an engine (`encoder`: may be one); log what of its checkpoint's settings is not
-        supported."""
+        """Load an engine and log its checkpoint's unsupported generation settings. InputError for
+        an encoder, unless `encoder`."""
         from g4ir.engine.embeddings import need_decoder
 
         engine = self.engine(path, progress, **how)
@@ -156,7 +156,7 @@ class OnDisk(Part):
 
 
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):
-    """Options of the engines that are built of models on first use."""
+    """Build options of engines that are built on first use."""
 
     preset: str | None = flag(PRESET, None, "NAME")
     options: BuildOptions = options(FIRST_USE, FIRST_USE_SETTINGS)

@@ -1,7 +1,7 @@
 """Flags from the environment and from a YAML file, for verbs that run unattended.
 
 The first of these that has a value wins: the command line, G4IR_FLAG_NAME in the environment, the
-file of --config, the default. Lists are whole: those of a file are not extended by a flag.
+file of --config, the default. A flag replaces a list of the file, it does not extend it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PREFIX = "G4IR_"
-#: variables that are read elsewhere, and those that Kubernetes sets for a service named g4ir
+#: variables that other modules read, and those that Kubernetes sets for a service named g4ir
 RESERVED = re.compile(r"G4IR_(ISA|SERVICE_.*|PORT_.*)")
 SWITCHES = dict.fromkeys((*TRUES, "1"), True) | dict.fromkeys((*FALSES, "0"), False)
-#: what --set takes in place of these words
+#: values that mean on or off in a file or variable -> value for --set
 WORDS = dict.fromkeys(TRUES, "on") | dict.fromkeys(FALSES, "off")
 #: key of a backend's own settings, a mapping
 SETTINGS = "set"

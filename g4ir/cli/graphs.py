@@ -1,4 +1,4 @@
-"""The graph that a command line names: of an engine, or of a model that none is built of."""
+"""The graph that a command line names: of an engine, or of a model without an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .common import Source
 from .models import Model, named_model
 from .verb import ANY_MODEL, Part, argument, flag, options
 
-#: what the towers of each part are for
+#: part of a model -> kind of media of its towers
 OF_PART = {"vision": "image", "audio": "audio"}
 #: default draft tokens of a printed verification graph
 DRAFTED = 4
@@ -40,12 +40,12 @@ DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
 
 #: the text model's graphs, and the towers by their part
 PHASES = (*TEXT_GRAPHS, ENCODE, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
-#: options of a graph, which --set sets; an engine has its own
+#: options of a graph, set by --set; fixed in an engine
 GRAPH_SETTINGS = "all_logits kv_dtype quant_activations latent_kv draft_tokens tp ep"
 
 
 class NamedGraph(Part):
-    """A graph: of an engine, or of a model that none is built of."""
+    """Flags that name a graph of an engine, or of a model without an engine."""
 
     engine: str | None = argument(ANY_MODEL, "MODEL", "?")
     source: Source
@@ -56,14 +56,14 @@ class NamedGraph(Part):
     options: BuildOptions = options("skip quant settings", GRAPH_SETTINGS)
 
     def check(self) -> None:
-        """Find what is named; InputError for options that an engine has already."""
+        """Check that the model exists; InputError for options that are fixed in an engine."""
         if self.built and self.explicit & {"quant", *GRAPH_SETTINGS.split()}:
             flags = "--quant, --set " + ", --set ".join(GRAPH_SETTINGS.split())
             raise InputError(f"an engine has its own spec: leave out {flags}")
 
     @cached_property
     def model(self) -> Model:
-        """What is named; it is read once, since every file of an engine is."""
+        """The named model, cached: opening an engine reads all of its files."""
         if self.engine is not None:
             if self.source.variant is not None or self.source.spec is not None:
                 raise InputError("give either MODEL or --variant or --spec, not both")

@@ -9,7 +9,7 @@ from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file
 
 from .verb import Part, flag, flag_of, setting
 
-#: setting of media -> the kind that it is for
+#: setting -> kind of media that it applies to
 SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
 
 

@@ -1,4 +1,4 @@
-"""What a MODEL of a command line is, for verbs that need no weights: nothing is built or loaded."""
+"""Resolves MODEL arguments for verbs that need no weights: nothing is built or loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from g4ir.weights.origin import AbsentWeights, Origin, cached_config, existing_o
 
 @dataclass(frozen=True)
 class Model:
-    """A spec; of a file or checkpoint also how it holds quantised weights; or an engine."""
+    """A resolved MODEL: its spec; for a file or checkpoint the format of its quantised weights; for
+    an engine its directory."""
 
     spec: Spec
     origin: Origin | None = None

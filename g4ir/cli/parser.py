@@ -13,7 +13,7 @@ from g4ir.spec.reader import did_you_mean
 
 from .verb import Flags, flag_of
 
-#: flags of one meaning that verbs call differently
+#: flags with one meaning but other names in other verbs
 ALIKE = (("--ctx", "--context", "--max-seq"), ("--batch", "--max-batch"))
 #: columns of --help
 WIDTH = 100
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the values of flags that are there; those of `--set` by name."""
+        """Return the values of the flags on the command line; those of `--set` by name."""
         if {"-h", "--help"} & {*words}:
             print(self.format_help(), end="")
             raise SystemExit(0)
@@ -66,7 +66,8 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}{self._suggest(message)} (see {self.prog} --help)")
 
     def _suggest(self, message: str) -> str:
-        """Return the option that is like the unknown one."""
+        """Return a suggestion for an unknown option, as the end of a message; "" if there is
+        none."""
         if not (option := _UNKNOWN.search(message)):
             return ""
         alike = next((names for names in ALIKE if option[1] in names), ())
@@ -77,7 +78,8 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
 
     def _reworded(self, e: InputError, values: Mapping[str, Any]) -> InputError:
-        """Return an error about a field, such as `top_p 2.0: ...`, under the name of its flag."""
+        """Return the error with the flag's name instead of the field's: `top_p 2.0: ...` begins
+        with `--top-p`."""
         for name, flag in self.flags.names.items():
             value, text = values.get(name), str(e)
             if text.startswith((f"{name} {value}: ", f"{name} {value!r}: ")):

@@ -43,7 +43,7 @@ class Run(OnEngine):
     disk: OnDisk
 
     def __post_init__(self) -> None:
-        if self.text is not None:  # a copy of the verb has it as its prompt
+        if self.text is not None:  # `replace` copies the verb with both fields set
             if self.prompt not in (None, self.text):
                 raise InputError("give TEXT or --prompt, not both")
             object.__setattr__(self, "prompt", self.text)
@@ -85,7 +85,7 @@ class Run(OnEngine):
         check_flags(flags)
         with ExitStack() as opened:
             lines = sys.stdin.buffer if self.input_jsonl == "-" else None
-            if lines is None and self.input_jsonl is not None:  # before a MODEL is built
+            if lines is None and self.input_jsonl is not None:  # before the engine is built
                 lines = opened.enter_context(Path(self.input_jsonl).open("rb"))
             path = self.with_engine(draft).engine
             progress = opened.enter_context(console.Progress())

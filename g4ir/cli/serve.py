@@ -115,7 +115,7 @@ class Serve(Verb):
                 def report(message: str) -> None:
                     app.progress = message
                     progress(message)
-                    if app.draining:  # ends a build, which removes its files
+                    if app.draining:  # cancels the build, which removes its files
                         raise console.Ended(signal.SIGTERM)
 
                 engines = self.first_use.engines([*named.values()], self.draft, progress=report)
@@ -133,8 +133,7 @@ class Serve(Verb):
 
         if server.serve(app, address, loader, console.say):
             console.say("ended while the engine was being loaded")
-            # A library still works in a thread: what Python takes down behind it would end in a
-            # crash.
+            # A library may still run in a thread, and would crash while Python shuts down.
             console.leave(0)
         return 0
 
@@ -154,7 +153,7 @@ class Serve(Verb):
         return {"adapters": adapters, "adapter_slots": slots, "adapter_rank": rank}
 
     def _check_backend(self, model: str) -> None:
-        """Raise for a backend that takes no adapters, before a build of minutes."""
+        """Raise if the backend does not support adapters, before a build that takes minutes."""
         from g4ir.backends import find_backend
         from g4ir.plan.backend import checked_settings
         from g4ir.plan.resolve import device_of
@@ -176,7 +175,7 @@ class Serve(Verb):
         return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
 
     def _pool(self, router: Router, engines: Mapping[str, str]) -> ModelPool:
-        """Return the models of a router, whose processes get the flags of this verb."""
+        """Return the model pool of a router; its processes get the flags of this verb."""
         from g4ir.serve.worker import WorkerHandle
 
         def start(model: PooledModel) -> WorkerHandle:
@@ -193,13 +192,13 @@ class Serve(Verb):
         return make_pool(router, engines, start, self.models_memory, **limits)
 
     def _check_model(self, model: str) -> None:
-        """Raise for what is no model, or an engine that cannot be served, before the port is open:
-        a build takes minutes, in which health checks are answered."""
+        """Raise if this is no model, or an engine that cannot be served, before the port opens:
+        builds, which take minutes, run while the server answers health checks."""
         from g4ir.serve.server import check_engine
 
         try:
             engine = named_model(model).engine
-        except AbsentWeights:  # may be downloaded
+        except AbsentWeights:  # weights may be downloaded later
             return
         if engine:
             check_engine(model, self.load.trust)

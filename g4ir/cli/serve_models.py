@@ -87,7 +87,7 @@ def make_pool(
 
 
 def _pooled(name: str, engine: Path, memory: int, prefixes: int) -> PooledModel:
-    """Return a model with the bytes that `plan` counts for it, and the prefix cache's."""
+    """Return a pooled model; its bytes are the plan's memory and the prefix cache."""
     from g4ir.backends import find_backend
     from g4ir.builder.load import described
     from g4ir.chat import Template

@@ -1,5 +1,5 @@
-"""The parts that verbs which generate share: flags of drafts and of a conversation, and how answers
-are shown."""
+"""Shared by the verbs that generate: flags of sampling and of a conversation, and the output of
+answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from g4ir.engine.speculative import AcceptanceStats
     from g4ir.generate.conversation import ChatSession, Turn
 
-#: on a terminal: what dims, and what ends it
+#: ANSI codes: dim text, and reset
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -43,7 +43,7 @@ class Talk(Part, title="conversation"):
 
 
 class Sampling(Part, title="sampling"):
-    """How tokens are drawn."""
+    """Sampling parameters."""
 
     max_new_tokens: int | None = flag("maximum tokens to generate", None, "N")
     temperature: float | None = flag("sampling temperature; 0: greedy", None, "T")
@@ -91,8 +91,8 @@ def declare(talk: ChatSession, path: str) -> None:
 
 
 class Screen:
-    """Shows answers while they come: on a terminal reasoning dimmed, elsewhere content and calls
-    alone. Calls are lines of JSON."""
+    """Prints answers while they are generated: content, and calls as lines of JSON; on a terminal
+    also reasoning, dimmed."""
 
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
@@ -127,27 +127,27 @@ class Screen:
         self._at_start = text.endswith("\n") if text else self._at_start
 
     def end(self) -> None:
-        """End an answer: nothing of it is left on the line."""
+        """End an answer: reset colours, and begin a new line if needed."""
         self._line()
         self._kind, self._at_start = "", True
         sys.stdout.flush()
 
 
 def _harmless(c: str) -> str:
-    """Return a character as a terminal may have it."""
+    """Return a character, with control characters escaped for the terminal."""
     return c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
 
 
 def chat_summary(turn: Turn, talk: ChatSession) -> str:
-    """Return a line about an answer, and how much the engine holds of the conversation."""
+    """Return `answer_summary`, and the tokens of the conversation in the KV cache."""
     max_seq = talk.engine.limits.max_seq
     summary = answer_summary(turn.counts, turn.tally, turn.finish_reason)
     return f"{summary}; {min(talk.held, max_seq)} of {max_seq} tokens are held"
 
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
-    """Return how many tokens an answer has, how fast they came, how many came of a round where some
-    were drafted, and what ended it."""
+    """Return a line on an answer: number of tokens, tokens/s, tokens per verification step, and the
+    finish reason."""
     cached = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""

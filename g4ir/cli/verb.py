@@ -87,14 +87,15 @@ def json_flag() -> Any:
 
 
 def options(names: str | Mapping[str, str], settings: str = "", **help: str) -> Any:
-    """Return a field of BuildOptions: the names of its flags, as a string or by the title of their
-    group; names that `--set` sets; and help of this verb's own."""
+    """Return the field `options: BuildOptions` of a verb. names: the options that have flags, as a
+    string, or title of a --help group -> string; settings: options that `--set` sets; help: texts
+    that replace the general ones."""
     groups = {"": names} if isinstance(names, str) else names
     rows = {n: (title, help.get(n), False) for title, text in groups.items() for n in text.split()}
     return field(metadata={"options": rows | dict.fromkeys(settings.split(), ("", None, True))})
 
 
-#: metadata of a field that are no arguments of add_argument
+#: keys of a field's metadata that are not arguments of add_argument
 METADATA = {"name", "short", "title", "one_of", "each", "positional", "setting"}
 
 
@@ -143,7 +144,7 @@ def is_part(hint: Any) -> bool:
 
 
 class Flags:
-    """The flags of a verb, added to a parser."""
+    """Adds the flags of a verb to a parser, and builds the verb from parsed values."""
 
     def __init__(self, parser: argparse.ArgumentParser, verb: type[Verb]) -> None:
         self.verb = verb
@@ -151,7 +152,7 @@ class Flags:
         self.names: dict[str, str] = {}
         #: fields of BuildOptions
         self.options: set[str] = set()
-        #: what --set sets -> parser of its text
+        #: name that --set sets -> parser of its text
         self.settings: dict[str, Callable[[str], Any]] = {}
         self._parser = parser
         self._groups: dict[str | None, Any] = {None: parser}
@@ -198,7 +199,7 @@ class Flags:
             self._add_flag(f.name, [*metadata.get("short", ()), flag], kwargs, group, is_setting)
 
     def _add_option(self, name: str, help: str | None, title: str | None, is_setting: bool) -> None:
-        """Add the flag of a field of BuildOptions, or have --set set it."""
+        """Add the flag of a field of BuildOptions, or register the field as a setting."""
         (f,) = (f for f in fields(BuildOptions) if f.name == name)
         kwargs = {"help": help or f.metadata["help"], **f.metadata["flag"]}
         self.options.add(name)
@@ -222,7 +223,8 @@ class Flags:
         group.add_argument(*flags, **how)
 
     def parse_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values in which those of --set are fields; those of a backend stay settings."""
+        """Return the values with --set parsed: settings of the verb become fields, those of a
+        backend stay in `settings`."""
         pairs = parse_pairs(values.get("settings", ()), "--set", "NAME=VALUE")
         parsed = {k: v for k, v in values.items() if k != "settings"}
         for name in [*pairs]:
@@ -249,9 +251,9 @@ class Flags:
     def _options(
         self, names: Iterable[str], values: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any]]:
-        """Yield options of a preset and those of the command line, which win. Options that are
-        flags of another meaning here, as `run --draft-tokens`, are not the preset's, and another
-        backend has its own targets."""
+        """Yield options of the preset, then those of the command line, which win. Options of the
+        preset are skipped if their flag has another meaning in this verb (`run --draft-tokens`); so
+        is `target` with another backend."""
         if values.get("preset"):
             preset = find_preset(values["preset"]).options
             skipped = self.names.keys() - self.options
@@ -269,7 +271,7 @@ def flag_of(name: str) -> str:
 
 
 def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:
-    """Return the arguments of add_argument that follow from a type."""
+    """Return the arguments of add_argument for a field's type."""
     if NoneType in get_args(hint):
         (hint,) = (h for h in get_args(hint) if h is not NoneType)
     if get_origin(hint) is Annotated:
@@ -284,7 +286,7 @@ def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:
 
 
 def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:
-    """Return the value of a setting, whose flag would have these arguments of add_argument."""
+    """Parse the value of a setting by `kwargs`, the arguments of add_argument of its flag."""
     if kwargs.get("action") == "append":
         return text.split(",")
     expected = SWITCHES if kwargs.get("action") else kwargs.get("choices") or ()
