@@ -365,7 +365,7 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_verb_of_one_process_is_not_run_by_several(monkeypatch: pytest.MonkeyPatch) -> None:
     set_launch(monkeypatch, "1", "2")
     monkeypatch.setattr("g4ir.ui.console.leave", lambda code: None)  # it ends the process
-    assert "this verb runs in one: call g4ir" in refused("plan", "--variant", "e2b")
+    assert "this verb runs in one: call g4ir without" in refused("plan", "--variant", "e2b")
 
 
 def test_an_end_is_known_of_processes_here_alone() -> None:

@@ -111,8 +111,8 @@ class Runner:
         finite = bool(logits.isfinite().all())
         if not finite and name not in self.spoiled:
             self.spoiled.add(name)
-            log.error("request %s: logits are NaN or infinite; the generated text is meaningless",
-            name) return finite
+            log.error("request %s: logits are NaN or infinite; its text is meaningless", name)
+        return finite
 
     def _leave(self) -> None:
         """Interrupt the prompt in prefill; the prefix cache keeps its computed tokens."""

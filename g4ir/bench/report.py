@@ -45,8 +45,8 @@ OF_ENGINES = ("name", "engine", "work", "cache_bytes", "param_bytes", "bytes_per
 #: phase -> metric whose spread is checked
 SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
 RANDOM_WEIGHTS = (
-    "random weights: routing is near uniform and text is meaningless; the speed of dense parts does "
-    "not depend on it"
+    "random weights: routing is near uniform and text is meaningless; the speed of dense parts "
+    "does not depend on it"
 )
 #: decode steps whose cost is computed, spread evenly over a request
 DECODE_STEPS = 16
