@@ -48,7 +48,8 @@ class EngineError(G4Error):
 
 
 class TrustError(EngineError):
-    """Native code of unknown makers, or a folder that others can write to, and how to decide."""
+    """Native code that this user did not build, or a folder that others can write to, and how to
+    trust it."""
 
 
 class InputError(G4Error):

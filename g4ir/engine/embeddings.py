@@ -34,18 +34,18 @@ from .parts import EngineParts
 from .prompts import checked_ids
 
 Tensor = torch.Tensor
-#: a text, its token ids, or its parts in order: texts and media, as in the content of a message or
-#: encoded
+#: an input: a text, its token ids, or its parts in order (texts and media, as in a message's
+#: content or encoded)
 EncoderInput = str | Sequence[Any] | Mapping[str, Any]
 
 #: tokens of a chunk, unless one text has more; more were not faster (docs/embeddings.md)
 PACKED_TOKENS = 1024
-#: min tokens of a chunk: a chunk of one token would take the kernels of a decode step
+#: min tokens of a chunk, since a chunk of one token would run the kernels of a decode step
 MIN_TOKENS = 2
 #: texts that are tokenised and sorted together, and inputs with media: both bound the memory
 WINDOW, MEDIA_WINDOW = 4096, 64
-#: characters of a text for each token that an engine can hold, at most: longer ones are cut or
-#: refused before they are tokenised
+#: max characters per token of the context: longer texts are cut or refused before they are
+#: tokenised
 MAX_CHARACTERS = 64
 
 
@@ -239,7 +239,7 @@ class Embedder:
             return []
         try:
             return text_ids(self.tokenizer, texts, special=True)
-        except BaseException as e:  # what the library's own code stumbles over is no Exception
+        except BaseException as e:  # a panic of the library is no Exception
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             why = f"tokenizer.json does not take texts {first} to {first + len(texts) - 1}"

@@ -175,7 +175,7 @@ class Engine(EngineParts):
 
     @cached_property
     def embedder(self) -> Embedder:
-        """What embeds texts; InputError if the model is no encoder."""
+        """The engine's Embedder; InputError if the model is no encoder."""
         return Embedder(self)
 
     def embed(
@@ -217,7 +217,7 @@ class Engine(EngineParts):
         cached = scheduler and (scheduler.config, scheduler.suppress)
         if scheduler is None or cached != (config, self.suppressed()):
             scheduler = Scheduler(self, config)
-        yield scheduler  # after an exception it is not idle
+        yield scheduler  # not returned after an exception: it is not idle then
         self._idle = scheduler
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class SessionInputs:
 def row_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> TokenBatch:
     """Return the prompt of an empty row; InputError for what a session would refuse."""
     prompt = SessionInputs(engine, 1).prompt(torch.tensor([0]), [tokens], None, soft)
-    prompt.pieces(engine.limits.prefill_chunk)  # refuses a block longer than a chunk
+    prompt.pieces(engine.limits.prefill_chunk)  # raises for a block longer than a chunk
     return prompt
 
 
@@ -133,7 +133,7 @@ def _media(engine: EngineParts) -> Mapping[str, int]:
 
 def _check_ids(engine: EngineParts, tokens: torch.Tensor) -> None:
     vocab = engine.spec.text.readable_ids
-    for i in _media(engine).values():  # whose rows no table is asked for
+    for i in _media(engine).values():  # placeholders are not looked up in the tables
         tokens = tokens.masked_fill(tokens == i, 0)
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
         row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()

@@ -350,7 +350,7 @@ class Prefiller:
         try:
             self.session.restore(snapshot)
             self.session.truncate(length)
-        except InputError:  # written by another version, or a ring has no slot for that
+        except InputError:  # written by another version, or a ring is too small for it
             self.session.reset()
             return 0
         self.restored += 1

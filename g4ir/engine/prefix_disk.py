@@ -79,9 +79,10 @@ class PrefixDisk:
         self.root, self.max_bytes = private(cache_root() / "prefixes"), max_bytes
         machine = find_backend(engine.config.backend).machine(engine.device)
         self._engine = f"{__version__}\0{engine.facts.digest}\0{machine}"
-        #: snapshots found on disk and used; and refused as larger than the limit, or not worth it
+        #: counts of snapshots: restored from disk; and not written, as larger than the limit or not
+        #: worth it
         self.restored = self.too_large = 0
-        #: why nothing more is written; empty: it is
+        #: why writing has stopped; empty: it has not
         self.failed = ""
         self._pending = deque[tuple[str, Keys, Snapshot, int]]()
         self._writer: threading.Thread | None = None
@@ -188,7 +189,7 @@ class PrefixDisk:
         with locked(self.root, "lock", EXCLUSIVE) as alone:
             if path := self._list(scope).get((len(keys), digest)):
                 with suppress(FileNotFoundError):
-                    os.utime(path)  # changes the identity that the record of its digest has
+                    os.utime(path)  # changes the file's ctime, so its digest record is renewed
                     keep_digest(path, NAME.fullmatch(path.name)[3])  # type: ignore[index]
                     return
             self._evict(size, bool(alone))
@@ -199,8 +200,8 @@ class PrefixDisk:
             keep_digest(path, content)
 
     def _evict(self, size: int, alone: bool) -> None:
-        """Remove the least recently used files until there is room for `size` bytes; and, if no
-        other process writes, what killed ones left."""
+        """Remove the least recently used files until `size` bytes are free, and temporary files of
+        killed processes if no other process writes."""
         files = list[tuple[float, int, Path]]()
         for path in self.root.glob("*/*"):
             with suppress(OSError):
@@ -218,7 +219,7 @@ class PrefixDisk:
 
 
 def key_digests(keys: Keys, lengths: set[int]) -> Iterator[tuple[int, str]]:
-    """Yield lengths in ascending order, with the digest of so many keys."""
+    """Yield, for each length in ascending order, the digest of the first `length` keys."""
     digest, start = hashlib.sha256(), 0
     for length in sorted(lengths):
         digest.update(

@@ -25,8 +25,8 @@ def checked_ids(ids: Sequence[int], vocab: int, name: str) -> list[int]:
 def checked_prompt(
     ids: Sequence[int], count: int, vocab: int, max_seq: int, name: str
 ) -> list[int]:
-    """Return a prompt's ids; InputError where one is no token, or where the prompt and `count` new
-    tokens do not fit into `room`. The last new token is never written to a cache."""
+    """Return a prompt's ids; InputError for an id that is no token, or if the prompt and `count`
+    new tokens do not fit into `room`. The last new token is never written to a cache."""
     out = checked_ids(ids, vocab, name)
     if not out:
         raise InputError(f"{name} is empty; give at least one token")
@@ -131,7 +131,7 @@ def _ids(
 
 def sampling_params(defaults: Defaults, settings: Mapping[str, Any]) -> SamplingParams:
     """Return `given` settings over the checkpoint's; a top_k of 0 or less is no limit, and seeds
-    go round."""
+    are taken modulo SEEDS."""
     values = {**defaults.sampling, **settings}
     if values.get("seed") is not None:
         values["seed"] %= SEEDS

@@ -48,8 +48,7 @@ class Led:
             return partial(self._call, name)
         if name in MAKERS:
             return partial(self._make, name)
-        # Rank 0's host samples tokens.
-        # no device loop with several ranks
+        # no device loop with several ranks: rank 0's host samples
         return (lambda *_: None) if name == "token_loop" else getattr(self.local, name)
 
     def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
@@ -155,7 +154,7 @@ def watch_cache(state: Any, name: str, positions: range, see: See) -> None:
 def lead(
     group: Group, path: str, digest: str, options: Mapping[str, Any], opens: Callable[[], Runtime]
 ) -> Any:
-    """Have every rank open its part of an engine, and return the runtime of all. EngineError if one
+    """Load an engine on every rank; return the runtime over all of them. EngineError if a rank
     cannot, or has another engine at that path."""
     with group.turn:
         number = next(group.numbers)

@@ -56,7 +56,7 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCost
 
 #: field of SchedulerConfig -> its minimum
 MINIMUMS = {"chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "prefix_disk": 0, "draft_rows": 1}
-#: max size of a prompt's last chunk beside running sequences, of the size of the others
+#: max size of a prompt's last chunk while sequences decode, relative to the chunk size
 MAX_LAST_CHUNK = 1.25
 
 
@@ -91,7 +91,7 @@ class SchedulerConfig:
             raise InputError(f"max_gap_ms {self.max_gap_ms}: expected more than 0 milliseconds")
 
 
-#: prompt of the warm-up: chunks of more than three tokens take other code than shorter ones
+#: tokens of the warm-up's prompt: chunks of more than three tokens run other code than shorter ones
 WARM_TOKENS = 4
 
 #: tokens sampled in a step
@@ -136,7 +136,7 @@ class Scheduler:
         size = min(WARM_TOKENS, self.engine.limits.max_seq - WARM_TOKENS)
         tokens = (self.engine.spec.tokens.bos or 0,) * size
         if tokens:
-            # nothing of it is stored or reused: it has no chunk up to its mark, no client its salt
+            # the warm-up's KV cache is never reused: no other request has its salt
             request = Request(tokens, 2, salt="\0warm-up", marks=(0,))
             deque(self.run(self.submit(request)), maxlen=0)
 
@@ -350,7 +350,7 @@ class Scheduler:
         steps = [new]
         if new:
             bucket, size = len(self.batch.slots), self.chunk_size
-            moved, self._bucket = bucket != self._bucket, bucket  # what a move takes says nothing
+            moved, self._bucket = bucket != self._bucket, bucket  # a move is not timed
             (size.start if moved else size.record)(time.perf_counter())
         if any(None in choices or s.complete for s, choices in new.items()):
             steps += self._drain_loop()

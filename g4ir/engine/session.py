@@ -116,9 +116,9 @@ class Session:
         return self._last_logits(self._inputs.single(self.length, next_tokens, active))
 
     def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
-        """Append a token to each row, and up to --draft-tokens draft tokens behind it: int64
+        """Append a token to each row, followed by up to --draft-tokens draft tokens: int64
         [batch, S], of which row b's first lengths[b] are valid (default: all). Return the logits
-        after each, [batch, S, vocab], as `prefill_steps`; those behind a row's last are undefined.
+        after each, [batch, S, vocab], as `prefill_steps`; those after a row's last are undefined.
         `truncate` then drops rejected tokens. InputError as `prefill`, and for too many tokens."""
         tokens, lengths = self._inputs.drafted(self.length, tokens, lengths)
         phase = VERIFY if tokens.shape[1] > 1 else "decode"

@@ -33,18 +33,19 @@ COST = 0.12
 NEWEST = 9
 #: decay of earlier rounds in the acceptance rate
 MEMORY = 0.7
-#: first and longest pause, in steps, after drafts that did not pay
+#: first and longest pause, in steps, after drafts that cost more than they saved
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
-#: plain steps that are measured before the first draft: what drafts cost is relative to them
+#: plain steps that are measured before the first draft: the cost of drafts is relative to them
 PLAIN_STEPS = 3
-#: steps that drafts may lose at first, and per step of the text: less than 3 % from 32 tokens on
+#: initial credit in steps, and the credit that each plain step earns: bounds the loss to less than
+#: 3 % from 32 tokens on
 CREDIT, CREDIT_PER_STEP = 0.4, 0.015
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Source of drafts, and the maximum draft tokens per round. `proposer`: makes the proposer of a
-    prompt, if it is another than the n-gram one."""
+    """Source of drafts, and the maximum draft tokens per round. `proposer`: creates the proposer of
+    a prompt; default: the n-gram proposer."""
 
     source: str = NONE
     tokens: int = 0
@@ -154,14 +155,15 @@ class StepCosts:
 
 
 class Pace:
-    """Draft length of a sequence, from its recent acceptance rate and the cost of steps. Drafts
-    that are all rejected cost what the credit covers, at most."""
+    """Draft length of a sequence, from its recent acceptance rate and the cost of steps. The credit
+    bounds the cost of drafts that are all rejected."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = self._count = max_tokens
         #: accepted and verified draft tokens; older rounds decay
         self._right, self._tried = 1.0, 2.0
-        #: steps saved, minus the cost of drafts in steps; what plain steps earn of it at most
+        #: credit: steps saved minus the cost of drafts, in steps; and the maximum that plain steps
+        #: may earn
         self._credit, self._most_earned = CREDIT, CREDIT
         #: steps until the next draft
         self.pause, self._next_pause = 0, FIRST_PAUSE
@@ -193,7 +195,7 @@ class Pace:
             return
         self._right = MEMORY * self._right + accepted
         self._tried = MEMORY * self._tried + min(drafted, accepted + 1)
-        # What earlier drafts saved covers a few of the longest.
+        # The credit is capped at a few drafts of the maximum length.
         most = max(2.0, 2 * (costs[-1] - 1))
         self._credit = min(most, self._credit + accepted + 1 - costs[drafted])
         self._count = min(self.max_tokens, 2 * self._count if accepted == drafted else accepted + 1)

@@ -47,13 +47,16 @@ def as_file(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
-    """Return the arrays of an index, of a tokenizer's values; some errors of what is no tokenizer:
+    """Return the arrays of an index from the values of a tokenizer.json; raises KeyError, TypeError
+    or ValueError for invalid values.
 
-    frame       all of the file but vocabulary and merges, JSON
-    text, ends  UTF-8 of all tokens, and where each ends in it
-    hashes, ids, lengths   of the tokens in the order of (characters, hash); of how many characters
-    cuts, ranks, merges    where in a token a merge joins its parts, and its rank, token by token;
-                           up to where they are a token's
+    frame         JSON of the file without vocabulary and merges
+    text, ends    UTF-8 of all tokens, concatenated, and the end of each in it
+    hashes, ids   of the tokens, sorted by (characters, hash)
+    lengths       number of tokens by characters
+    cuts, ranks   of the merges, sorted by the token that they yield: length of the left part in
+                  characters, and rank
+    merges        cumulative number of merges up to each token
     """
     model = frame["model"]
     vocab, listed = model.pop("vocab", None), model.pop("merges", None)

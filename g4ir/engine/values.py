@@ -39,13 +39,13 @@ from .session import Session
 Tensor = torch.Tensor
 #: dims of tokens and of cache slots, of which the plain graphs have one per token
 TOKEN_DIMS = (CHUNK, "M", "C")
-#: callback(name, first token, values [1, tokens, ...])
+#: callback(name, index of the first token, values [1, tokens, ...])
 Sink = Callable[[str, int, Tensor], None]
 
 
 class TowerValues(WatchedRuntime):
-    """Runs towers. `values` are those that `names` match, of a second image, frame or clip as
-    `vision.L0.out[1]`."""
+    """Runs towers and collects their values that `names` match; those of a second image, frame or
+    clip are named `vision.L0.out[1]`."""
 
     def __init__(self, engine: EngineParts, names: Sequence[str]) -> None:
         source = engine.runtime.source
@@ -134,11 +134,11 @@ class Inspection:
 def inspect_values(
     towers: TowerValues, ids: Sequence[int], phase: str, soft: Sequence[Soft] = ()
 ) -> Inspection:
-    """Plan the values of one text, those that the names of `towers` match, in which `*` stands for
-    any characters but dots and `**` for any. ids: token ids, with a placeholder for each of the
-    `soft` tokens, which `towers` encoded; phase: prefill (in the engine's chunks), decode
-    (token by token) or verify (as draft tokens, if the engine has them). Raises InputError for
-    other tokens, another phase, and a name without a value (with the nearest one)."""
+    """Plan the values of one text that match the names of `towers`: `*` matches any characters but
+    dots, `**` any. ids: token ids, with a placeholder for each of the `soft` tokens, which `towers`
+    encoded; phase: prefill (in the engine's chunks), decode (token by token) or verify (as draft
+    tokens, if the engine has them). Raises InputError for other tokens, another phase, and a name
+    without a value (with the nearest one)."""
     engine = towers.engine
     row_prompt(engine, ids, soft)
     chunks = {"prefill": None, "decode": 1}

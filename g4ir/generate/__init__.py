@@ -1,1 +1,1 @@
-"""What people generate with: conversations, JSON lines, prompts from files."""
+"""Front ends of generation: conversations, JSON lines, prompts from files."""

@@ -2,7 +2,7 @@
 
     with ChatSession(engine) as talk:
         talk.attach("image", "photo.png")
-        turn = talk.say("What is this?", told)          # told(event) sees each piece as it comes
+        turn = talk.say("What is this?", callback) # callback(event) gets each piece of the answer
 
 Each answer is a request to a scheduler with a prefix cache, so only the new part of the next prompt
 is computed. A conversation may fill the engine's --max-seq; nothing is dropped to make room.
@@ -41,7 +41,7 @@ from g4ir.media.soft import Soft
 from g4ir.model.media import check_file
 from g4ir.ui.files import write_file
 
-#: why an answer ended that `stop` ended
+#: finish reason of an answer that `stop` ended
 INTERRUPTED = "interrupted"
 #: tool result sent to the model for calls without results
 NOT_RUN = "the call was not run"
@@ -68,7 +68,7 @@ class Turn:
     finish_reason: str
     counts: Counts
     thought_tokens: int
-    #: whether it ended because the engine holds no more
+    #: whether it ended because the context was full
     full: bool = False
     #: acceptance stats of speculative decoding, if it was on
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)
@@ -196,7 +196,7 @@ class ChatSession:
         self.thinking = Thinking(on, budget)
 
     def _check_template(self, tools: list[Any] | None, thinking: bool) -> None:
-        """Raise InputError now if the template would refuse every message with these."""
+        """Raise InputError if the template refuses these settings with any message."""
         if tools or thinking:
             message = {"role": "user", "content": "?"}
             make_prompt([message], tools, self.template, enable_thinking=thinking)
@@ -267,7 +267,7 @@ class ChatSession:
         return check_pairs(self.messages, may_wait=True) if self.messages else []
 
     def answer_call(self, text: str) -> None:
-        """Answer the first open call, with JSON or any text."""
+        """Set the result of the first open call: JSON or any text."""
         if not self.open_calls:
             raise InputError("no call waits for an answer")
         self.messages.append(_call_answer(self.open_calls[0], text))
@@ -390,7 +390,8 @@ class Bounded:
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
-        #: by identity of the list: an answer, its budget, and how many tokens that has counted
+        #: id of the list of generated tokens -> that list, its budget, and how many of its tokens
+        #: are counted
         self._rows: dict[int, tuple[Sequence[int], ReasoningBudget, int]] = {}
 
     def mask(self, generated: Sequence[int]) -> Any:

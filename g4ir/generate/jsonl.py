@@ -20,7 +20,7 @@ from g4ir.ui.units import size_text
 #: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
 LINE_BYTES, INPUT_BYTES = 1 << 24, 1 << 36
 Line = tuple[int, bytes]
-#: test of a value, and what is expected
+#: predicate on a value, and the text of what is expected
 Field = tuple[Callable[[Any], bool], str]
 
 
@@ -33,7 +33,7 @@ def _list(kind: type) -> Callable[[Any], bool]:
 
 
 def _biases(value: Any) -> bool:
-    """Whether it is {"177": -5.0, ...}: keys of JSON objects are text."""
+    """Whether the value is an object such as {"177": -5.0, ...}: JSON keys are strings."""
     keys = isinstance(value, dict) and all(k.isdecimal() and k.isascii() for k in value)
     return keys and all(len(k) < 10 and type(v) in (int, float) for k, v in value.items())
 
@@ -124,7 +124,7 @@ class ReadAhead:
         self._lines, self._come = _numbered(stream), Queue[Line | Exception | None](1)
         try:
             self._pipe = None if stream.seekable() else os.dup(stream.fileno())
-        except UnsupportedOperation:  # not of a file
+        except UnsupportedOperation:  # a stream without a file descriptor
             self._pipe = None
         if self._pipe is not None:
             Thread(target=self._read, args=(self._pipe,), daemon=True).start()

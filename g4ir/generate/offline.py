@@ -78,7 +78,7 @@ class Failure:
     failed: ClassVar[bool] = True
 
     def output(self) -> dict[str, Any]:
-        """Return what stdout gets."""
+        """Return the JSON object for stdout."""
         line = {"line": self.line} if self.line is not None else {}
         return {"id": self.id, **line, "error": self.error}
 
@@ -186,7 +186,7 @@ class OfflineEngine:
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine, few=True) if (engine.path / TOKENIZER).is_file() else None
         self.defaults = engine.defaults()
-        _sampling({**self.defaults.sampling, **self.flags})  # a wrong flag is no request's fault
+        _sampling({**self.defaults.sampling, **self.flags})  # raises for wrong flags
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
 
     def request(
@@ -256,7 +256,7 @@ class OfflineEngine:
         media_kinds, kinds = [kind for kind, *_ in asked.media], self.engine.media.kinds
         with named(asked.where):
             marked, note = prompts.mark(text, media_kinds, kinds, special, codec.spell, begin)
-            # What media are expanded to has special tokens, which are no turns.
+            # Expanded media contain special tokens, which do not count as turns.
             marked = prompts.expand_text(marked, asked.soft, special, codec.spell)
         raw = codec.instructed and not codec.has_turns(codec.encode(text, asked.where))
         ids = codec.encode(marked, asked.where, asked.fields.get("bos", True))
@@ -306,7 +306,7 @@ class OfflineEngine:
     def _step(self, going: Sequence[Result]) -> None:
         by_handle = {b.handle: b for b in going}
         for event in self.scheduler.step():
-            if b := by_handle.get(event.handle):  # none for lines that were not read to the end
+            if b := by_handle.get(event.handle):  # None: of a reader that stopped early
                 b.take(event)
 
     def _begin(self, line: Line, source: str) -> Result | Failure:
@@ -333,7 +333,8 @@ class OfflineEngine:
 
 
 def _ended(b: Result | Failure) -> Result | Failure | None:
-    """Return a line's answer, None while it is not ready; raise errors that no request caused."""
+    """Return a line's answer, or None while it is not ready; errors that no request caused are
+    raised."""
     if isinstance(b, Failure):
         return b
     error = b.end and b.end.error

@@ -11,8 +11,8 @@ from g4ir.weights.tensorfile import parse_json
 
 
 class Codec:
-    """The checkpoint's own tokenizer, as transformers would use it; `few`: for a few texts, which
-    its index encodes."""
+    """The checkpoint's own tokenizer, as transformers would use it; `few`: for few texts, so the
+    tokenizer index suffices."""
 
     def __init__(self, engine: Engine, few: bool = False) -> None:
         tokenizer = engine.text_tokenizer() if few else engine.tokenizer()
@@ -25,9 +25,9 @@ class Codec:
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
     def encode(self, text: str, name: str, bos: bool = True) -> list[int]:
-        """Return token ids of a raw prompt, which begin with one `bos` whatever the tokenizer's
-        files say: no model of the family was trained without. `bos` False: as it is written.
-        InputError for a text that no engine of this size can hold."""
+        """Return token ids of a raw prompt with exactly one `bos` at the start, whatever the
+        tokenizer's files say, since all models of the family were trained with it. `bos` False:
+        none is added. InputError for a text that certainly exceeds the engine's context."""
         self.vocabulary.check_length(len(text), self.room, name)
         try:
             text.encode()
@@ -45,20 +45,20 @@ class Codec:
         return not self.vocabulary.strings.keys().isdisjoint(ids[1:])
 
     def plain(self, text: str) -> list[int]:
-        """Return token ids of a part of a text, nothing added."""
+        """Return token ids of a part of a text, without special tokens."""
         return self._ids(text, "a part of the prompt", False)
 
     def _ids(self, text: str, name: str, special: bool) -> list[int]:
         try:
             (ids,) = text_ids(self.tokenizer, [text], special)
-        except BaseException as e:  # what the library's own code stumbles over is no Exception
+        except BaseException as e:  # a panic of the library is no Exception
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             raise InputError(f"{name}: tokenizer.json does not take this text: {e}") from e
         return ids
 
     def spell(self, token: int) -> str:
-        """Return the string of a special token, which encodes to it alone."""
+        """Return the string of a special token, which encodes to this one token."""
         text: str | None = self.tokenizer.id_to_token(token)
         if not text or self.plain(text) != [token]:
             raise InputError(

@@ -5,12 +5,12 @@
 fp32 has a fixed tolerance, relative to the row's RMS. In 16 bits, rounding depends on the model
 and its weights, so the tolerance follows from the reference's own distance to the same model in
 float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes. A correct
-engine is as far from float64 as the reference; it is no closer to the reference, since the two
-round differently. The median row may be `TYPICAL` times as far as the reference's, and any row
-`WORST` times as far as its worst: near ties of a router flip in 16 bits, at different tokens in
-the two. A wrong row is farther, and the reference has only few flipped ones: hence `MAX_DISTANCE`,
-and the share of far rows. If float64 does not fit into memory, distances are to the reference
-itself, and compared with that of the reference's other mode.
+engine is as far from float64 as the reference is. Its distance to the reference is no smaller,
+since the two round differently. The median row may be `TYPICAL` times as far as the reference's,
+and any row `WORST` times as far as its worst: near ties of a router flip in 16 bits, at different
+tokens in the two. A wrong row is farther, and the reference has only few flipped ones: hence
+`MAX_DISTANCE`, and the share of far rows. If float64 does not fit into memory, distances are to the
+reference itself, and compared with that of the reference's other mode.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def drop_dead(g: Graph) -> Graph:
 
 
 def pruned(g: Graph, values: Sequence[Value]) -> Graph:
-    """Return the part of a graph that computes some of its values, and the caches that they depend
+    """Return the subgraph that computes some of the graph's values and the caches that they depend
     on; it has no outputs."""
     read = {v.name for v in drop_dead(replace(g, outputs=tuple(values), next={})).state}
     updates = {k: v for k, v in g.next.items() if k in read}

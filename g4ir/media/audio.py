@@ -4,10 +4,10 @@
     clip = prepare_audio(audio, audio_settings(spec))   # features, mask, soft_tokens
 
 Features are log-mel frames for the tower of `gemma4`, and raw frames of samples for
-`gemma4_unified`. From decoded samples onwards the arithmetic is ours (numpy) and equal to the
-feature extractors of transformers 5.17, which take 16 kHz. Other rates are resampled by the
-windowed sinc of `torchaudio.functional.resample` with its defaults, after channels are averaged:
-the reference's `load_audio` takes whichever of three libraries is installed.
+`gemma4_unified`. From decoded samples on, the arithmetic (numpy) equals that of the feature
+extractors of transformers 5.17, which take 16 kHz. Other rates are resampled by the windowed sinc
+of `torchaudio.functional.resample` with its defaults, after channels are averaged: the reference's
+`load_audio` takes whichever of three libraries is installed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
 
 
 # The filter of torchaudio.functional.resample: zero crossings on each side, and the cut-off as a
-# share of the lower of the two Nyquist frequencies.
+# fraction of the lower of the two Nyquist frequencies.
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99
 _BLOCK = 1 << 18  # outputs at a time, so that memory does not grow with the clip
 

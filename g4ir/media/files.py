@@ -18,7 +18,7 @@ _MAX_ELEMENTS = 1 << 16  # elements to look at, so that the walk through a damag
 
 @contextmanager
 def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO]:
-    """A context with a file to read. InputError unless it is there, neither empty nor too large."""
+    """Context with an open file. InputError if it is missing, empty or too large."""
     try:
         if not path.is_file():
             raise InputError(f"{path}: no such {kind} file")
@@ -38,12 +38,12 @@ def library(name: str, message: str) -> Any:
     try:
         importlib.import_module(name.partition(".")[0])
         return importlib.import_module(name)
-    except (ImportError, OSError) as e:  # OSError: its C library is not there
+    except (ImportError, OSError) as e:  # OSError: its C library is missing
         raise MissingError(f"{message}: pip install 'g4ir[mm]'") from e
 
 
 def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
-    """Raise InputError for a size in a header that cannot be, or is more than allowed."""
+    """Raise InputError for a size in a header that is impossible or above the limit."""
     if min(width, height) < 1:
         raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
     if width * height > max_pixels:

@@ -61,7 +61,7 @@ def prepare_image(
     check_pixels(pixels, 3, name)
     height, width, _ = pixels.shape
     grid = fit_image(settings, width, height, name)
-    # A multiplication as the reference's, not a division: they differ in the last bit.
+    # Multiplies like the reference: a division would differ in the last bit.
     values = patchify(resize(pixels[None], grid), settings.cell)[0] * np.float32(1 / 255)
     fill = settings.rows - len(values)
     patches = np.pad(values, ((0, fill), (0, 0)))
@@ -69,7 +69,7 @@ def prepare_image(
 
 
 def pixels_of(image: Any) -> Any:
-    """Return the pixels of a Pillow image, as of one in a file; all else as it is."""
+    """Return the pixels of a Pillow image, converted as one in a file; other objects unchanged."""
     pillow = sys.modules.get("PIL.Image")  # whoever has such an image has imported it
     if pillow is None or not isinstance(image, pillow.Image):
         return image
@@ -93,7 +93,7 @@ def resize(frames: U8, grid: Grid) -> U8:
         return frames
     import torch
 
-    # A copy: torch takes neither read-only arrays nor negative strides.
+    # A copy, since torch accepts neither read-only arrays nor negative strides.
     source = torch.from_numpy(np.array(frames, order="C")).permute(0, 3, 1, 2)
     size = [grid.height, grid.width]
     resized: torch.Tensor = torch.nn.functional.interpolate(
@@ -132,7 +132,7 @@ def read_image(path: str | Path) -> U8:
 
 def _decode(file: BinaryIO, path: Path) -> U8:
     image_module = library("PIL.Image", f"{path}: images need Pillow")
-    with warnings.catch_warnings():  # of sizes below our limit, and of broken metadata
+    with warnings.catch_warnings():  # warnings of sizes below our limit, and of broken metadata
         warnings.simplefilter("ignore")
         try:
             with image_module.open(file, formats=FORMATS) as image:  # reads the header only

@@ -29,7 +29,7 @@ _CURRENT: ContextVar[tuple[Limit, float] | None] = ContextVar("media limit", def
 
 @contextmanager
 def limited(limit: Limit) -> Iterator[None]:
-    """A context in whose thread `check_limit` looks at a limit."""
+    """Context that sets the limit for `check_limit` in this thread."""
     token = _CURRENT.set((limit, time.thread_time()))
     try:
         yield

@@ -1,7 +1,7 @@
 """Places media in prompts.
 
     text, note = mark("What is <image>?", ["image"], media.kinds, tokens, spell)
-    text = expand_text(text, softs, tokens, spell)      # once they are: the reference's text
+    text = expand_text(text, softs, tokens, spell) # after encoding: as the reference's text
     ids = tokenizer.encode(text).ids
     check_placeholders(ids, ["image"], tokens, media.kinds)    # before the media are read
     (ids,) = expand_placeholders([ids], softs, tokens, encode, media.kinds)

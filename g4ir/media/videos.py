@@ -52,8 +52,8 @@ class Footage:
     times: tuple[str, ...]  # of each frame, mm:ss
 
 
-#: looked at before anything is decoded: bytes of a file, pixels of a frame, frames of a file (nine
-#: hours at 30 per second), pixels of all frames (two hours of 1920x1080 at 30 per second)
+#: limits that are checked before decoding: bytes of a file, pixels of a frame, frames of a file
+#: (nine hours at 30 per second), pixels of all frames (two hours of 1920x1080 at 30 per second)
 MAX_BYTES, MAX_PIXELS, MAX_FRAMES, MAX_DECODED = 1 << 32, 1 << 25, 1 << 20, 1 << 39
 
 
@@ -96,7 +96,7 @@ def _frame_count(fps: float, seconds: Sequence[float], name: str) -> int:
     if not (isinstance(fps, int | float) and np.isfinite(fps) and fps > 0):
         raise InputError(f"{name}: --fps {fps!r}: expected frames per second above 0")
     total = len(seconds)
-    # The last frame is shown as long as the others on average; a rounded 7.9999999 is 8.
+    # Assumes that the last frame is shown as long as the average one; rounds 7.9999999 to 8.
     span = (seconds[-1] - seconds[0]) * total / (total - 1) if total > 1 else 0.0
     return max(1, int(span * fps + 1e-6))
 
@@ -136,7 +136,7 @@ def frame_times(
 ) -> tuple[str, ...]:
     """Return the times of frames in minutes and seconds, both rounded down: 01:05. They are
     `seconds`, or those of a constant rate."""
-    # In float32 as in the reference: one bit can make a second.
+    # In float32 like the reference: the last bit may change the second.
     even = np.array(indices, np.float32) / np.float32(rate or ASSUMED_RATE)
     return tuple(f"{int(s // 60):02d}:{int(s % 60):02d}" for s in seconds or even)
 
@@ -187,7 +187,7 @@ def _footage(
             patches = np.zeros((len(times), settings.rows, settings.cell**2 * CHANNELS), "f4")
         elif grid != fitted:
             raise InputError(f"{name}: the frame at {times[i]} has another size than the first")
-        # A division, where images are multiplied, as in the reference: they differ in the last bit.
+        # Divides like the reference, which multiplies for images: the two differ in the last bit.
         cells = patchify(resize(frame[None], grid), settings.cell)[0] / np.float32(255)
         patches[i, : len(cells)] = cells
     assert grid is not None
@@ -252,7 +252,7 @@ def _sample(path: Path, frames: int | None, fps: float | None, by_time: bool = F
     if None in stamps or not unit:
         stamps, unit, by_index = range(len(stamps)), 1 / Fraction(rate or ASSUMED_RATE), True
     ticks = sorted(stamps)
-    # Exact, since one bit can make a second.
+    # Exact fractions, since the last bit may change the second.
     seconds = [(t - ticks[0]) * unit.numerator / unit.denominator for t in ticks]
     if by_time and fps:
         indices = frames_by_time(fps, seconds, frames, str(path))
@@ -321,7 +321,7 @@ def _upright(frame: Any, path: Path) -> U8:
 def _display_matrix(frame: Any) -> Any:
     try:
         data = frame.side_data.get("DISPLAYMATRIX")
-    except ValueError:  # av lists all or none, and knows no name for another kind
+    except ValueError:  # av lists all side data or none, and raises for unknown kinds
         turn = math.radians(frame.rotation)
         return (math.cos(turn), -math.sin(turn)), (math.sin(turn), math.cos(turn))
     matrix = np.frombuffer(bytes(data or b""), np.int32).reshape(-1, 3)[:2, :2] / 65536
@@ -330,7 +330,7 @@ def _display_matrix(frame: Any) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The container of a video file. Whatever av raises inside is one InputError."""
+    """Context with the container of a video file; converts errors of av to InputError."""
     av = library("av", f"{path}: videos need av")
     try:
         with path.open("rb") as file, _container(av, file) as container:
@@ -354,7 +354,7 @@ def _container(av: Any, file: BinaryIO) -> Any:
     allowed = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
     try:
         return av.open(file, container_options=allowed)
-    except UnicodeDecodeError:  # tags in another encoding; av 19 takes them as they are
+    except UnicodeDecodeError:  # metadata in another encoding; av 19 accepts them
         file.seek(0)
         return av.open(file, container_options=allowed, metadata_errors="replace")
 

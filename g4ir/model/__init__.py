@@ -1,1 +1,1 @@
-"""Makes graphs of a spec, and the names and shapes of its tensors."""
+"""Builds the graphs of a spec, and the names and shapes of its tensors."""

@@ -159,8 +159,8 @@ def audio_settings(spec: Spec, extractor: Mapping[str, Any] | None = None) -> Au
 
 
 def _mel_settings(name: str, audio: Audio, config: dict[str, Any]) -> MelSettings:
-    # The tower's first linear has a quarter of the first channel count as its bands, so that
-    # count fixes the number of mel bins, whatever it is named after.
+    # The tower's first linear takes channels[0] / 4 frequency bands, so this channel count fixes
+    # the number of mel bins.
     bands = audio.subsampling_conv_channels[0] // 4
     halvings = len(audio.subsampling_conv_channels)
     bins = _checked("feature_size", config.get("feature_size", bands << halvings), int)

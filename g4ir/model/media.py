@@ -123,7 +123,7 @@ def check_file(kind: str, path: str | Path) -> None:
     """Raise InputError unless the path is a regular file: a device or a pipe may be endless."""
     try:
         is_file = Path(path).is_file()
-    except (OSError, ValueError):  # a name that no file can have, or a folder that is closed
+    except (OSError, ValueError):  # invalid file name, or no permission for the folder
         is_file = False
     if not is_file:
         raise InputError(f"{path}: no such {kind} file")

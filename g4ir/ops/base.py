@@ -15,17 +15,15 @@ Costs, of types whose dims are all ints:
                                 every operand once
   workspace(ins, outs, **attrs) bytes allocated besides the results; default: none
 A cache's slot dim is the number of slots in use (plan/cost.py). A fused op with neither flops nor
-traffic costs what its expansion costs, without the traffic of intermediate values.
-  rows       inputs whose row [b, s] alone decides row [b, s] of every output
-  updates    (result, input) pairs: the result is the new contents of that cache
-  cache_range (first, last + 1) of the caches among an attention's inputs, or a function of the
-             attributes; the chunk that is not in them yet follows, and its block ids
-  glue       a view, a gather or a collective, which backends run between compiled regions
-  fold       may run in the weight prologue
-  budget     tolerance between two correct computations of it, with the reason (budgets.py)
-  kind       the part of the model that it belongs to wherever it occurs, one of KINDS; others by
-             the name of their first result
-  samples    inputs and attributes from which tests are generated (`cases`)
+traffic has the cost of its expansion, without the traffic of intermediate values. rows       inputs
+whose row [b, s] alone decides row [b, s] of every output updates    (result, input) pairs: the
+result is the new contents of that cache cache_range (first, last + 1) of the caches among an
+attention's inputs, or a function of the attributes; the chunk that is not in them yet follows, and
+its block ids glue       a view, a gather or a collective, which backends run between compiled
+regions fold       may run in the weight prologue budget     tolerance between two correct
+computations of it, with the reason (budgets.py) kind       the part of the model that it belongs to
+wherever it occurs, one of KINDS; others by the name of their first result samples    inputs and
+attributes from which tests are generated (`cases`)
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ PIECE = 1 << 18
 class QuantFormat:
     """A quantised format: dtype of its codes, largest code, bit layout, `share`: group sizes are
     multiples of it, `scales` per group: 1, or 2 with a minimum. `shared` values share an integer up
-    to `max_integer`. `table`: the values of the stored bits, ascending; `shift`: what the values
-    that share an integer may add to them."""
+    to `max_integer`. `table`: the values of the stored bits, ascending; `shift`: a constant that a
+    group of values with a shared integer may add to each value."""
 
     codes: str
     largest: float
@@ -201,8 +201,9 @@ def unpack_codes(codes: Any) -> Any:
 
 
 def shared_integers(codes: Any) -> tuple[Any, ...]:
-    """Return the shared integers [.., K/shared], if the format has them: i8, f32 of fp4;
-    for formats with minima those of scales and of minima, u8 each."""
+    """Return the factors [.., K/shared] that `shared` values have in common, or () for formats
+    without: i8, for fp4 f32; for formats with minima a pair of u8: the integers of scales and those
+    of minima."""
     fmt = _format_of(codes)
     if not fmt.shared:
         return ()
@@ -220,7 +221,7 @@ def _integer_bytes(codes: Any) -> Any:
 
 
 def shifts_of(codes: Any) -> Any:
-    """Return what groups add to their values, i8 [.., K/32]."""
+    """Return the shift that each group of 32 adds to its values, i8 [.., K/32]."""
     return (_integer_bytes(codes) & 1).to(torch.int8) * _format_of(codes).shift
 
 

@@ -13,7 +13,7 @@ from .base import cases, op, per_input, require, upcast
 from .budgets import Budget
 from .types import FLOATS, Type, Types, torch
 
-#: what a vector's norm is at least, as torch.nn.functional.normalize has it
+#: lower bound of a vector's norm, as in torch.nn.functional.normalize
 MIN_NORM = 1e-12
 
 

@@ -169,7 +169,7 @@ class dense:
 @op
 class as_bytes:
     """int6 and int3k to int8 with a scale per 16 values, nl4, nl3 and nl2 with one per 32; int5,
-    int3, int2 and iq4 with the same scales; folded at build, for targets that support none"""
+    int3, int2 and iq4 with the same scales; folded at build, for targets without these formats"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 

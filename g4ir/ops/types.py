@@ -43,19 +43,19 @@ _DTYPES = {
 }
 _NAMES = ", ".join(_DTYPES)
 _DTYPES |= {
-    # codes of weights, as bits that torch copies and computes nothing with
+    # quantised weights in bit dtypes, which torch only copies
     "b16": ("bits16", 2),
     "b8": ("bits8", 1),
     "b4": ("bits4x2", 1),
     "b2": ("bits2x4", 1),
     "b1": ("bits1x8", 1),
     "f4": ("float4_e2m1fn_x2", 1),
-    # the same, in dtypes of floats that nothing else uses
+    # quantised weights in float dtypes that nothing else uses
     "nl4": ("float8_e4m3fnuz", 1),
     "nl3": ("float8_e5m2fnuz", 1),
     "nl2": ("float8_e5m2", 1),
 }
-#: torch names of the latter: their tensors hold no floats
+#: torch names of these: their tensors are codes, not floats
 _CARRIERS = frozenset(f"torch.{_DTYPES[name][0]}" for name in ("f4", "nl4", "nl3", "nl2"))
 TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}

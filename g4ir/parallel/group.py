@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 #: default of `--set rank_timeout`
 TIMEOUT_S = 300.0
-#: workers wait so long for rank 0's next call, which may depend on a user
+#: timeout of a worker that waits for rank 0's next call, which may depend on a user
 FOREVER = timedelta(days=365)
 #: bytes of a call's first broadcast, enough for a decode step; longer calls need a second one
 FRAME = 1 << 15
@@ -82,7 +82,7 @@ class RankProcess:
             return False
         import psutil
 
-        try:  # a parent may not have reaped it
+        try:  # a zombie that its parent has not reaped
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
         except psutil.Error as e:
             return isinstance(e, psutil.NoSuchProcess)
@@ -167,7 +167,7 @@ class Group:
 
         with self._watched():
             group = self._dist.new_group(backend="nccl")
-            self._dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # makes it
+            self._dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # connects
         torch.cuda.synchronize()
         return group
 
@@ -256,7 +256,7 @@ class Group:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A context that turns a failed collective into a RankError with the lost ranks."""
+        """Context that converts the failure of a collective to a RankError with the lost ranks."""
         if self.broken:
             raise self.lost or RankError(f"rank {self.rank}: a step with the others failed before")
         try:
@@ -341,7 +341,8 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
 
 
 def _connect(launch: RankLaunch, timeout_s: float) -> bool:
-    """Make torch's default group: gloo, and NCCL if this rank has a GPU; return whether it has."""
+    """Create torch's default group: gloo, and NCCL if this rank has a GPU; return whether it has
+    one."""
     import torch
     import torch.distributed as dist
 
@@ -366,7 +367,8 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor's bytes, in order: of one element too, whose stride may be any."""
+    """Return a copy of a tensor's bytes, in order; also for one element, whose stride is
+    arbitrary."""
     import torch
 
     return x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)

@@ -113,7 +113,7 @@ def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
     try:
         types = n.definition.infer_types(part_types, n.attrs)
     except ValueError:
-        return False  # elements of several groups, or a part of one
+        return False  # a group or a packed element would be split
     return axes_divide and types == (part.cut_type(n.out.type, ranks),)
 
 

@@ -1,4 +1,5 @@
-"""What a plan has to know of a backend: what it can do, and how it lays out an engine in memory.
+"""The part of a backend that plans depend on: supported features, and the memory layout of an
+engine.
 
 Plans, memory checks of builds and loaders of engines take the bytes from the program that `stored`
 returns, and from nowhere else.
@@ -23,7 +24,7 @@ def no_scratch(program: Program) -> Callable[[Limits], int]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A choice that a backend offers to a build: `g4ir build --set NAME=VALUE`."""
+    """A setting of a backend: `g4ir build --set NAME=VALUE`."""
 
     choices: tuple[str, ...]
     default: str
@@ -31,8 +32,8 @@ class Setting:
 
 
 class PlannedBackend:
-    """The part of a backend (backends/base.py) that a plan depends on. What is not said here again
-    stores weights and caches as the graphs declare them."""
+    """The part of a backend (backends/base.py) that a plan depends on. By default weights and
+    caches are stored as the graphs declare them."""
 
     name: str
     #: where its engines run, the default first
@@ -40,14 +41,14 @@ class PlannedBackend:
     #: IR names of the supported dtypes; default: the spec's if supported, else the first
     dtypes: tuple[str, ...]
     settings: Mapping[str, Setting] = {}
-    #: dtypes that its caches may be narrowed to (ops/kv_quant.py), and why there are no others
+    #: dtypes of quantised KV caches (ops/kv_quant.py), and why no others are supported
     kv_dtypes: tuple[str, ...] = tuple(NARROW)
     kv_reason: str = ""
     #: whether it supports activation quantisation (ops/codecs.py: fake_quantize)
     rounds_activations: bool = True
-    #: whether it verifies as it prefills: no more tokens than a chunk has
+    #: whether a verification step is a prefill chunk, which limits its tokens
     verifies_in_chunks: bool = False
-    #: whether several ranks can share what it runs
+    #: whether it supports several ranks
     shares: bool = False
 
     def stored(self, program: Program, device: str) -> Program:

@@ -1,8 +1,9 @@
 """Cost model of a graph: FLOPs and bytes of every node, and their minimum time.
 
 FLOPs and bytes of a node are those of its op (`flops`, `traffic`). Bytes of a param are weight
-traffic, those of a cache state traffic, the rest activations. A fused op is opened
-(ir/flatten.py): it costs what its parts cost, but moves each operand once, and nothing in between.
+traffic, those of a cache state traffic, the rest activations. A fused op is flattened
+(ir/flatten.py): it costs the sum of its parts, but moves each operand once, and no intermediate
+values.
 
 At a step of S tokens per sequence (M in a graph that verifies) on B sequences whose caches hold C
 tokens each, a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S)
@@ -46,7 +47,7 @@ class Cost:
 
     @property
     def needed_bytes(self) -> int:
-        """Weights and caches: what has to move however the nodes are fused."""
+        """Weights and caches: bytes that move however nodes are fused."""
         return self.weight_bytes + self.state_bytes
 
 
@@ -96,8 +97,8 @@ class Step:
 def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCost]:
     """Return the cost of each node at one step (see Step); S is 1 in a graph of single tokens.
 
-    Of experts the expected number for uniform choices is read (ops/moe.py). Any graph will do,
-    before and after any pass.
+    Of experts the expected number for uniform choices is read (ops/moe.py). The graph may be from
+    before or after any pass.
     """
     return _Meter(g).nodes(Step(B, S, C))
 
@@ -201,7 +202,7 @@ class _Meter:
 
 
 def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
-    """Return value inside a node -> the operand of the node that it is, or is a view of."""
+    """Return value inside a node -> the node's operand that it equals or is a view of."""
     owners = {v.name: v for v in (*n.inputs, *n.outputs)}
     for m in nodes:
         if m.definition.traffic is nothing and m.inputs[0].name in owners:
@@ -211,7 +212,7 @@ def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
 
 @dataclass(frozen=True)
 class Roof:
-    """The most that a device can do, by its data sheet or as measured."""
+    """Roofline of a device: peak rates, from its data sheet or measured."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -220,7 +221,8 @@ class Roof:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time for a cost under a roof: bytes and FLOPs may overlap, so the longer one."""
+    """Minimum time of a cost under a roofline: memory and compute overlap, so the longer of the
+    two."""
 
     memory_s: float
     compute_s: float
@@ -235,5 +237,5 @@ class Floor:
 
 
 def floor(cost: Cost, roof: Roof) -> Floor:
-    """Return the least time for a cost; activations are left out, as they stay on the chip."""
+    """Return the minimum time of a cost; activations do not count, since they stay on the chip."""
     return Floor(cost.needed_bytes / roof.bytes_per_s, cost.flops / roof.flops_per_s)

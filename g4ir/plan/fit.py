@@ -23,14 +23,16 @@ from .formats import DTYPES
 from .options import BuildConfig
 
 CHUNKS = (512, 256, 128, 64)
-#: weights of a build that is refused -> smaller ones that the refusal names, the larger first
+#: weight format of a build that does not fit -> smaller formats that the error suggests, largest
+#: first
 QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 
 def fitted(build: Footprint, memory: int, free: bool = False) -> tuple[BuildConfig, str]:
     """Return the settings, and why the engine needs more than `memory` bytes of its device, with
-    the number short and each single setting that would fit; "" if it fits. `free`: the table of
-    per-layer embeddings goes into its file unless all fits with it on the device."""
+    the number short and each single setting that would fit; "" if it fits. `free`: no
+    placement of the per-layer embedding table was requested, so it is memory-mapped if not
+    everything fits on the device."""
     capacity = usable(memory)
     if free and build.need > capacity:
         build = build.at(ple_placement=DEFAULT_PLACEMENT)

@@ -50,7 +50,7 @@ class Footprint:
     def of(
         config: BuildConfig, backend: PlannedBackend, without: Collection[str] = ()
     ) -> Footprint:
-        """Build the graphs of an engine, but for some that need no more than others."""
+        """Build the graphs of an engine, except those that never need more memory than others."""
         return Footprint(config, backend, config.packing(backend, without=without))
 
     @property
@@ -59,8 +59,8 @@ class Footprint:
         return self.config.quant.name if self.config.quant else self.config.dtype
 
     def at(self, **fields: Any) -> Footprint:
-        """Return the footprint with other settings on which no graph depends; what was counted of
-        the graphs is counted once."""
+        """Return the footprint with other settings on which no graph depends; cached counts of the
+        graphs are reused."""
         other = replace(self, config=replace(self.config, **fields))
         vars(other).update({n: v for n, v in vars(self).items() if n in OF_GRAPHS})
         return other
@@ -80,7 +80,7 @@ class Footprint:
 
     @cached_property
     def needs(self) -> Needs:
-        """Of the graphs that run on the device."""
+        """Needs of the graphs that run on the device."""
         graphs = {n: g for n, g in self.packing.program.graphs.items() if n != "embed"}
         if VERIFY in graphs:
             graphs[VERIFY] = bind(graphs[VERIFY], M=self.config.draft_tokens + 1)
@@ -88,7 +88,7 @@ class Footprint:
 
     @cached_property
     def min_chunk(self) -> int:
-        """Tokens of the largest image whose tokens see each other, which no chunk cuts."""
+        """Tokens of the largest image with bidirectional attention, which must fit in one chunk."""
         media = self.config.media
         return max(media.grids, default=1) if BLOCKS in self.packing.program.graphs else 1
 
@@ -175,17 +175,17 @@ class Footprint:
 
 
 def reserve(memory: int) -> int:
-    """Return bytes of a device that a plan leaves alone."""
+    """Return the bytes of a device that a plan leaves free."""
     return int(RESERVE_BYTES + memory * RESERVE_SHARE)
 
 
 def usable(memory: int) -> int:
-    """Return the other bytes of a device."""
+    """Return the bytes of a device without the reserve."""
     return memory - reserve(memory)
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest n in 1..most that fits, where all smaller ones do too; 0 for none."""
+    """Return the largest n in 1..most that fits, by binary search; 0 if none fits."""
     low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -195,5 +195,5 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 @lru_cache(maxsize=64)
 def measured(config: BuildConfig, backend: PlannedBackend) -> Footprint:
-    """Return the footprint of an engine to plan: each is measured once."""
+    """Return the footprint of an engine, cached."""
     return Footprint.of(config, backend, NO_MORE)

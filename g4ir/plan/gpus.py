@@ -56,7 +56,7 @@ class Gpu:
         return self.capability is not None or self.source == "given"
 
 
-#: FLOP/s that bound nothing
+#: FLOP/s of a roofline that only bandwidth bounds
 UNBOUNDED = 1e18
 #: decimal and binary units; the letters may be in any case, the B may be left out
 UNITS = {"": 1} | {
@@ -66,7 +66,7 @@ UNITS = {"": 1} | {
 }
 #: the rule of `parse_bytes`, for help and reports
 SIZE_RULE = "GB is 10^9 bytes, GiB 2^30; a card sold as 16 GB has about 16 GiB"
-#: more than any machine has
+#: upper bound of a size, above the memory of any machine
 MAX_BYTES = 10**18
 
 _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{0,40})?(?:e\+?[0-9]{1,3})?)\s*([kmgt]i?)?b?")

@@ -7,8 +7,8 @@ sequences, chunks of S tokens and caches of C slots:
                   takes nothing, a cache is written in place
     workspace     what one node allocates for itself, as the torch backend computes it
 
-Fused ops are opened (ir/flatten.py), as if no kernel kept on the chip what lies between their
-parts; and the peaks of both need not coincide. So the sum is rather too much than too little.
+Fused ops are flattened (ir/flatten.py), as if their intermediate values were in memory; and the two
+peaks need not coincide. So the sum is an upper estimate.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Needs:
 
     @cached_property
     def params(self) -> int:
-        """Bytes of all packed weights but tables that are only gathered from."""
+        """Bytes of all packed weights except lookup tables."""
         return param_bytes(self.graphs)
 
     @cached_property

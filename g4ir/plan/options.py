@@ -39,7 +39,7 @@ _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gp
 
 
 def option(name: str, default: Any, metavar: str | None = None, /, **flag: Any) -> Any:
-    """Return a field with its help; `flag` holds what else argparse needs (cli/common.py)."""
+    """Return a field with its help; `flag`: further arguments for argparse (cli/verb.py)."""
     flag |= {"metavar": metavar} if metavar else {"action": "store_true"}
     metadata = {"help": _HELP[name].format(**_FILLED), "flag": flag}
     return field(default=default, metadata=metadata)
@@ -47,7 +47,7 @@ def option(name: str, default: Any, metavar: str | None = None, /, **flag: Any) 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The options of a build as they were given."""
+    """The options of a build, before they are resolved."""
 
     checkpoint: str | Path | None = option("checkpoint", None, "DIR|FILE")
     mmproj: str | Path | None = option("mmproj", None, "FILE")
@@ -125,8 +125,8 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """A spec and the options of its engine, each resolved: what graphs and sizes follow from, and
-    what an engine's manifest says. Fields that a user gives have the names of BuildOptions."""
+    """A spec and the resolved options of its engine, which determine graphs and sizes, and are
+    recorded in the manifest. Fields that a user gives have the names of BuildOptions."""
 
     spec: Spec
     drafter: Spec | None
@@ -135,7 +135,7 @@ class BuildConfig:
     settings: dict[str, str] = field(hash=False)
     device: Annotated[str, OneOf(DEVICES)]
     dtype: Annotated[str, OneOf(DTYPES)]
-    #: how many share the model, and whether each has some of the experts
+    #: number of ranks, and whether experts are divided among them
     ranks: Annotated[int, Range(1, 1 << 16)]
     ep: bool
     limits: Limits

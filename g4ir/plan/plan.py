@@ -92,7 +92,7 @@ def plan_engine(
 def _resolved(
     spec: Spec, options: BuildOptions, stored: QuantConfig | None, backend: PlannedBackend
 ) -> BuildConfig:
-    """Return the settings of a build whose limits are the most there is."""
+    """Return the settings of a build with the maximum limits."""
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
     drafted = options.drafter not in resolve.NO_DRAFTER
@@ -125,11 +125,12 @@ def _planned(
     free: bool,
 ) -> Plan:
     """Plan an engine in each of some weight formats; `free`: the table of per-layer embeddings may
-    leave the device."""
+    be memory-mapped."""
     sizes = [(batch, ctx) for batch in batches for ctx in contexts]
     footprints = list(formats)
     every = [_place_ple(f, sizes, gpu) if free else f for f in footprints]
-    # A build moves the table before it refuses a size: so the largest sizes are without it.
+    # A build moves the table off the device before it refuses a size, so the maximum sizes are
+    # without it.
     smallest = [f.at(ple_placement=DEFAULT_PLACEMENT) if free else f for f in footprints]
     config = every[0].config
     return Plan(

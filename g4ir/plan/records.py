@@ -68,7 +68,7 @@ class Largest:
 class Plan:
     """Memory and speed of a variant, from `make_plan`; per rank, if there are several."""
 
-    config: BuildConfig  # its limits are the most there is
+    config: BuildConfig  # its limits are the maximum
     counts: ParameterCounts
     weights: tuple[WeightBytes, ...]  # per format
     rows: tuple[MemoryUse, ...]

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 #: maximum draft tokens of a verification step
 MAX_DRAFT_TOKENS = MAX_SLACK
-#: default draft tokens of a draft model: further ones are rarely accepted
+#: default number of draft tokens of a draft model: later ones are rarely accepted
 DRAFTED = 4
-#: texts of a chunk of an encoder by default
+#: default max_batch of an encoder: texts of a chunk
 PACKED_TEXTS = 64
 #: words for the drafter that belongs to the variant, and for none
 DEFAULT, NO_DRAFTER = "default", (None, "none")
@@ -163,7 +163,7 @@ def _load_drafter(model: Spec, path: Path) -> Spec:
         return load_spec(path)
     if path.suffix == GGUF or path.is_file():
         spec = find_origin(path).spec()
-        # A file does not say whether its model is a unified one.
+        # A file does not record whether its model is a unified one.
         return replace(spec, model_type=f"{model.model_type}{ASSISTANT}") if spec.drafter else spec
     if not (path / CONFIG).is_file():
         raise InputError(
@@ -208,8 +208,9 @@ def resolved(
     drafter: Spec | None,
     limits: Limits | None = None,
 ) -> BuildConfig:
-    """Return a spec and a user's options, each resolved, for a build and a plan alike; `limits` in
-    the place of the options'. InputError for an option that the spec or the backend does not take.
+    """Return a spec and a user's options, each resolved, for a build and a plan alike; `limits`
+    replace those of the options. InputError for an option that the spec or the backend does not
+    take.
     """
     device, dtype = device_of(backend, o.device), dtype_of(backend, o.dtype, spec)
     if spec.embedding:
@@ -247,7 +248,7 @@ OF_DECODERS = ("drafter", "draft_tokens", "kv_dtype", "all_logits", "calibrate")
 
 
 def _check_encoder(spec: Spec, o: BuildOptions) -> None:
-    """Raise InputError for an option that an encoder has no use for."""
+    """Raise InputError for an option that does not apply to encoders."""
     for name in OF_DECODERS:
         value = getattr(o, name)
         if value and value != "none":
@@ -262,9 +263,9 @@ def _check_encoder(spec: Spec, o: BuildOptions) -> None:
 
 
 def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
-    """Return the limits; the prefill chunk is widened to the largest image whose tokens see each
-    other, which is never cut (media/merge.py). Warns if the user gave a smaller one, and of images
-    longer than max_seq."""
+    """Return the limits; the prefill chunk is at least the largest image with bidirectional
+    attention, which is never cut (media/merge.py). Warns if the user gave a smaller one, and of
+    images longer than max_seq."""
     longest = spec.text.max_position_embeddings
     for name in ("max_batch", "max_seq", "prefill_chunk"):
         value = getattr(o, name)
@@ -289,7 +290,7 @@ def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
 
 def find_placement(requested: str | None, spec: Spec, device: str) -> str | None:
     """Return the memory of the per-layer embedding table; None if there is none. Default: on CUDA
-    the device, if it has room for it."""
+    the device, if it fits there."""
     if requested is not None:
         _one_of("--set ple_placement", requested, PLACEMENTS)
     if spec.text.ple is None or spec.text.ple.vocab_size is None:

@@ -97,8 +97,8 @@ def _weights(plan: Plan) -> str:
 def _by_context(
     plan: Plan, batch: int, head: str, lines: Iterable[tuple[str, str, Callable[[MemoryUse], str]]]
 ) -> str:
-    """Return a column per context; of each line its label, the format of the weights, and what a
-    cell says."""
+    """Return the lines of a table with a column per context; a line is given by label, weight
+    format, and a function that returns a cell."""
     table: list[Line] = [["context", *map(count_text, sorted({r.ctx for r in plan.rows}))]]
     for label, weight_format, cell in lines:
         rows = (r for r in plan.rows if (r.weights, r.batch) == (weight_format, batch))

@@ -1,1 +1,1 @@
-"""Quantised weights: which tensors, in which form, and the graphs that take them."""
+"""Quantised weights: which tensors, in which format, and the graphs that read them."""

@@ -1,7 +1,7 @@
-"""Error compensation: columns of a weight are quantised one after another, and the error of each
-is made up for by the columns that follow, as far as the inputs of a calibration text correlate
-(GPTQ, Frantar et al., arXiv:2210.17323, with columns in descending order of their second moment).
-Then each column once more gets the values of least error given all others (coordinate descent).
+"""Error compensation: columns of a weight are quantised one after another, and the error of each is
+compensated by the later columns, as far as the inputs of a calibration text correlate (GPTQ,
+Frantar et al., arXiv:2210.17323, with columns in descending order of their second moment). Then
+each column is rounded again to minimise the error given all others (coordinate descent).
 
 Scales are chosen first, by squared errors weighted with the columns' second moments, and stay.
 """
@@ -27,7 +27,7 @@ DAMPING = 0.1
 FLOOR = 1e-3
 #: columns whose errors are passed on to the remaining ones at a time
 BLOCK = 128
-#: maximum columns that make up for each other's errors: longer rows are cut into equal parts
+#: maximum columns whose errors are compensated together: longer rows are cut into equal parts
 COLUMNS = 2048
 #: elements of a weight that are compensated at a time
 ELEMENTS = 1 << 24
@@ -110,7 +110,8 @@ class Inputs:
 
     @cached_property
     def updates(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """For each part: `by` of the pass that compensates errors, and of the descent."""
+        """For each part: the matrices `by` of `quantize_columns`, for compensation and for
+        coordinate descent."""
         return tuple(_updates(h[i][:, i]) for h, i in zip(self.damped, self.order))
 
     def errors(self, off: Tensor) -> Tensor:
@@ -137,8 +138,7 @@ def calibrated(
     w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels = Kernels()
 ) -> Codes:
     """Return codes and scales of a weight [N, K] in an engine of this dtype that minimise the error
-    of its product with the inputs. A row keeps the nearest values where these have less
-    error."""
+    of its product with the inputs. A row keeps the nearest values if these have less error."""
     parts = w.split(max(1, ELEMENTS // w.shape[1]))
     packed, scales = zip(
         *(_calibrated(x, inputs, scheme, dtype, kernels) for x in parts), strict=True

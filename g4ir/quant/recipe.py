@@ -71,8 +71,8 @@ class Scheme:
 
 
 #: default scheme of each format; int4 has bf16 scales as in QAT checkpoints; int3 and int2 are for
-#: weights trained in so few bits; the others are GGUF's Q6_K, Q5_K, Q4_K, Q3_K (int3k), Q2_K, Q5_0,
-#: IQ4_NL, Q4_1 and Q5_1
+#: weights trained in 3 and 2 bits; the others are GGUF's Q6_K, Q5_K, Q4_K, Q3_K (int3k), Q2_K,
+#: Q5_0, IQ4_NL, Q4_1 and Q5_1
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int4": Scheme("int4", 32, "bf16"),

@@ -17,8 +17,8 @@ Action = Callable[[Adapters, Mapping[str, Any], Sequence[Path]], str]
 
 
 def load(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path]) -> str:
-    """Load `lora_path` as `lora_name`; `load_inplace`: in place of one of that name. Refused for a
-    path outside of `folders`: clients may not have the server read any file."""
+    """Load `lora_path` as `lora_name`; `load_inplace`: replace an adapter of that name. Refused for
+    a path outside of `folders`, so that clients cannot read arbitrary files."""
     name, path = _text(fields, "lora_name"), Path(_text(fields, "lora_path"))
     if not any(path.resolve().is_relative_to(f.resolve()) for f in folders):
         why = "is not below a folder that has one of the --adapter, nor below --set adapter_dir"

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 #: seconds without an event before a keepalive is sent, and the interval of the check
 ALIVE_S, LOOK_S = 10.0, 1.0
-#: alias by which any name is the model's
+#: alias that accepts any model name
 ANY_NAME = "*"
 #: minimum bytes of a large body
 LARGE = 1 << 18
@@ -106,7 +106,7 @@ TRANSCRIPTIONS = replace(
     content_type=transcriptions.MULTIPART,
     parse=transcriptions.parse_multipart,
 )
-#: content_type None: any, which ollama's users leave out; the origin is checked in its place
+#: content_type None: any, since ollama's clients omit it; the Origin header is checked instead
 OLLAMA_CHAT = replace(CHATS, format=ollama.OllamaFormat, read=ollama.chat, content_type=None)
 OLLAMA_GENERATE = replace(
     OLLAMA_CHAT,
@@ -116,7 +116,7 @@ OLLAMA_GENERATE = replace(
     )(fields, salt),
     read=ollama.generate,
 )
-#: for counting and returning tokens
+#: endpoints that only count or return tokens
 COUNTED = replace(CHATS, make=Prompts.tokens, read=messages.count)
 TOKENIZED = Api(
     lambda body: schema.TOKENIZE if "prompt" in body else schema.TOKENIZE_CHAT, Prompts.tokens
@@ -145,7 +145,7 @@ class Server:
     origins: tuple[str, ...] = ()
     #: path prefix behind a proxy, which may strip it or not
     root_path: str = ""
-    #: file of the gate's keys, and limits of keys without own ones
+    #: file of API keys, and default limits of keys
     key_file: str | None = None
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     #: folders below which clients may load adapters
@@ -162,7 +162,7 @@ class Server:
         self.embeddings: EmbeddingModel | None = None
         #: whether new requests are refused
         self.draining = False
-        #: how far the engine is, while it is built or loaded
+        #: progress message while the engine is built or loaded
         self.progress = "the engine is being loaded"
         self.limits = RateLimits({})
         #: callback with a key's salt and the tokens of each of its requests
@@ -393,7 +393,7 @@ class Server:
         return json_response({"models": [ollama.tag(n, m.engine) for n, m in served.items()]})
 
     async def show(self, request: Request) -> Response:
-        """Return the description of a model, as ollama has it."""
+        """Return the description of a model in ollama's format."""
         prompts, _ = self._ready()
         self._check_origin(request)
         body = await run_in_threadpool(schema.parsed, await self.gate.body(request, None))
@@ -700,7 +700,7 @@ class Running:
             for answer, event in events:
                 self._take(answer, event)
         usage = self._usage()
-        if any(a.prompt for a in self.answers):  # large: in a thread
+        if any(a.prompt for a in self.answers):  # large, so in a thread
             return await run_in_threadpool(
                 lambda: json_response(self.format.complete(self.answers, usage))
             )
