@@ -33,11 +33,11 @@ from .match import ignore
 
 #: callback(pass, graph)
 Dump = Callable[[str, Graph], None]
-#: callback(pass, value, what the pass did there or why it did nothing)
+#: callback(pass, value name, what the pass did or why it did nothing)
 PassNote = Callable[[str, str, str], None]
 Record = TypeVar("Record")
 
-#: files that are no passes
+#: files that are not passes
 SHARED = ("join", "match")
 
 

@@ -24,7 +24,7 @@ from .match import (
     producer_of,
 )
 
-AFTER = "fuse_moe"  # the caches have their final form
+AFTER = "fuse_moe"  # caches have their final layout
 
 
 def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Graph:

@@ -21,7 +21,7 @@ from g4ir.ops.rope import rotated_pairs
 
 from .match import NoMatch, Note, cache_names, ignore, produced_by, producer_of, require_one_of
 
-AFTER = "last_token_only"  # which removes readers
+AFTER = "last_token_only"  # removes readers of caches
 CHANGES_STATE = True
 #: form with separate caches of K and V
 PLAIN = "off"
@@ -30,7 +30,7 @@ FORMS = (PLAIN, "value")
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """Form of the caches, one of FORMS, and layers that keep K and V."""
+    """Format of the caches, one of FORMS, and layers that keep K and V."""
 
     form: str = PLAIN
     keep: tuple[int, ...] = ()

@@ -11,7 +11,7 @@ from g4ir.ir.rewrite import splice_all
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMAT_OF, JOINED_AS_BYTES
 
-#: callback(value name, what a pass did there or why it did nothing)
+#: callback(value name, what a pass did or why it did nothing)
 Note = Callable[[str, str], None]
 
 #: option value that disables a rounding pass

@@ -17,7 +17,7 @@ from g4ir.ops.types import ITEMSIZE
 
 from .match import OFF, Note, ignore, require_one_of
 
-AFTER = "latent_kv"  # which decides the caches' rows
+AFTER = "latent_kv"  # decides the cached values
 CHANGES_STATE = True
 CHANGES_MEANING = True
 

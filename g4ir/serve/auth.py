@@ -104,7 +104,8 @@ def is_loopback(name: str) -> bool:
 
 
 def salt_of(key: bytes) -> str:
-    """Return the prefix-cache salt of a key, which also names it without telling it."""
+    """Return the prefix-cache salt of a key: a digest that identifies the key and does not reveal
+    it."""
     return hashlib.sha256(key).hexdigest()
 
 

@@ -28,7 +28,7 @@ TOKENISED = 128
 
 
 class EmbeddingModel:
-    """An encoder's engine under the name that requests give."""
+    """An encoder's engine, and its name in requests."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine, self.embedder = name, engine, engine.embedder
@@ -37,7 +37,7 @@ class EmbeddingModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What /v1/models says of it."""
+        """Return the model's entry of /v1/models."""
         sizes = [*getattr(self.engine.spec.embedding, "dims", ())]
         return {"max_model_len": self.engine.limits.max_seq, "embedding_sizes": sizes}
 
@@ -48,7 +48,7 @@ class EmbeddingModel:
         folder: MediaFolder,
         limit: Limit,
     ) -> EmbeddingRequest:
-        """Return a request with the soft tokens of its media in their place."""
+        """Return a request with its media replaced by their soft tokens."""
         with named(asked.field):
             how = self.engine, media, folder, asked.settings or {}, limit, asked.field
             left = iter(encode_media(*how))
@@ -72,7 +72,7 @@ class EmbeddingModel:
         with named("task"):
             prompts = [embedder.prompt(task) for task in asked.tasks]
         ids = list[EncoderTokens]()
-        # With two prompts the first is the first text's.
+        # With two tasks, the first text has the first one and all others the second.
         cuts = {0, *range(len(prompts) - 1, len(asked.texts), TOKENISED), len(asked.texts)}
         with named(asked.field):
             for start, end in pairwise(sorted(cuts)):

@@ -46,7 +46,7 @@ class _Tokenizer:
         self.special_token_ids = [i for i in vocabulary.strings if i < size]
 
     def __call__(self, text: str) -> list[int]:
-        return self._vocabulary.plain(text)  # a text that only one continues is tokenised by this
+        return self._vocabulary.plain(text)  # llguidance tokenises forced text by this
 
 
 class Grammars:
@@ -177,7 +177,7 @@ class Mask:
     def mask(self, generated: Sequence[int]) -> Any:
         """Return int32 words of bits; None: all tokens may follow."""
         row = self.rows.get(id(generated))
-        if row is None:  # keeps a reference to the list, so that its id is not reused
+        if row is None:  # also references the list, so that its id is not reused
             matcher = self.matcher.deep_copy() if self.constrains_start else None
             row = self.rows[id(generated)] = _Row(generated, matcher, self.inside)
         for token in generated[row.read :]:

@@ -95,7 +95,7 @@ def refusal(
     if isinstance(error, (G4Error, *_WITHOUT_TEXT)):
         named = f"{named}: {error}"
     log.error("request failed, error %s: %s\n%s", number, named, where)
-    # What the engine itself raises, as for logits that are NaN, a second try meets again.
+    # Errors of the engine itself, such as NaN logits, would recur: no Retry-After.
     headers = {"x-should-retry": "false"} if isinstance(error, G4Error) else {}
     message = f"an error of the server; its log has it as {number}"
     return Refused(500, message, SERVER, headers=headers)

@@ -1,6 +1,6 @@
 """Reads JSON Schemas of requests: of tools, `response_format` and the fields like it.
 
-llguidance reads and checks schemas. `read_schema` translates what it does not know: OpenAPI's
+llguidance reads and checks schemas. `read_schema` translates what llguidance lacks: OpenAPI's
 `nullable`, types in upper case, null keywords, and its own expressions for formats. A constraint
 that grammars do not keep is dropped and logged, or refused if the schema is strict. Types, declared
 names and `required` are always enforced: a schema without valid values is refused.
@@ -32,7 +32,7 @@ UNIONS = ("anyOf", "oneOf")
 #: keywords of one schema, and of a list of schemas
 SINGLE = ("items", "additionalItems", "additionalProperties")
 LISTS = (*UNIONS, "allOf", "prefixItems", "items")
-#: keywords that change how llguidance reads a schema, and that calls do not keep
+#: keywords that change how llguidance reads a schema, and that tool calls do not support
 DIALECT, UNKEPT = {"$schema", "$id"}, ("patternProperties", "minProperties", "maxProperties")
 #: keyword of a string that follows a Lark grammar (custom tools)
 LARK = "x-g4ir-lark"
@@ -163,7 +163,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _ends(node: Schema, root: Mapping[str, Any], refs: frozenset[str] = frozenset()) -> bool:
     """Whether a schema has a finite value, without the references that led to it."""
-    if isinstance(node, bool | None):  # None: a reference to nothing, which nothing uses
+    if isinstance(node, bool | None):  # None: an unresolved reference that is not used
         return node is not False
     ref = node.get("$ref")
     if ref and (ref in refs or not _ends(resolve_ref(root, ref), root, refs | {ref})):

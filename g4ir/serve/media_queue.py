@@ -23,7 +23,7 @@ from g4ir.model.media import VIDEO
 
 from .http_errors import Refused
 
-#: kind of work beside videos, each of one thread: images and audio
+#: kind of work besides videos (images and audio); each kind has one thread
 SMALL = "small"
 T = TypeVar("T")
 

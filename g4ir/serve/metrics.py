@@ -31,7 +31,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 #: histogram buckets: seconds between two tokens
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 
-disable_created_metrics()  # else each series of a counter or histogram has a second one
+disable_created_metrics()  # otherwise every counter and histogram gets an extra `_created` series
 
 
 class Metrics:

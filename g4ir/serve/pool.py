@@ -2,8 +2,8 @@
 
 A request waits in line for its model. The line is served in order: a model that is not loaded is
 loaded if it fits; otherwise the least recently used of the others is unloaded, once it is idle. No
-new request begins on that one meanwhile, so the line always moves on. A line that busy models hold
-up for `wait_s` seconds ends with an error that names the models that would fit.
+new request starts on that model meanwhile, so the line always progresses. A request that busy
+models block for `wait_s` seconds fails with an error that names the models that would fit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class PooledModel:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in line. `blocked`: since when busy models alone keep its model from loading."""
+    """A request in line. `blocked`: time since which only busy models prevent its model from
+    loading."""
 
     model: PooledModel
     granted: asyncio.Future[None]
@@ -94,7 +95,7 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, model: PooledModel) -> AsyncIterator[Worker]:
-        """A context in which a model stays loaded; loads it first. Refused if it cannot be, or if
+        """Context in which a model stays loaded; loads it first. Refused if it cannot be, or if
         too many requests are in line."""
         if model.advice:
             raise later(503, "does_not_fit", f"model: {model.advice}; {self._loaded()}", 60)
@@ -105,7 +106,7 @@ class ModelPool:
         self.line.append(ticket)
         try:
             self._serve_line()
-            while not ticket.granted.done():  # the clock of `blocked` needs a look now and then
+            while not ticket.granted.done():  # wakes up regularly to check `blocked`
                 await asyncio.wait({ticket.granted}, timeout=max(self.wait_s / 20, 0.05))
                 self._serve_line()
             ticket.granted.result()
@@ -128,7 +129,7 @@ class ModelPool:
         self._serve_line()
 
     def _serve_line(self) -> None:
-        """Grant what can be granted, in order, and begin to load and unload."""
+        """Grant the tickets of loaded models, in order, and start to load and unload models."""
         for m in self.models:
             if m.state == READY and m.worker and not m.worker.alive and not m.active:
                 m.state, m.worker = UNLOADED, None
@@ -142,7 +143,7 @@ class ModelPool:
                 if not victims:
                     self._begin(model, LOADING, self._load(model))
                     continue
-                reserved = True  # memory that becomes free is for this model
+                reserved = True  # freed memory is reserved for this model
                 for victim in victims:
                     if victim.state == READY and not victim.active:
                         self._begin(victim, UNLOADING, self._unload(victim))
@@ -156,8 +157,8 @@ class ModelPool:
             ticket.granted.set_result(None)
 
     def _victims(self, model: PooledModel) -> list[PooledModel]:
-        """Return the models that have to go before another is loaded: idle ones first, of these
-        the least recently used."""
+        """Return the models to unload before another is loaded: idle ones first, least recently
+        used first."""
         others = [m for m in self.models if m.resident]
         others.sort(key=lambda m: (m.state != UNLOADING, m.state == LOADING, m.active > 0, m.used))
         victims = list[PooledModel]()
@@ -170,7 +171,7 @@ class ModelPool:
         return count and model.need + sum(m.need for m in others) <= self.capacity
 
     def _note_blocked(self, ticket: Ticket, victims: Sequence[PooledModel]) -> None:
-        """Refuse a ticket that busy models have held up for too long."""
+        """Refuse a ticket that busy models have blocked for too long."""
         if any(m.state in (LOADING, UNLOADING) for m in victims):
             ticket.blocked = None
             return
@@ -186,7 +187,7 @@ class ModelPool:
             ticket.granted.set_exception(later(503, "does_not_fit", message))
 
     def _loaded(self) -> str:
-        """Say what is loaded, and what would fit beside it."""
+        """Describe, for an error, which models are loaded and which would fit in addition."""
         resident = [m for m in self.models if m.resident]
         free = [m.name for m in self.models if not m.resident and self._fits(m, resident)]
         names = ", ".join(f"{m.name!r}" for m in resident) or "nothing"

@@ -19,14 +19,14 @@ class KeyLimits:
 
 
 class Bucket:
-    """What may still be used: refilled steadily, up to what a minute allows. A request's tokens are
-    known at its end, so it may go below zero."""
+    """Token bucket: remaining amount, refilled steadily up to one minute's limit. A request's
+    tokens are known only at its end, so the amount may become negative."""
 
     def __init__(self, rate: int, now: float) -> None:
         self.rate, self.level, self._at = rate, float(rate), now
 
     def wait_s(self, need: float, now: float) -> float:
-        """Return the seconds until there is `need`, 0 if there is."""
+        """Return the seconds until `need` is available, 0 if it is."""
         self.level = min(self.level + (now - self._at) * self.rate / 60, self.rate)
         self._at = now
         return max(need - self.level, 0) * 60 / self.rate
@@ -42,7 +42,7 @@ class RateLimits:
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
     def replace(self, limits: Mapping[str, KeyLimits]) -> None:
-        """Take other limits; keys whose limits stay keep what they have used."""
+        """Replace the limits; keys with unchanged limits keep their buckets."""
         with self._lock:
             kept = {s for s, limit in limits.items() if self.limits.get(s) == limit}
             self._buckets = {k: b for k, b in self._buckets.items() if k[0] in kept}

@@ -221,7 +221,7 @@ def _messages(value: Any, name: str) -> list[Any]:
     """Return the messages; refuses other servers' fields for continuing a message."""
     messages: list[Any] = listed(MAX_MESSAGES, 1)(value, name)
     for i, message in enumerate(messages):
-        for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
+        for key in ("prefix", "partial"):  # fields of DeepSeek and Mistral, of Kimi and Qwen
             if isinstance(message, dict) and message.get(key):
                 text = f"messages[{i}].{key} is not supported: use continue_final_message"
                 raise Refused(400, text, param=name, code="not_supported")
@@ -317,7 +317,7 @@ def _schema(value: Any, name: str) -> dict[str, Any]:
 
 def _format(value: Any, name: str) -> Constraint | None:
     kind_name = one_of("text", "json_object", "json_schema")(OBJECT(value, name).get("type"), name)
-    schema, strict = value.get("schema"), False  # llama-server and others have it here
+    schema, strict = value.get("schema"), False  # llama-server and others put the schema here
     if kind_name == "text":
         return None
     if kind_name == "json_schema":

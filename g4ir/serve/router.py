@@ -32,9 +32,9 @@ from .worker import SALT, SECRET
 
 #: bytes read at a time from a worker
 CHUNK = 1 << 16
-#: headers of a worker that are not sent on
+#: headers of a worker that are not forwarded
 NOT_RETURNED = {"connection", "transfer-encoding", "date", "x-request-id", "request-id"}
-#: metrics that the router has itself
+#: metrics that the router exports itself
 OWN_METRICS = re.compile(r"g4ir_(http_responses|build)")
 
 
@@ -144,7 +144,7 @@ class Router(Server):
     async def _open(
         self, stack: AsyncExitStack, model: PooledModel, request: Request, path: str, raw: bytes
     ) -> Upstream:
-        """Send a request to a worker; return its response once its head has come."""
+        """Send a request to a worker; return its response once the headers are read."""
         worker = await stack.enter_async_context(self._pool().lease(model))
         upstream = Upstream()
         stack.push_async_callback(upstream.close)
@@ -221,7 +221,7 @@ class Upstream:
 
 
 class Forwarded(Response):
-    """A worker's response, sent on as it comes; its model stays loaded until the end."""
+    """A worker's response, forwarded as it arrives; the model stays loaded until its end."""
 
     def __init__(self, stack: AsyncExitStack, upstream: Upstream) -> None:
         super().__init__(status_code=upstream.status)

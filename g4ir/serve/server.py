@@ -32,7 +32,8 @@ from .prompts import require_tokenizer
 
 log = logging.getLogger(__name__)
 
-#: maximum seconds to wait at shutdown for an engine that is loading, or built (its files go)
+#: maximum seconds to wait at shutdown for an engine that is being loaded or built (temporary files
+#: are removed)
 LOADING_S = 5.0
 #: maximum seconds of a connection for a request's headers
 HEAD_S = 10.0
@@ -152,13 +153,13 @@ class ServerProcess(uvicorn.Server):
             logger.disabled = False
         if self.started:
             self.log(f"listening at {self.url}")
-            await run_in_threadpool(int)  # its first call imports modules
+            await run_in_threadpool(int)  # the first call of a thread imports modules
             self.loading.start()
 
     def _not_listening(self, error: BaseException | None) -> InputError:
         where, fix = f"{self.address.host} port {self.address.port}", "another --host or --port"
         reason = str(error)
-        if isinstance(error, OSError) and error.errno:  # asyncio's text repeats the address
+        if isinstance(error, OSError) and error.errno:  # asyncio repeats the address
             reason = os.strerror(error.errno) if error.errno > 0 else str(error.strerror)
         return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 

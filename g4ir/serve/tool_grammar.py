@@ -31,14 +31,14 @@ _NUMERIC = {
 }
 _COMMA, _KEY = ' "," ', "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-#: keywords that imply a type, where there is none
+#: type -> keywords that imply it in a schema without `type`
 IMPLIED = {
     "number": LIMITS,
     "string": ("minLength", "maxLength", "pattern", LARK),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }
-#: keywords by which a function without properties has arguments
+#: keywords by which a function without `properties` still has arguments
 OPEN = {"additionalProperties", "patternProperties", "required", "$ref", "allOf", *UNIONS}
 
 

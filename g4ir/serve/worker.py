@@ -1,7 +1,7 @@
 """A process that serves one model of several at a port of this machine, and its parent's side.
 
-Started by a fork server that has imported the libraries, so a start costs no import. Its memory is
-free once it ends, and what holds its interpreter while it loads delays no other model. Both sides
+Started by a fork server that has imported the libraries, so a start costs no import. A process
+frees all its memory when it ends, and its GIL is its own: loading delays no other model. Both sides
 talk over a pipe, in JSON: the child sends its log, its port, or why it failed; it ends when the
 parent says so, or has ended itself. Requests need the parent's secret.
 """
@@ -33,7 +33,7 @@ from .server import Address, ServerProcess
 
 #: headers between router and worker: the secret, and the prefix-cache salt of the client's key
 SECRET, SALT = "x-g4ir-secret", "x-g4ir-salt"
-#: what the fork server imports
+#: modules that the fork server imports
 PRELOAD = ["g4ir.cli.serve", "g4ir.builder.load", "g4ir.serve.worker"]
 #: seconds for a worker to end before it is killed
 STOP_S = 10.0
@@ -86,7 +86,7 @@ class WorkerProcess(ServerProcess):
             self.parent.send(port=self.servers[0].sockets[0].getsockname()[1])
 
     def watch(self) -> None:
-        """End when the parent has."""
+        """Shut down when the parent ends or asks for it."""
         self.parent.wait()
         self.server.draining = True
         self.drain(0.0)
@@ -100,7 +100,7 @@ def serve_model(server: Server, parent: Parent, loader: Callable[[], Engine]) ->
     try:
         process.run()
     finally:
-        os._exit(0)  # a library may still work in a thread
+        os._exit(0)  # a library may still run in a thread
 
 
 @cache

@@ -128,7 +128,7 @@ class Keys:
 
 
 def read_config(source: str | Path | dict[str, Any], name: str | None = None) -> Variant:
-    """Read a config as `Spec.from_hf` does."""
+    """Implement `Spec.from_hf`."""
     values, where, folder_name = _read(source)
     keys = Keys(values, "", where)
     for key in ("quantization_config", "quantization"):

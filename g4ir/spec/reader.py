@@ -312,7 +312,7 @@ def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> 
         except SpecError as e:
             errors.append(e)
     missing = [name for name, f in by_name.items() if required(f) and name not in node.entries]
-    if node.entries.keys() <= {*by_name, *unread}:  # else one may be misspelt
+    if node.entries.keys() <= {*by_name, *unread}:  # otherwise a missing key may be a misspelt one
         errors += [fail(node.where, join(path, name), "is missing; add it") for name in missing]
     if errors:
         raise together(errors)

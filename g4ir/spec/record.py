@@ -95,7 +95,7 @@ def _default(f: Any) -> Any:
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
-NOT_INHERITED = ("name", "hub")  # they identify one model and its weights
+NOT_INHERITED = ("name", "hub")  # these identify one model and its weights
 
 
 def specs_dir() -> Path:

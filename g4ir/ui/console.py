@@ -24,15 +24,15 @@ from g4ir.errors import G4Error
 
 #: (level, message, values) -> line
 LineFormat = Callable[[str, str, Mapping[str, Any]], str]
-QUIET_S = 2.0  # nothing is said about what takes no longer
-PERIOD_S = 1.0  # between two lines of one stage
-#: as sysexits.h and shells have them
+QUIET_S = 2.0  # stages shorter than this print nothing
+PERIOD_S = 1.0  # seconds between two lines of one stage
+#: exit codes, as in sysexits.h and shells
 INTERNAL, NO_OUTPUT, INTERRUPTED, PIPE_CLOSED = 70, 74, 130, 141
-#: signals that end a command after it has cleaned up
-ENDING = tuple(s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP"))  # Windows lacks one
+#: signals that end a command after it has cleaned up; Windows has no SIGHUP
+ENDING = tuple(s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP"))
 #: logger of warnings on legal specs
 SPEC_RULES = logging.getLogger("g4ir.spec.rules")
-#: how torch words a failed allocation
+#: torch's messages of failed allocations
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
 
@@ -77,7 +77,7 @@ _format: list[LineFormat] = [plain_line]
 
 
 def interactive() -> bool:
-    """Whether somebody can answer a question: stdin and stderr are a terminal."""
+    """Whether questions can be asked: stdin and stderr are terminals."""
     return bool(sys.stdin and sys.stdin.isatty() and _on_terminal())
 
 
@@ -94,8 +94,8 @@ def confirm(question: str) -> bool:
 
 class Progress:
     """Context manager that displays progress. On a terminal one line is rewritten every second;
-    otherwise a line is printed when the message changes. A thread keeps the time, so that steps
-    without messages are displayed too.
+    otherwise a line is printed when the message changes. A thread redraws it, so that the time of
+    steps without messages is displayed too.
     """
 
     #: whether the terminal's last line is one of progress
@@ -119,7 +119,7 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Say no more, and clear the terminal's line: something else is printed now."""
+        """Stop the display and clear the progress line, before other output."""
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join()
@@ -127,7 +127,7 @@ class Progress:
 
     @staticmethod
     def clear() -> None:
-        """Clear the terminal's progress line: something else is printed now."""
+        """Clear the terminal's progress line, before other output."""
         if Progress._on_line:
             Progress._on_line = False
             _write("\r\x1b[K")
@@ -152,7 +152,7 @@ def _on_terminal() -> bool:
 
 
 def _write(text: str) -> None:
-    """Write to stderr; a closed one is no reason to stop working."""
+    """Write to stderr; errors of a closed stderr are ignored."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -165,8 +165,8 @@ class _Warnings(logging.Handler):
 
 @contextlib.contextmanager
 def logs() -> Iterator[None]:
-    """A context that prints warnings of the package as lines on stderr, but for those on a legal
-    spec: `spec_warnings` turns them on in verbs that take in a spec."""
+    """Context that prints the package's warnings on stderr, except those on legal specs:
+    `spec_warnings` enables these in verbs that read a spec."""
     logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
     use_format(None)
@@ -184,7 +184,8 @@ def spec_warnings() -> None:
 
 
 class Ended(BaseException):
-    """A signal asks the process to end; like KeyboardInterrupt, no error that anyone handles."""
+    """Raised when a signal asks the process to end; like KeyboardInterrupt, no `except Exception`
+    catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -196,7 +197,8 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """A context with other handlers of signals, in the main thread: others have none."""
+    """Context with other signal handlers; does nothing outside the main thread, which alone may set
+    them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -209,12 +211,13 @@ def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 def endings() -> contextlib.AbstractContextManager[None]:
-    """A context in which the signals ENDING raise `Ended` in the main thread, so that temporary
-    files and processes go. One that is ignored (nohup) or handled otherwise stays so."""
+    """Context in which the signals ENDING raise `Ended` in the main thread, so that temporary files
+    and processes are removed. Ignored signals (nohup) and those with other handlers stay
+    unchanged."""
 
     def end(number: int, frame: FrameType | None) -> None:
         for s in caught:
-            signal.signal(s, signal.SIG_IGN)  # once is enough
+            signal.signal(s, signal.SIG_IGN)  # ignore further signals
         raise Ended(number)
 
     caught = [s for s in ENDING if signal.getsignal(s) is signal.SIG_DFL]
@@ -222,7 +225,7 @@ def endings() -> contextlib.AbstractContextManager[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without waiting for what a library does in a thread."""
+    """Exit without waiting for threads of libraries."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -232,7 +235,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def defer_signals(signals: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
-    """A context at whose end signals are handled that came in it; a second one at once."""
+    """Context that defers signals to its end; a second signal is handled at once."""
     came: list[tuple[int, FrameType | None]] = []
     before = {s: h for s in signals if callable(h := signal.getsignal(s))}
 
@@ -249,7 +252,7 @@ def defer_signals(signals: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) 
 
 
 class OutputError(OSError):
-    """stdout takes no more; a reader that went away is a BrokenPipeError instead."""
+    """stdout cannot be written; if its reader has gone, BrokenPipeError is raised instead."""
 
 
 class _Output:
@@ -273,14 +276,14 @@ def _named(method: Callable[..., Any], *args: str) -> Any:
 
 
 def output() -> Any:
-    """A context in which what fails on stdout is an OutputError, or a BrokenPipeError."""
+    """Context that converts errors of stdout to OutputError, or BrokenPipeError."""
     stream: Any = _Output(sys.stdout)
     return contextlib.redirect_stdout(stream)
 
 
 def tolerant_output() -> None:
-    """Escape text that the terminal's encoding lacks, and take closed standard streams as empty
-    ones: neither is an error."""
+    """Escape characters that the terminal's encoding lacks, and replace closed standard streams by
+    /dev/null: neither is an error."""
     _reserve_descriptors()
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -300,12 +303,12 @@ def _reserve_descriptors() -> None:
 
 
 def report(error: BaseException, trace: bool) -> int:
-    """Say what went wrong in one message; returns the exit code."""
+    """Print an exception as one message; return the exit code."""
     if trace:
         traceback.print_exception(error)
     code, text = _verdict(error)
     if code in (PIPE_CLOSED, NO_OUTPUT):
-        # What is still buffered must not fail again at exit.
+        # Discard the buffer: flushing it at exit would fail again.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if text:

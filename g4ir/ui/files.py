@@ -32,9 +32,9 @@ def write_file(path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o6
 
 @contextmanager
 def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A context with a file of a temporary name beside `path`, open for writing; at the end it is
-    synced and renamed, and after an error it is removed. Like folders of `new_folder`, it is
-    readable to whom the umask says, of those that `mode` names."""
+    """Context with a temporary file next to `path`, open for writing. At the end it is synced and
+    renamed to `path`; after an error it is removed. Its permissions are `mode` minus the umask, as
+    of `new_folder`."""
     name = _new_path(path.parent, f".{path.name}.")
     try:
         handle = os.open(
@@ -54,7 +54,7 @@ def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
 
 
 def new_folder(parent: Path, prefix: str) -> Path:
-    """Make an empty folder in `parent`, whose name begins with `prefix` and was free."""
+    """Create an empty folder in `parent`, with a new name that begins with `prefix`."""
     path = _new_path(parent, prefix)
     try:
         path.mkdir()
@@ -64,7 +64,7 @@ def new_folder(parent: Path, prefix: str) -> Path:
 
 
 def _new_path(parent: Path, prefix: str) -> Path:
-    return parent / f"{prefix}{secrets.token_hex(8)}"  # long enough to be free
+    return parent / f"{prefix}{secrets.token_hex(8)}"  # long enough not to exist
 
 
 def free_bytes(path: Path) -> int:
@@ -74,7 +74,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_folder(path: Path) -> None:
-    """Raise InputError if a path is no directory, and cannot become one."""
+    """Raise InputError if a path is no directory and cannot be created as one."""
     above = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not above.is_dir():
         raise InputError(f"{path}: {above} is no directory; choose another --out")

@@ -1,10 +1,10 @@
-"""Locks between processes on open files: flock(2), and what Windows has of the kind."""
+"""Locks between processes on open files: flock(2), or LockFileEx on Windows."""
 
 from __future__ import annotations
 
 import sys
 
-#: kinds of locks, and that a lock is not waited for: as flock(2) numbers them
+#: kinds of locks, and the flag for not waiting, with the values of flock(2)
 SHARED, EXCLUSIVE, AT_ONCE = 1, 2, 4
 
 if sys.platform != "win32":

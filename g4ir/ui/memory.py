@@ -11,8 +11,8 @@ from .threads import control_groups
 
 
 def device_memory(device: str) -> int:
-    """Return the bytes of memory of `cuda` (the current device) or of this machine's `cpu`: what is
-    fitted, or the limit of the control groups that the process is in, if that is less."""
+    """Return the bytes of memory of `cuda` (the current device) or of this machine's `cpu`: the
+    installed memory, or the limit of the process's control groups, if that is less."""
     if device == "cuda":
         import torch
 
@@ -30,7 +30,7 @@ def memory_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def free_memory() -> int:
-    """Return the bytes that the system can give, within the container's limit."""
+    """Return the bytes of available memory, within the container's limit."""
     import psutil
 
     limits = [psutil.virtual_memory().available]
@@ -42,7 +42,7 @@ def free_memory() -> int:
 
 
 def free_on(device: str) -> int:
-    """Return the free bytes of the memory that a device computes in."""
+    """Return the free bytes of a device's memory."""
     if device != "cuda":
         return free_memory()
     import torch
@@ -51,9 +51,9 @@ def free_on(device: str) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most resident memory since the process began, or since somebody reset its peak
-    (proc(5), clear_refs)."""
-    with contextlib.suppress(OSError):  # `ru_maxrss` counts what the parent had as it started this
+    """Return the peak resident memory of the process, since its start or since the last reset of
+    the peak (proc(5), clear_refs)."""
+    with contextlib.suppress(OSError):  # `ru_maxrss` includes the parent's at the fork
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -23,7 +23,7 @@ from .locks import AT_ONCE, EXCLUSIVE, flock
 
 #: variables of the environment that name the folders of cache and state
 CACHE, STATE = "XDG_CACHE_HOME", "XDG_STATE_HOME"
-#: mode bits that let others than the owner modify a folder
+#: mode bits that let users other than the owner modify a folder
 GROUP_WORLD_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -34,7 +34,8 @@ def cache_root() -> Path:
 
 def state_root() -> Path:
     """Return the folder of trust decisions: engines that this user built or trusts, and digests of
-    the cache's files. Both folders name files alike, so one folder for both gets a subfolder."""
+    the cache's files. It has a subfolder if cache and state are the same folder, since names of
+    files in both are alike."""
     root = _base(STATE, ".local/state") / "g4ir"
     return root / "state" if root == cache_root() else root
 
@@ -51,7 +52,8 @@ def hub_cache() -> Path:
 
 def keep_inductor_private(default: str) -> Path:
     """Set TORCHINDUCTOR_CACHE_DIR to a private folder unless the user set it; return the folder.
-    The default is a temporary folder of a guessable name, which another user can make first."""
+    The default is a temporary folder with a guessable name, which another user could create
+    first."""
     folder_name = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
     if folder_name != default:
         return Path(folder_name)
@@ -69,14 +71,14 @@ def keep_inductor_private(default: str) -> Path:
 _until_the_end: list[tempfile.TemporaryDirectory[str]] = []
 #: prefix of temporary folders' names
 PREFIX = "g4ir-"
-#: lock: TMPDIR is process-wide, and replaced for a time
+#: lock: TMPDIR is process-wide, and `unpacking` replaces it for some time
 _ELSEWHERE = threading.Lock()
 
 
 @contextmanager
 def unpacking() -> Iterator[tempfile.TemporaryDirectory[str]]:
-    """A context in which TMPDIR is a new folder of this user alone, for libraries that unpack
-    programs in it; the caller cleans it up. MissingError if none can be made."""
+    """Context in which TMPDIR is a new private folder, for libraries that unpack programs there;
+    the caller removes it. MissingError if it cannot be created."""
     try:
         folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
     except OSError as e:
@@ -110,8 +112,8 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
-    """A lock between processes, of a `kind` of locks.py, by a file of a private folder: yields
-    whether it was taken; None if the folder is not private, or has no locks."""
+    """Context that holds a lock between processes, of a `kind` of locks.py, on a file in a private
+    folder. Yields whether it was taken; None if the folder is not private or has no locks."""
     acquired: bool | None = None
     with ExitStack() as opened:
         with suppress(OSError, TrustError):
@@ -127,16 +129,16 @@ def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
 
 @contextmanager
 def claimed(name: str, wait: bool) -> Iterator[bool]:
-    """A lock between processes by name: yields whether it was taken; `wait`: block until it is.
-    Without file locks it always yields True."""
+    """Context that holds a named lock between processes. Yields whether it was taken; `wait`: block
+    until it is. Without file locks it always yields True."""
     kind = EXCLUSIVE | (0 if wait else AT_ONCE)
     with locked(state_root() / "claims", name, kind) as acquired:
         yield acquired is not False
 
 
 def private(folder: Path) -> Path:
-    """Return the folder; make it and missing parents with mode 0700. TrustError if other users
-    could change its files, OSError, which names the variable to set, if it cannot be made."""
+    """Return the folder; create it and missing parents with mode 0700. TrustError if other users
+    could change its files; OSError, which names the variable to set, if it cannot be created."""
     try:
         missing = [p for p in (folder, *folder.parents) if not p.exists()]
         for path in reversed(missing):
@@ -151,8 +153,8 @@ def private(folder: Path) -> Path:
 
 def check_private(folder: Path) -> None:
     """Raise TrustError, with the command that fixes it, if another user owns the folder, may write
-    to it, or may replace one above it. On Windows there is nothing to check: folders below the
-    user's profile are the user's alone by its access list, which mode bits do not tell."""
+    to it, or may replace one above it. On Windows nothing is checked: the access list of the user's
+    profile makes folders in it private, and mode bits do not show that."""
     if sys.platform == "win32":
         return
     folder = folder.resolve()

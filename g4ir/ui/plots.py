@@ -31,12 +31,12 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise MissingError("plots need matplotlib: pip install 'g4ir[plot]'") from e
-    # A figure made without pyplot has the file's own canvas and never asks for a display.
+    # A figure created without pyplot has the canvas of the file format and needs no display.
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def check_plot(path: str | Path) -> None:
-    """Raise an error for what can be wrong with a plot before there is anything to draw."""
+    """Raise the errors of `figure` early, before anything is measured."""
     if Path(path).suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(FORMATS)}")
     if not Path(path).absolute().parent.is_dir():
@@ -46,8 +46,8 @@ def check_plot(path: str | Path) -> None:
 
 @contextmanager
 def figure(path: str | Path, width: float, height: float, columns: int = 1) -> Iterator[Any]:
-    """A context that gives axes to draw on (an array of them for several columns); the file appears
-    whole at the end. Sizes in inches."""
+    """Context with axes to draw on (an array of them for several columns); the file is written at
+    the end, atomically. Sizes in inches."""
     check_plot(path)
     canvas = new_figure(width, height)
     yield canvas.subplots(1, columns)

@@ -20,7 +20,7 @@ from typing import Any
 
 from g4ir.errors import InputError, MissingError
 
-#: variable of the environment that holds a process to an instruction set
+#: environment variable that restricts a process to an instruction set
 ISA = "G4IR_ISA"
 #: names of an architecture on other systems
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
@@ -96,7 +96,7 @@ def architecture() -> str:
 
 @cache
 def select_set(machine: str, flags: Collection[str], name: str = "") -> InstructionSet:
-    """Return the best instruction set of a CPU with these flags, or the one of a name."""
+    """Return the best instruction set of a CPU with these flags, or the one with this name."""
     usable = [s for s in SETS if s.machine == machine and s.flags <= {*flags}]
     if not usable:
         raise MissingError(
@@ -142,7 +142,7 @@ def _flags_of_linux() -> Iterable[str]:
 
 
 def _permits_amx() -> bool:
-    """Ask Linux for the registers of AMX, which a process may use only then."""
+    """Request permission from Linux to use AMX registers; return whether it was granted."""
     arch_prctl, request, registers = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
     permitted: bool = ctypes.CDLL(None).syscall(arch_prctl, request, registers) == 0
     return permitted

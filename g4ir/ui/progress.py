@@ -1,4 +1,4 @@
-"""Progress: messages about long work, and functions that take them."""
+"""Progress: messages about long work, and the callbacks that receive them."""
 
 from __future__ import annotations
 

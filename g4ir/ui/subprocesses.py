@@ -9,7 +9,7 @@ def python(module: str, call: str) -> list[str]:
     """Return the command line of a process that calls a function of a module: `serve(3)`.
 
     Modules are found on this process's path: `python -m` would look in the current directory first,
-    which may hold files of strangers.
+    which may contain files of other users.
     """
     code = f"import sys; sys.path[:] = {sys.path!r}; import {module} as module; module.{call}"
     return [sys.executable, "-c", code]

@@ -35,7 +35,7 @@ def count_text(n: int) -> str:
 
 
 def rounded_count(n: int) -> str:
-    """At most n, in few letters: 93440 -> 91K; `-` for 0"""
+    """n rounded down, in few letters: 93440 -> 91K; `-` for 0"""
     return f"{n // KIB}K" if n >= 10 * KIB else str(n) if n else "-"
 
 

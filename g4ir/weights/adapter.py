@@ -218,8 +218,8 @@ _Factors = tuple[TensorRef, TensorRef]  # B and A
 
 @dataclass(frozen=True)
 class _Change:
-    """An adapter's change of one weight: the checkpoint name; `why` it is skipped; the adapter's
-    tensors, and the function that applies them to the weight or rows of it."""
+    """An adapter's change of one weight: the checkpoint name; `why`: the reason if it is skipped;
+    the adapter's tensors, and the function that applies them to the weight or rows of it."""
 
     bare: str
     why: str

@@ -152,7 +152,7 @@ class Checkpoint:
         return tuple((header.path, header.size) for header in self.headers)
 
     def dequantised(self) -> Checkpoint:
-        """Return the same weights; quantised ones are their values in f32."""
+        """Return the same weights, quantised ones dequantised to f32."""
         plain = {n: replace(w, parts={"": w.parts[""]}, scheme=None) for n, w in self._coded()}
         return replace(self, weights={**self.weights, **plain}, stated=None)
 

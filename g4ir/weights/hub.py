@@ -60,7 +60,7 @@ class Download:
 
     def fetch(self) -> Path:
         """Download the files that are absent, with the library's own progress; return the snapshot.
-        MissingError if the disk has no room, or the hub does not give the files."""
+        MissingError if the disk has no room, or the download fails."""
         if self.absent > self.free:
             raise MissingError(f"{self}; make room, or give HF_HOME a folder with more")
         with _errors(self.hub_id, self.revision) as hub:

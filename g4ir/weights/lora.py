@@ -1,8 +1,8 @@
-"""LoRA adapters that requests choose: the products of the text graphs gain the low-rank terms of
-slots, whose values are written while the engine runs.
+"""LoRA adapters that requests choose: matmuls of the text graphs add low-rank terms, whose values
+are params with a slot per adapter, written while the engine runs.
 
-A slot has room for one adapter of at most `rank`. Params of packed products (Q, K and V in one)
-have a part for each weight: A of all parts, one below the other, and B of all columns.
+A slot has the size of one adapter of rank `rank`; smaller ones are padded. For packed matmuls (Q, K
+and V in one) the A of all parts are concatenated by rows, and B has the columns of all parts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MERGE = "requests cannot change that: build the engine with --adapter"
 
 @dataclass(frozen=True)
 class Product:
-    """A weight of a matmul: its parts' checkpoint names and rows, and its params of all slots,
-    A [slots, parts * rank, K] and B [slots, rank, N]."""
+    """The adapter params of a matmul's weight: A [slots, parts * rank, K], B [slots, rank, N];
+    `parts`: checkpoint name and rows of each weight packed into it."""
 
     parts: tuple[tuple[str, int], ...]
     a: Value
@@ -175,7 +175,7 @@ def _parts(
     w: Value, nodes: list[Node], prologue: Graph, plain: Mapping[str, Value]
 ) -> tuple[tuple[str, int], ...]:
     """Return the checkpoint names and rows of the weights that were packed into the operand of a
-    product; empty if they are not text weights, or not one below the other."""
+    product; empty if they are not text weights, or not concatenated by rows."""
     makers = {v.name: n for n in nodes for v in n.outputs} | dict(prologue.producers)
 
     def leaves(name: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ from .formats.base import Files
 TABLE_BYTES = 256 << 20
 #: bytes per piece of a larger param, packed piece by piece while it is written
 PIECE_BYTES = 32 << 20
-#: maximum recipes with results that were not fetched yet
+#: maximum number of recipes with results that were not fetched yet
 MAX_PENDING = 8
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
@@ -54,12 +54,12 @@ class Packing:
         if v.name not in self.prologue.producers:
             return Graph("prologue", (), (v,), (), (), (v,))
         names, pending = set[str](), [v.name]
-        while pending:  # what it is computed from
+        while pending:  # nodes that the param depends on
             names.add(name := pending.pop())
             if n := self.prologue.producers.get(name):
                 pending += [x.name for x in n.inputs if x.name not in names]
         chosen, pending = set[int](), [*names]
-        while pending:  # and everything else that is computed from the same values
+        while pending:  # other outputs of the same inputs
             for i in readers.get(pending.pop(), ()):
                 if i not in chosen and all(x.name in names for x in nodes[i].inputs):
                     chosen.add(i)
@@ -81,7 +81,8 @@ class Packing:
 
 
 def split_program(program: Program) -> Packing:
-    """Move what depends on params alone out of every graph of the program; see `split_prologue`."""
+    """Move the nodes that depend on params alone out of every graph of the program; see
+    `split_prologue`."""
     parts = {name: split_prologue(g) for name, g in program.graphs.items()}
     mains = Program({name: main for name, (_, main) in parts.items()})
     params: dict[str, Value] = {}

@@ -1,6 +1,6 @@
 """Random weights: each value is a pure function of (seed, tensor name, flat index).
 
-So any row of any tensor can be made alone, on any device, with the same bits. The hash uses
+So any row of any tensor can be computed alone, on any device, bit-identically. The hash uses
 int32 operations that wrap (add, multiply, xor, shift), which are exact everywhere. Its top 24
 bits are a float32 integer in [-2^23, 2^23), exact; one float32 multiply by spread / 2^23, one
 float32 add of the centre where it is not zero, one cast: each correctly rounded on every device.
@@ -74,8 +74,8 @@ def random_tensor(
     device: torch.device | str = "cpu",
     shift: float = 0.0,
 ) -> torch.Tensor:
-    """Make the whole tensor [*shape], block by block in one pass over the memory; `shift` moves the
-    centre of its distribution."""
+    """Compute the full tensor [*shape], block by block in one pass over the memory; `shift` moves
+    the centre of its distribution."""
     centre, scale = _scale(name, shape, shift)
     count = prod(shape)
     out = torch.empty(count, dtype=dtype, device=device)
@@ -100,7 +100,8 @@ def random_rows(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Make rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns], bit for bit."""
+    """Compute rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns],
+    bit-identical to `random_tensor`."""
     centre, scale = _scale(name, shape, 0.0)
     columns = shape[1]
     ids = row_ids.reshape(-1).to(device=device, dtype=torch.int64)
@@ -175,8 +176,8 @@ def random_weights(
     device: torch.device | str = "cpu",
     drafter: Spec | None = None,
 ) -> Checkpoint:
-    """Return random values for every tensor of a spec, and of its drafter if it has one; holds no
-    memory."""
+    """Return a checkpoint with random values for every tensor of a spec, and of its drafter if
+    there is one. Values are computed on each read, not stored."""
     weights = {
         name: StoredWeight(shape, {"": partial(_values, spec, seed, name, shape, dtype, device)})
         for name, shape in (text_tensors(spec) | media_tensors(spec, KINDS)).items()

@@ -50,8 +50,9 @@ PRIVATE: dict[str, int]  # mmap arguments: copy-on-write
 if sys.platform == "win32":
     PRIVATE = {"access": mmap.ACCESS_COPY}
 else:
-    # Not ACCESS_COPY: a system that counts such pages as its own memory would refuse files larger
-    # than that. MAP_NORESERVE has a name from Python 3.11 on (uapi/asm-generic/mman-common.h).
+    # Not ACCESS_COPY: systems that count copy-on-write pages as committed memory would refuse files
+    # larger than memory. MAP_NORESERVE has a name from Python 3.11 on
+    # (uapi/asm-generic/mman-common.h).
     _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     PRIVATE = {"flags": mmap.MAP_PRIVATE | _NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
 #: bytes of a huge page
@@ -153,7 +154,7 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
 
 def map_file(header: Header) -> mmap.mmap:
     """Map a checked file; one that changed since the check is refused. The mapping is valid while
-    any view of it lives; what is written into it never reaches the file."""
+    any view of it lives; writes to it never reach the file."""
     try:
         with open_regular(header.path) as file:
             if identity(os.fstat(file.fileno())) != header.identity:
@@ -199,25 +200,25 @@ def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
     page = mmap.PAGESIZE
     first = -(-entry.start // page) * page
     length = entry.end // page * page - first
-    if length > 0 and sys.platform != "win32":  # which drops them itself
+    if length > 0 and sys.platform != "win32":  # Windows drops them itself
         mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 def read_pages(tensor: torch.Tensor) -> None:
-    """Read what a tensor on a mapped file has not yet in memory, and make its pages known: huge
-    ones where the file system has such (Linux 6.16, ext4), which a CPU reads faster."""
+    """Read the missing pages of a tensor on a mapped file and map them: as huge pages if the file
+    system has them (Linux 6.16, ext4), which a CPU reads faster."""
     page = mmap.PAGESIZE
     start = tensor.data_ptr() // page * page
     length = tensor.data_ptr() + tensor.nbytes - start
-    if length > 0 and sys.platform == "linux":  # an advice that is not known there changes nothing
+    if length > 0 and sys.platform == "linux":  # unknown advice is an error without effect
         madvise = ctypes.CDLL(None).madvise
         for advice in (MADV_HUGEPAGE, MADV_POPULATE_READ):
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in memory of this process, on huge pages where the system has any
-    left; what is smaller than one takes ordinary pages."""
+    """Return a copy of a tensor in memory of this process, on huge pages if the system has free
+    ones; tensors smaller than a huge page are on ordinary pages."""
     if tensor.nbytes < HUGE_PAGE:
         return tensor.clone(memory_format=torch.contiguous_format)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -293,7 +294,7 @@ def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
             yield pending.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # a worker's number is that of threads that start later
+        torch.set_num_threads(threads)  # also sets the number for threads that start later
 
 
 def file_layout(

@@ -38,11 +38,11 @@ def write_checkpoint(
     side_files: Mapping[str, bytes] | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a Hugging Face checkpoint directory, absent or empty before, complete or not at all.
+    """Write a Hugging Face checkpoint directory, into an absent or empty directory, atomically.
 
-    `media`: kinds whose towers are written too; what the source has defaults for is left out.
-    Tensors have `dtype`, by default the source's, and are made one after the other. WeightsError if
-    the directory is not empty, or the disk has no room."""
+    `media`: kinds whose towers are written too; tensors for which the source has defaults are left
+    out. Tensors have `dtype`, by default the source's, and are computed one by one.
+    WeightsError if the directory is not empty, or the disk has no room."""
     check_empty(directory)
     values = spec.to_hf()
     base = "" if spec.embedding else "model."  # the config of an encoder names a bare model
@@ -68,8 +68,8 @@ def write_checkpoint(
 
 
 def check_empty(path: Path) -> None:
-    """Raise WeightsError unless nothing is at a path, or an empty directory, which a folder beside
-    it can replace; InputError if it lies in no directory."""
+    """Raise WeightsError unless the path is absent or an empty directory that a rename can replace;
+    InputError if its parent is missing."""
     check_folder(path.parent)
     if path.exists() and path.samefile(Path.cwd()):
         raise WeightsError(f"{path}: the current directory cannot be replaced; fix: name a new one")
@@ -109,7 +109,7 @@ def _cast_pieces(source: Checkpoint, name: str, shape: Shape, dtype: torch.dtype
 
 
 def in_pieces(source: Checkpoint, name: str, shape: Shape) -> Iterator[torch.Tensor]:
-    """Yield a tensor, an embedding table some rows at a time: it may be half of a model."""
+    """Yield a tensor; embedding tables in pieces of rows, since they may be half of a model."""
     if name not in (TOKEN_TABLE, PLE_TABLE):
         yield source.tensor(name)
         return
@@ -130,7 +130,8 @@ def _write_weights(work: Path, files: list[dict[str, FileTensor]], progress: Pro
 
 
 def _write_modules(work: Path, spec: Spec, dense: list[FileTensor]) -> None:
-    """Write what sentence-transformers runs after the transformer: the mean, dense layers, norm."""
+    """Write the modules that sentence-transformers runs after the transformer: mean, dense layers,
+    norm."""
     size, kind = spec.text.hidden_size, "sentence_transformers.models."
     if spec.embedding and spec.embedding.projection:
         size = spec.embedding.projection

@@ -42,7 +42,7 @@ function scrolled(change, always = false) {
   return result;
 }
 
-// `again`: a function that a button tries again.
+// `again`: function of a "try again" button.
 function showError(message, again = null) {
   const body = made("div", { class: "body", role: "alert" }, message);
   const retry = () => { body.parentElement.remove(); again(); };

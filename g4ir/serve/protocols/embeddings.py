@@ -21,7 +21,7 @@ Body = dict[str, Any]
 
 #: maximum number of texts of a request: an answer has some kilobytes for each
 MAX_TEXTS = 8192
-#: how /v1/rerank scores documents: no cross-encoder reads both texts
+#: scoring method of /v1/rerank, in its answer: similarity of embeddings, no cross-encoder
 METHOD = "cosine similarity of embeddings"
 FLOAT, BASE64 = "float", "base64"
 #: names of a body's texts and of the sizes asked for
@@ -32,8 +32,8 @@ INPUTS = "a text, token ids or an object with `content`, or a list of these or o
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """Texts, token ids or lists of parts (texts and media) to embed; `tasks`: that of all, or of
-    the first and of the others; `settings`: those of media."""
+    """Texts, token ids or lists of parts (texts and media) to embed. `tasks`: one for all inputs,
+    or one for the first and one for the others; `settings`: of media."""
 
     texts: list[Any]
     field: str

@@ -25,14 +25,15 @@ from .parts import AnswerFormat
 from .translation import TABLES, Body, Change, Translation, text_in, translated
 
 TABLE = TABLES["ollama"]
-#: option -> chat field; options that change no answer; values that request nothing
+#: option -> chat field; options without effect on answers; neutral values of unsupported ones
 OPTIONS, HARMLESS, NEUTRAL = (TABLE["options"][k] for k in ("becomes", "harmless", "neutral"))
 #: a tag that every name may have
 LATEST = ":latest"
 
 
 class NothingAsked(Exception):
-    """A request without a prompt, which loads a model: it has been."""
+    """Raised for a request without a prompt, by which clients load a model: it is loaded by
+    then."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ CHANGES: Mapping[str, Change] = {
 class OllamaFormat(AnswerFormat):
     """Formats one answer as lines of JSON. `chat`: as messages, else as texts."""
 
-    alive, end = " ", ""  # a blank before a line of JSON
+    alive, end = " ", ""  # keepalive: a blank before a line of JSON
     content_type = "application/x-ndjson"
 
     def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:

@@ -29,7 +29,7 @@ class AnswerFormat(Protocol):
     end: str = "data: [DONE]\n\n"
 
     def submitted(self, handles: list[RequestHandle]) -> None:
-        """Take the handles of the requests, which have their times."""
+        """Store the handles of the requests, for their timings."""
 
     def first(self, count: int) -> list[Body]:
         """Return the values before the first token, for `count` answers."""

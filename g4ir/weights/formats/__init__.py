@@ -15,7 +15,7 @@ from .fp4 import read_modelopt
 from .gptq import read_awq, read_gptq
 from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
-#: what describes files of ModelOpt that config.json does not
+#: ModelOpt's file, which describes checkpoints without `quantization_config`
 MODELOPT = "hf_quant_config.json"
 #: quant_method -> reader (config tree, files) -> quantised tensors
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
@@ -37,7 +37,8 @@ def is_coded(config: Path) -> bool:
 
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
-    """Return a checkpoint's tensors with its quantised weights, or an error for what is unknown."""
+    """Return a checkpoint's tensors with its quantised weights, or raise an error for an unknown
+    format."""
     tree = read_json(config)
     values, of_mlx = tree.get(KEY), tree.get(MLX_KEY)
     if of_mlx is not None or is_mlx(values):
@@ -48,7 +49,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
     if values is None:
         if not (config.parent / MODELOPT).is_file():
             return QuantisedTensors(files.names, {}, {})
-        config = config.parent / MODELOPT  # older files say it there alone
+        config = config.parent / MODELOPT  # older checkpoints have it only there
         values = read_json(config).get("quantization")
         values = {"quant_method": "modelopt", **values} if isinstance(values, dict) else None
     method = str(values.get("quant_method")) if isinstance(values, dict) else None

@@ -162,8 +162,8 @@ def read_modules(
     take: Callable[[str, dict[str, TensorRef]], ModuleWeight | None],
     unused: Mapping[str, str],
 ) -> QuantisedTensors:
-    """Return a checkpoint's tensors with its quantised weights. `take` makes a module's weight of
-    its tensors by suffix, None if it is not quantised; `unused` suffixes -> why."""
+    """Return a checkpoint's tensors with its quantised weights. `take` returns a module's weight
+    from its tensors by suffix, None if it is not quantised; `unused` suffixes -> why."""
     names: dict[str, TensorRef] = {}
     modules: dict[str, dict[str, TensorRef]] = {}
     ignored: dict[str, str] = {}
@@ -265,8 +265,9 @@ def checked_scales(ref: TensorRef, stored: torch.Tensor, signed: bool = False) -
 def _stored_scales(
     files: Files, ref: TensorRef, shape: tuple[int, ...], grid: ScaleBlocks, signed: bool
 ) -> Part:
-    """Return a reader of scales of rows; one number, no matrix, may serve the whole weight.
-    `signed`: they may be negative, as codes reach farther on one side of 0 (int4, as in GGUF)."""
+    """Return a reader of scales of rows; one number (not a matrix) may scale the whole weight.
+    `signed`: they may be negative, since codes have a larger range on one side of 0 (int4, as in
+    GGUF)."""
     flat = math.prod(grid.shape(shape)) == 1 and ref[1].shape in ((), (1,))
     require(ref, FILE_SCALES, ref[1].shape if flat else grid.shape(shape))
     by_row = grid.block(shape)[0] == 1 and not flat
@@ -312,7 +313,8 @@ def coded_weight(
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> StoredWeight:
-    """Make a weight [.., N, K] of stored codes and scales, these in `dtype`, else the file's."""
+    """Build a weight [.., N, K] from stored codes and scales; `dtype`: of the scales, default the
+    file's."""
     if len(shape) < 2 or not all(shape):
         raise invalid(codes, f"expected a matrix, found {type_text(codes)}")
     group = grid.group(shape)
@@ -390,14 +392,15 @@ def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
 
 #: characters of a pattern and of a tensor's name; patterns of a list
 MAX_PATTERN, MAX_NAME, MAX_PATTERNS = 400, 200, 1000
-#: repetitions, each of which may multiply the cost by the length of a name; ways to take
-#: alternatives and optional parts, fewer by a factor for each repetition
+#: max repetitions of a pattern, each of which may multiply the cost by the length of a name; max
+#: combinations of alternatives and optional parts, divided by a factor for each repetition
 MAX_REPEATS, MAX_WAYS, FEWER = 3, 4096, 8
 #: an escaped character, or a class of characters
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
-#: what begins a group; comments and the flag x, in which others read another pattern, are not taken
+#: start of a group; comments and the flag x are refused, since other regex libraries read them
+#: differently
 _GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"\(\?(#|[a-zA-Z-]*x)")
-#: a repeated group, whose cost may double with each character
+#: a repeated group, which is refused: its cost may double with each character
 _NESTED, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
 _INNER = re.compile(r"\(([^()]*)\)")
 
@@ -440,7 +443,7 @@ Selects = Callable[[str, str], bool]
 
 def selector(names: tuple[str, ...], where: str) -> Selects:
     """Return whether a list of `where` names a module: by its name or class, or by a pattern, which
-    is marked `re:`. WeightsError for a pattern that is not taken."""
+    is marked `re:`. WeightsError for an unsupported pattern."""
     patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
     if len(patterns) > MAX_PATTERNS:
         msg = f"{len(patterns)} patterns, at most {MAX_PATTERNS}"

@@ -58,7 +58,7 @@ READ = {
 OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
 WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
 ZERO, INDEX, GLOBAL = ".weight_zero_point", ".weight_g_idx", ".weight_global_scale"
-#: format -> strategy and group size that it has alone
+#: format -> its only strategy and group size
 FIXED = {NVFP4: ("tensor_group", NVFP4_GROUP), MXFP4: ("group", MXFP4_GROUP)}
 ACTIVATIONS = (
     *(
@@ -73,7 +73,7 @@ ACTIVATIONS = (
 SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, GLOBAL)
 #: format -> tensors of its codes, otherwise `weight`
 CODE_SUFFIXES = {PACKED: (WORDS, SHAPE), NVFP4: (WORDS, GLOBAL), MXFP4: (WORDS,)}
-#: modules that are no Linear, by the end of their name
+#: modules that are not Linear, by suffix of their names
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NOT_ROUNDED = "a scale of activations or caches, which are not rounded"
 
@@ -265,7 +265,7 @@ def _weight(
 def _packed(
     files: Files, parts: Mapping[str, TensorRef], args: QuantArgs, grid: ScaleBlocks
 ) -> StoredWeight:
-    """Return a weight of 1 to 8 bits in words of 32, in as few bits as there is a format for."""
+    """Return a weight of 1 to 8 bits in words of 32, in the smallest format that has the bits."""
     codes, bits = parts[WORDS], args.num_bits
     require(codes, ["I32"])
     require(parts[SHAPE], ["I64", "I32"], (len(codes[1].shape),))

@@ -27,8 +27,8 @@ PIECE = 1 << 18
 @dataclass(frozen=True)
 class BlockFormat:
     """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]. `dense`:
-    the values of blocks, of which codes and scales are an approximation; None: they are exact.
-    `together`: blocks that make a block of codes."""
+    dequantises blocks, if codes and scales only approximate them; None: they are exact. `together`:
+    number of GGUF blocks in a block of codes."""
 
     scheme: Scheme
     codes: Part
@@ -139,8 +139,8 @@ CODED = {
 }
 
 
-#: types without codes of ours -> format and group of the least error (on random blocks) among
-#: those of at most one bit a weight more
+#: types that no format of ours represents exactly -> format and group with the smallest error (on
+#: random blocks) among those with at most one more bit per weight
 _REQUANTISED = {
     "IQ1_S": ("int2", 32),
     "IQ1_M": ("uint2", 256),
@@ -180,7 +180,8 @@ CODED |= REQUANTISED
 
 
 def relative_error(kind: str, blocks: torch.Tensor) -> float:
-    """Return the rms of what a type's codes lose of some blocks, relative to that of the values."""
+    """Return the rms error of quantising some blocks of a type again, relative to the rms of their
+    values."""
     coded = CODED[kind]
     meant = coded.dequantize(blocks)
     held = dequantize_codes(coded.codes(blocks), coded.scales(blocks), torch.float32)

@@ -53,14 +53,14 @@ from .container import (
 log = logging.getLogger(__name__)
 
 READ = (*FLOATS, *CODED)
-#: blocks of which the error of a type is measured
+#: number of blocks on which the error of a type is measured
 SAMPLE = 256
 Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
 
 def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
-    """Open a file as a checkpoint; reads no tensor data but norms. Weights that graphs do not take
-    quantised are dequantised to `dtype`."""
+    """Open a file as a checkpoint; reads no tensor data but norms. Weights that graphs cannot read
+    as codes are dequantised to `dtype`."""
     shapes = text_tensors(spec) | (media_tensors(spec, ()) if spec.drafter else {})
     live, ignored, problems = _sorted(file, spec, shapes)
     names = checkpoint_names(spec.text.num_hidden_layers, architecture(file))
@@ -85,7 +85,8 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
 
 
 def _log_errors(file: Container, live: Mapping[str, Tensors], files: Files) -> None:
-    """Log once for each type that is quantised again how, and the error of its first blocks."""
+    """Log, once for each type that is quantised again, the new format and the error on its first
+    blocks."""
     first = {t.stored.name: t for ts in live.values() for t in ts if t.stored.name in REQUANTISED}
     for kind, t in first.items():
         scheme = CODED[kind].scheme

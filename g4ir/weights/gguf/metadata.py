@@ -1,6 +1,6 @@
 """Converts a GGUF file's metadata to a spec (through a Hugging Face config) and to an engine's side
 files: tokenizer.json as transformers builds Gemma's (models/gemma/tokenization_gemma.py), the chat
-template, the generation defaults. What no key states is derived from tensors.
+template, the generation defaults. Facts without a key are derived from tensors.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
 
 
 def _window(keys: _Keys, default: int | None) -> int:
-    """Return the window of sliding layers as a config has it."""
+    """Return the window of sliding layers, in the convention of config.json."""
     window = keys.integer("attention.sliding_window", default)
     if "of" not in keys.rules:
         return window
@@ -219,7 +219,7 @@ BACKBONE = ("embedding_length_out", "n_embd_backbone")
 
 
 def _drafter(keys: _Keys, text: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a draft model; converters leave its clusters out."""
+    """Return the config of a draft model; converters omit its clusters."""
     size = next((n for n in BACKBONE if keys.get(n) is not None), BACKBONE[0])
     layers = text["num_hidden_layers"]
     if keys.integer("nextn_predict_layers", layers) != layers:
