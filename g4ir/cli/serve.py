@@ -62,7 +62,7 @@ class Serve(Verb):
     tls_cert: str | None = access("TLS certificate chain (PEM)", None, "FILE")
     tls_key: str | None = access("private key of the certificate (PEM)", None, "FILE")
     queue: int = scheduler("maximum number of waiting requests (default 64)", 64, "N")
-    max_gap: float = scheduler("bound of ITL in prefill, 4 x if others wait", 100.0, "MS")
+    max_gap: float = scheduler("bound of ITL in prefill; up to 4 x under load", 100.0, "MS")
     prefix_memory: Size | None = scheduler("prefix cache size in memory; 0: none", None, "BYTES")
     adapter: list[str] = flag(
         "LoRA adapter, for requests to model NAME or MODEL:NAME", (), "NAME=DIR", title="adapters"

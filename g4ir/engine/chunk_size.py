@@ -10,8 +10,9 @@ from __future__ import annotations
 
 #: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
-#: factor of the bound while other requests wait: large chunks take less time in total
-QUEUED = 4.0
+#: factor of the bound for each sequence in decode while other requests wait, and its maximum; at
+#: least 1: large chunks take less time in total, and steps of many sequences take long anyway
+QUEUED_FACTOR, MAX_QUEUED_FACTOR = 0.25, 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
 #: steps with a chunk until one without one is measured again
@@ -32,8 +33,8 @@ class ChunkSize:
         #: seconds of the last two decode steps without a chunk, 0 until measured; steps with one
         #: since
         self._steps_s, self._mixed_steps = (0.0, 0.0), 0
-        #: whether other requests wait for this chunk's prompt
-        self.queued = False
+        #: sequences in decode, if other requests wait behind this chunk's prompt
+        self.queued_rows = 0
 
     @property
     def tokens(self) -> int:
@@ -65,7 +66,7 @@ class ChunkSize:
             self._steps_s, self._mixed_steps = (self._steps_s[1], seconds), 0
             return
         self._mixed_steps += 1
-        gap_s = self.gap_s * (QUEUED if self.queued else 1.0)
+        gap_s = self.gap_s * min(max(self.queued_rows * QUEUED_FACTOR, 1.0), MAX_QUEUED_FACTOR)
         bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # one of two may be disturbed
         if seconds > 0 and (full or seconds > bound):
             change = computed * AIM * bound / seconds / self._size
