@@ -123,8 +123,8 @@ class BackgroundMask:
             pass
         if (took := newest.cpu_s()) > MAX_S:
             raise InputError(
-                f"{self.named}: after {len(generated)} tokens it takes {took:.1f} s of processor "
-                f"time to say which may follow, at most {MAX_S:g}; make it unambiguous"
+                f"{self.named}: the mask of the next token took {took:.1f} s of CPU time after "
+                f"{len(generated)} tokens, at most {MAX_S:g} are allowed; simplify the constraint"
             )
         if newest.error is not None:
             raise newest.error

@@ -220,8 +220,8 @@ class Sampler:
             self._penalise(row)
         if float(row.amax()) == -math.inf:
             raise InputError(
-                f"after {len(self.generated)} tokens none may be chosen: the mask allows none but "
-                f"those that are suppressed or would end it before min_tokens {s.min_tokens}"
+                f"after {len(self.generated)} tokens no token is allowed: the logits mask allows "
+                f"only suppressed tokens, or stop tokens before min_tokens {s.min_tokens}"
             )
         if s.min_p and s.temperature > 0:
             weights = weights_of(row[None], s.temperature)[0]

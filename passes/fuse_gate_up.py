@@ -27,7 +27,7 @@ def _edit(g: Graph, act: Node) -> Edit:
     if None in formats:
         raise NoMatch("a weight is no parameter")
     if formats[0] != formats[1]:
-        raise NoMatch("the weights are not held alike")
+        raise NoMatch("the weights have different formats")
     if any(len(g.readers(n.out)) > 1 for n in (gate, up)):
         raise NoMatch("a projection has another user")
     b, scope = Builder(), gate["w"].name.removesuffix(DENSE).rpartition(".")[0]

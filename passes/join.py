@@ -51,7 +51,7 @@ class _Pair:
         if any(positions.get(v.name, -1) > produced_at for v in n.inputs):  # `after` is slow
             later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}
             if later.intersection(n.inputs):
-                raise NoMatch(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
+                raise NoMatch(f"{n.outputs[0]} depends on {producer.outputs[0]}")
         return Edit(parts, [fused], f"fused with {producer.outputs[0]}")
 
     def joined(self, n: Node, producer: Node) -> Node:
@@ -102,7 +102,7 @@ def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
         )
         if pair is None or producer is None:
             ops = " or ".join(dict.fromkeys(pair.producer for pair in candidates))
-            raise NoMatch(f"{value} is not made by {ops}")
+            raise NoMatch(f"{value} is not a result of {ops}")
         return pair.edit(g, n, producer, positions)
 
     return edit_each(g, g.find(*(pair.reader for pair in pairs)), edit, note)

@@ -56,7 +56,7 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
             if options.form == PLAIN:
                 raise NoMatch("the form `off` keeps K and V")
             if 2 * match.rotated == match.table.attrs["dim"]:
-                raise NoMatch("every dim of K is rotated, so that V says nothing of them")
+                raise NoMatch("every dim of K is rotated, so K does not follow from V")
         except NoMatch as reason:
             note(k, f"left: {reason}")
             continue
@@ -64,7 +64,7 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
         edits.append(([match.write_k, match.write_v], [row, write]))
         edits += [([n], [match.read(n, write)]) for n in readers]
         replaced |= {k: [write], v: []}
-        note(k, f"kept with %{v} as {write['cache']}")
+        note(k, f"cached with %{v} as {write['cache']}")
     if not edits:
         return g
     caches = {name: [w["cache"] for w in writes] for name, writes in replaced.items()}
@@ -157,6 +157,6 @@ def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
         after = {v == w.out for w, v in zip(writes, n.caches, strict=True)}
         chunk, _ = split_chunk(n.chunk, 2)
         if len(after) > 1 or chunk not in ((), tuple(w["new"] for w in writes)):
-            raise NoMatch(f"{n.out} reads K and V of different moments")
+            raise NoMatch(f"{n.out} reads K and V before and after a write")
         if chunk and n.inputs[1:2] != m.table.inputs:
             raise NoMatch(f"{n.out} is at other positions than the rotation")

@@ -67,7 +67,7 @@ def produced_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
     """Return the node that defines a value; NoMatch if it is of another op."""
     n = producer_of(g, v, op)
     if n is None:
-        raise NoMatch(otherwise or f"{v} is not made by {op}")
+        raise NoMatch(otherwise or f"{v} is not a result of {op}")
     return n
 
 

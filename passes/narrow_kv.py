@@ -63,5 +63,5 @@ def _quantised(g: Graph, to: str, note: Note) -> dict[str, Value]:
         if to == OFF or ITEMSIZE[v.type.dtype] <= ITEMSIZE[to]:
             continue
         caches[v.name] = Value(v.name, quantized_type(v.type, to))
-        note(v.name, f"held as {caches[v.name].type.dtype}")
+        note(v.name, f"cached as {caches[v.name].type.dtype}")
     return caches

@@ -75,7 +75,7 @@ def _resized(v: Value, windows: set[int], slack: int, note: Note) -> Value:
         note(v.name, f"left: it has {v.type.shape[0]} slots already")
         return v
     if not window:
-        note(v.name, "left: its readers see all the past")
+        note(v.name, "left: its readers have no window")
         return v
     note(v.name, f"ring of {window + slack} slots")
     return Value(v.name, v.type.with_shape(window + slack, *v.type.shape[1:]))

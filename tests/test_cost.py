@@ -149,7 +149,7 @@ def test_visible_pairs_against_the_mask(queries: int, held: int, window: int, af
 @given(tokens=st.integers(1, 3000), chunk=st.integers(1, 1500))
 @settings(max_examples=5)
 def test_a_prompt_costs_the_same_in_any_chunks(name: str, tokens: int, chunk: int) -> None:
-    """Where every row is asked for: FLOPs are exact, so they add up. Weights are read again."""
+    """Where every row is an output: FLOPs are exact, so they add up. Weights are read again."""
     g = graph(name, "prefill", True)
     cost, whole = step_costs(g), total(graph_costs(g, S=tokens))
     steps = (Step(1, min(chunk, tokens - at), at) for at in range(0, tokens, chunk))

@@ -260,7 +260,7 @@ def test_what_a_mask_does_is_its_own_rows_affair() -> None:
     rows = {i: Sampler(SamplingParams(allowed=m)) for i, m in enumerate((broken, closed, None))}
     found = sample(logits_of(3, 3), rows)
     assert isinstance(found[0], KeyError) and isinstance(found[2], sampling.Choice)
-    assert isinstance(found[1], InputError) and "none may be chosen" in str(found[1])
+    assert isinstance(found[1], InputError) and "no token is allowed" in str(found[1])
 
 
 def test_stops_wait_for_min_tokens() -> None:

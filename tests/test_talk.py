@@ -77,7 +77,7 @@ def test_a_full_context(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
     turn = talk.say("x" * (ROOM - 100))
     assert turn.finish_reason == "length" and turn.full and talk.held == ROOM + 1
     before = [*talk.messages]
-    with pytest.raises(InputError, match=rf"full: .* [0-9]+ tokens, .* holds {ROOM};.*dropped"):
+    with pytest.raises(InputError, match=rf"full: .* [0-9]+ tokens, .* at most {ROOM};.*dropped"):
         talk.say("more")
     assert talk.messages == before
     talk.clear()
@@ -165,7 +165,7 @@ def test_calls_and_their_answers(talk: ChatSession, monkeypatch: pytest.MonkeyPa
     for i in (0, 1):
         assert [c["id"] for c in talk.open_calls] == [c["id"] for c in turn.calls[i:]]
         talk.answer_call('{"degrees": 7}')
-    with pytest.raises(InputError, match="no call waits"):
+    with pytest.raises(InputError, match="no tool call waits"):
         talk.answer_call("x")
     told = talk.reply()
     assert told.content == "w1_ w2_" and told.counts.cached

@@ -358,7 +358,7 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         pass
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    with pytest.raises(MissingError, match="this torch has no gloo, by which ranks talk"), join():
+    with pytest.raises(MissingError, match="this torch lacks gloo, which ranks"), join():
         pass
 
 

@@ -137,15 +137,15 @@ def _check_programs(
     }
     if files.keys() != texts.keys():
         raise EngineError(
-            f"{folder}: programs of {', '.join(texts)} expected, those of "
-            f"{', '.join(files)} named; build the engine again"
+            f"{folder}: the manifest has programs of {', '.join(files)}, expected "
+            f"{', '.join(texts)}; build the engine again"
         )
     checked: set[tuple[str, str]] = set()
     for name, many in texts.items():
         expected = [compiles and t is not None for t in many]
         if expected != [f is not None for f in files[name]]:
             raise EngineError(
-                f"{folder}: the programs of {name} are not one for each segment; "
+                f"{folder}: the manifest does not have a program for each segment of {name}; "
                 f"build the engine again"
             )
         checked |= {(f, t) for f, t in zip(files[name], many) if f and t}

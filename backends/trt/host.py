@@ -76,8 +76,8 @@ def require_library(
         driver = "" if library.ahead_of_time else ", on Linux with an NVIDIA driver"
         raise MissingError(
             f"--backend trt needs {library.name}, which cannot be imported ({e}): "
-            f"`{library.install}`, with its libraries and builder (the bindings alone do not "
-            f"do){driver}; {INSTEAD}"
+            f"`{library.install}`, with its libraries and builder, not the bindings alone"
+            f"{driver}; {INSTEAD}"
         ) from e
     return probe(trt, library)
 

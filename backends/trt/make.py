@@ -157,7 +157,7 @@ class Make:
         if sum(parts.values()) > memory:
             shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
             raise PlanError(
-                f"the engine that TensorRT made needs {size_text(sum(parts.values()))} on "
+                f"the engine that TensorRT built needs {size_text(sum(parts.values()))} on "
                 f"{self.task.device} ({shares}), which has {size_text(memory)}: build with a "
                 f"smaller --prefill-chunk, --max-batch or --max-seq"
             )

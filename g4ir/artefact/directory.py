@@ -449,7 +449,7 @@ def _check_config(file: Path, m: Manifest) -> None:
     if c.drafter and not c.draft_tokens:
         raise _altered(file, "options.plan_cache.slack: is missing")
     if c.options.of(LatentOptions).keep != layers_read(c.spec, c.drafter):
-        raise _altered(file, "options.latent_kv.keep: is not as drafted from")
+        raise _altered(file, "options.latent_kv.keep: is not the layers that the draft model reads")
 
 
 def _packing_of(path: Path, m: Manifest) -> packings.Packing:

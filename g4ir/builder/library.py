@@ -255,7 +255,7 @@ def _downloaded(absent: AbsentWeights, download: Consent) -> None:
         raise MissingError(f"{absent}; --download does so on the way")
     model_download = look_up(absent.hub_id, absent.revision)
     if not (download is True or download(model_download)):
-        raise MissingError(f"{absent.hub_id} is not downloaded, as was answered")
+        raise MissingError(f"{absent.hub_id} is absent, and its download was declined")
     model_download.fetch()
 
 

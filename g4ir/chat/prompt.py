@@ -207,7 +207,7 @@ class Vocabulary:
         """Raise InputError, without tokenising it, for a text that exceeds `limit` tokens even if
         all were the longest token; texts of up to `cheap` characters are tokenised instead."""
         if characters > cheap and characters > (limit + 1) * self.longest:
-            excess = f"more than {limit} tokens can have, which is what this engine holds"
+            excess = f"more than {limit} tokens can have, the length of the context"
             longest_is = f"its longest token has {self.longest} characters"
             raise InputError(f"{label}: {characters} characters are {excess}: {longest_is}")
 

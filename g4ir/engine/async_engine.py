@@ -106,14 +106,14 @@ class AsyncEngine:
         if self.error is not None:
             raise EngineError(f"{self.engine.path}: the service ended: {self.error}; start another")
         if self._closing:
-            raise BusyError("the service is ending and takes no more requests; ask another one")
+            raise BusyError("the server is shutting down; send requests to another one")
         waiting = [handle for handle in self._running if not handle.started]
         tokens, s = sum(handle.counts.prompt for handle in waiting), self.settings
         full = len(waiting) >= s.waiting or tokens + len(request.tokens) > s.waiting_tokens
         if waiting and full:
             raise BusyError(
-                f"{len(waiting)} requests of {tokens} prompt tokens wait already, of {s.waiting} "
-                f"and {s.waiting_tokens}; try again later"
+                f"the queue is full: {len(waiting)} of {s.waiting} requests, {tokens} of "
+                f"{s.waiting_tokens} prompt tokens; try again later"
             )
 
     def _run(self) -> None:

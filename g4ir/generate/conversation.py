@@ -177,7 +177,7 @@ class ChatSession:
         part = {"type": "text", "text": f"{path.name}\n{fence}\n{text}\n{fence}\n\n"}
         tokens = self.vocabulary.plain(part["text"])
         if len(tokens) > max_seq:
-            raise InputError(f"{path}: {len(tokens)} tokens, and the engine holds {max_seq}")
+            raise InputError(f"{path}: {len(tokens)} tokens, and the context has {max_seq}")
         self.attached.append(part)
         return len(tokens)
 
@@ -269,7 +269,7 @@ class ChatSession:
     def answer_call(self, text: str) -> None:
         """Set the result of the first open call: JSON or any text."""
         if not self.open_calls:
-            raise InputError("no call waits for an answer")
+            raise InputError("no tool call waits for a result")
         self.messages.append(_call_answer(self.open_calls[0], text))
 
     def leave_calls(self) -> None:
@@ -364,9 +364,9 @@ class ChatSession:
         remaining = max_seq + 1 - len(tokens)  # the last token is never written
         if remaining < 1:
             raise InputError(
-                f"the context is full: this would be {len(tokens)} tokens, and the engine holds "
-                f"{max_seq}; nothing was dropped: begin anew, say less, or build with a larger "
-                f"--max-seq"
+                f"the context is full: this would be {len(tokens)} tokens, of at most {max_seq}; "
+                f"nothing was dropped: start a new conversation, shorten the message, or build "
+                f"with a larger --max-seq"
             )
         count = min(int(self.settings.get("max_new_tokens", remaining)), remaining)
         marks = self.vocabulary.marks(tokens, self.system is not None)

@@ -15,7 +15,7 @@ COLLECTIVES = ("all_reduce", "all_gather")
 
 
 def _alone(op: str, b: Any, xs: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
-    require(ranks == 1, f"{op}: a rank of {ranks} alone has not what the others computed")
+    require(ranks == 1, f"{op}: one of {ranks} ranks alone lacks the tensors of the others")
     return tuple(b.emit("scale", x, value=1.0) for x in xs)
 
 

@@ -258,7 +258,7 @@ class Group:
     def _watched(self) -> Iterator[None]:
         """Context that converts the failure of a collective to a RankError with the lost ranks."""
         if self.broken:
-            raise self.lost or RankError(f"rank {self.rank}: a step with the others failed before")
+            raise self.lost or RankError(f"rank {self.rank}: an earlier collective failed")
         try:
             yield
         except RuntimeError as e:
@@ -347,7 +347,7 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        raise MissingError("this torch has no gloo, by which ranks talk; install one that has")
+        raise MissingError("this torch lacks gloo, which ranks communicate by; install one with it")
     on_gpus = launch.local < torch.cuda.device_count() and dist.is_nccl_available()
     if on_gpus:
         torch.cuda.set_device(launch.local)
@@ -358,7 +358,7 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
         named = dist.PrefixStore("g4ir", store)
         dist.init_process_group(backend, store=named, rank=rank, world_size=ranks, timeout=wait)
     except (dist.DistStoreError, dist.DistNetworkError) as e:
-        raise RankError(f"{who}: not all came within {timeout_s:g} s: {_first(e)}") from e
+        raise RankError(f"{who}: not all ranks joined within {timeout_s:g} s: {_first(e)}") from e
     except (RuntimeError, ValueError) as e:
         why = f"{who}: the ranks cannot reach each other: {_first(e)}"
         fix = "GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"

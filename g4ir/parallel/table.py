@@ -151,7 +151,7 @@ class Sharding:
         if self.ep and self.ranks == 1:
             raise InputError("--ep needs --tp N, of 2 at least: one rank has all experts")
         if self.ep and not self.spec.text.moe:
-            raise InputError(f"--ep: {self.spec.name} has no experts to share out; leave it out")
+            raise InputError(f"--ep: {self.spec.name} has no experts to divide; leave it out")
         if uneven := self._uneven(self.ranks):
             max_ranks = self.spec.text.num_attention_heads
             fine = ", ".join(str(n) for n in range(1, max_ranks + 1) if not self._uneven(n))

@@ -37,7 +37,7 @@ class Gpu:
     @property
     def roof(self) -> Roof:
         if self.bytes_per_s is None:
-            raise InputError(f"GPU {self.name}: a size says nothing of speed: name a card")
+            raise InputError(f"GPU {self.name}: a size of memory has no speed: name a card")
         if self.bf16_flops_per_s is None:
             raise InputError(f"GPU {self.name}: its FLOP/s are not published: name another card")
         return Roof(self.bytes_per_s, self.bf16_flops_per_s, self.name)
@@ -120,7 +120,7 @@ def find_gpu(text: str) -> Gpu:
         return matches[0]
     if matches:
         names = " or ".join(g.name for g in matches)
-        raise InputError(f"GPU {text[:40]!r} may be {names}: say which")
+        raise InputError(f"GPU {text[:40]!r} is ambiguous: {names}")
     if not re.match(r"\s*[0-9.+-]", text):
         known = "expected a size such as 24GiB, or a card of `g4ir plan --help`"
         raise InputError(f"unknown GPU {text[:40]!r}: {known}{did_you_mean(text, GPUS)}")

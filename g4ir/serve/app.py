@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 ALIVE_S, LOOK_S = 10.0, 1.0
 #: alias that accepts any model name
 ANY_NAME = "*"
-#: minimum bytes of a large body
+#: bytes from which on bodies are parsed one at a time, to bound memory
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
 Requests = tuple[ServedRequest, ...]

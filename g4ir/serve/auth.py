@@ -79,7 +79,7 @@ class Auth:
         try:
             return await asyncio.wait_for(self._read(request), self.body_s)
         except asyncio.TimeoutError:
-            raise Refused(408, f"the body did not come within {self.body_s:g} seconds") from None
+            raise Refused(408, f"the body took longer than {self.body_s:g} seconds") from None
         except ClientDisconnect:
             raise Refused(499, "the client went away") from None
 

@@ -101,7 +101,7 @@ def judge(schema: Mapping[str, Any]) -> tuple[str, list[str]]:
 @lru_cache(maxsize=4096)
 def log_dropped(line: str) -> None:
     """Log a dropped constraint, once: agents resend the same schemas."""
-    log.warning("a constraint of a schema is not kept: %s", line[-300:])
+    log.warning("a schema constraint is not enforced: %s", line[-300:])
 
 
 @dataclass

@@ -240,8 +240,8 @@ class Prompts:
         if not tokens:
             raise bad(name, "is empty; give at least one token")
         if len(tokens) + count - 1 > max_seq:  # the last token is never written to the KV cache
-            sizes = f"the prompt has {len(tokens)} tokens, and {count} new ones are asked for"
-            message = f"{name}: {sizes}; this engine holds {max_seq} tokens"
+            sizes = f"the prompt has {len(tokens)} tokens, and {count} new ones are requested"
+            message = f"{name}: {sizes}; the context has {max_seq} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")
         return replace(
             request,

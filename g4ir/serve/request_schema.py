@@ -442,7 +442,7 @@ def _check_choice(fields: Mapping[str, Any]) -> None:
     if forced and formed:
         raise bad(formed.field, "cannot be combined with a forced call")
     if formed and fields.get("continue_final_message"):
-        raise bad(formed.field, "holds whole answers: it cannot go on from a message that is begun")
+        raise bad(formed.field, "constrains full answers, and so does not continue a message")
     if formed and formed.kind != JSON and tools and choice.mode != "none":
         raise bad(formed.field, 'cannot be combined with tools; give tool_choice "none"')
     for name in ("ignore_eos", "min_tokens"):

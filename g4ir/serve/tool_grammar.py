@@ -79,7 +79,7 @@ def grammar_of(
     """Return the grammar of an answer that is one function call, or `many`; or, if given, JSON of
     the schema `content`. `controls`: ids of control tokens."""
     if absent := next((c for c in (CALL, CALL_END, QUOTE) if c not in controls), None):
-        raise missing("tools", f"the tokenizer of this model has no {absent}: it makes no calls")
+        raise missing("tools", f"the tokenizer lacks {absent}, which tool calls need")
     rules = _Rules({c: f"<[{i}]>" for c, i in controls.items()})
     begin, end = rules.marks[CALL], rules.marks[CALL_END]
     calls = " | ".join(_call(rules, f) for f in functions)

@@ -173,9 +173,9 @@ def check_private(folder: Path) -> None:
 
 def _exposed(path: Path, problem: str, mend: str) -> TrustError:
     return TrustError(
-        f"{path} {problem}, so what lies in it cannot be believed: "
-        f"`{mend} {shlex.quote(str(path))}`, and remove what you do not know in it (or give "
-        f"XDG_CACHE_HOME and XDG_STATE_HOME folders of your own)"
+        f"{path} {problem}, so its files cannot be trusted: "
+        f"`{mend} {shlex.quote(str(path))}`, and remove unknown files from it (or set "
+        f"XDG_CACHE_HOME and XDG_STATE_HOME to folders of your own)"
     )
 
 

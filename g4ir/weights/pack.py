@@ -479,7 +479,7 @@ class UnpackedWeights:
         for n in self.prologue.find("dense"):
             if cut := self._cut(n, codes):
                 return cut(self(n.out))
-        raise EngineError(f"{self.path} holds nothing that was made of %{v.name}")
+        raise EngineError(f"{self.path} has no param that was packed from %{v.name}")
 
     def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return a function that slices a weight out of a packed one; None if it is elsewhere."""

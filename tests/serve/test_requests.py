@@ -91,7 +91,7 @@ def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
     body = BASE | {"messages": [{"role": "user", "content": "x" * 700}], "stream": True}
     with served.client() as client:
         error = client.post("/v1/chat/completions", json=body).json()["error"]
-    assert f"holds {MAX_SEQ} tokens" in error["message"] and " 4 new ones" in error["message"]
+    assert f"has {MAX_SEQ} tokens" in error["message"] and " 4 new ones" in error["message"]
     with served.client() as client:
         body = {"prompt": [5] * MAX_SEQ, "max_tokens": 2}
         assert client.post("/v1/completions", json=body).status_code == 400

@@ -93,7 +93,7 @@ def _log_errors(file: Container, live: Mapping[str, Tensors], files: Files) -> N
         raw = files.rows((t.header, t.entry), None).reshape(-1, t.stored.nbytes)[:SAMPLE]
         fmt = FORMATS[scheme.form]
         bits = 8 * fmt.layout.nbytes / fmt.layout.values + 16 * fmt.scales / scheme.group
-        message = "%s: %s is held as %s in groups of %d (%.2f bits a weight), relative error %.3f"
+        message = "%s: %s is stored as %s in groups of %d (%.2f bits a weight), relative error %.3f"
         error = relative_error(kind, raw)
         log.warning(message, file.path, kind, scheme.form, scheme.group, bits, error)
 

@@ -47,7 +47,7 @@ OTHER_NAMES = {
 OF_TOWERS = ("vision.", "audio.", "mm.")
 #: tensors of an encoder's dense layers, and its pooling_type
 DENSE, POOLED_BY_MEAN = ("dense_2.weight", "dense_3.weight"), 1
-#: windows of encoders are stored with both sides
+#: encoders whose files store the window as the sum of both sides
 BOTH_WAYS = 2
 UNROTATED = 1e30
 MAX_PAIRS = 1 << 15
