@@ -261,14 +261,37 @@ def test_gradients_of_a_module_are_those_of_transformers(name: str) -> None:
         assert (g - wanted[n]).abs().max() <= AGREES * max(1.0, float(wanted[n].abs().max())), n
 
 
+@pytest.mark.parametrize(
+    ("against", "dtype"),
+    [("reference", "float32"), *([("hf", d) for d in ("float32", "bfloat16")] * HAS_SECOND)],
+)
+def test_verify_with_media(
+    against: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text with each kind of media; towers beside the interpreter's, or transformers' own."""
+    with build(NAMES[1], tmp_path / "e", dtype=dtype) as engine:
+        report: Any = verify_engine(engine, against)
+        rows = dict(line.split(maxsplit=1) for line in report.text().splitlines()[1:-1])
+        assert report.ok and {*KINDS} <= rows.keys() and report.kinds == KINDS
+        assert len(report.positions) == 2 * (8 + 3) and report.turns[8:] == (70, 136, 58)
+        if dtype == "float32":
+            assert all(float(rows[kind].split()[0]) < AGREES for kind in KINDS)
+        plain = engine.runtime.encode
+        wrong = lambda tower, feeds: 1.2 * plain(tower, feeds)  # noqa: E731
+        monkeypatch.setattr(engine.runtime, "encode", wrong)
+        report = verify_engine(engine, against)
+        assert not report.ok and "%soft" in report.first_difference
+
+
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.full)])
 def test_verify(name: str, tmp_path: Path) -> None:
     against = "hf" if name == NAMES[0] or HAS_SECOND else "reference"
     with build(name, tmp_path / "narrow", dtype="bfloat16", quant="int8") as engine:
         report = verify_engine(engine, against)
-        assert report.ok and len(report.positions) == 16 and "16 of 16" in report.text()
+        count = 2 * (8 + 3 * (name == NAMES[1]))
+        assert report.ok and f"{count} of {count} within" in report.text()
         assert bool(report.float64) == (against == "hf")
-    with build(name, tmp_path / "plain", dtype="float32") as engine:
+    with build(name, tmp_path / "plain", dtype="float32", media="none") as engine:
         param = next(p for p in engine.program.params() if p.startswith("L1.norm_ffn"))
         report = verify_engine(changed(engine, {param: lambda t: t + 0.3 * t.flip(0)}))
         assert not report.ok

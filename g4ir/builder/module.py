@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ import torch
 from g4ir.artefact.directory import MANIFEST
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
+from g4ir.model.media import AUDIO, IMAGE, VIDEO
 from g4ir.model.names import HEAD
 from g4ir.ops.base import upcast
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.spec.record import Spec, load_spec, need_model, spec_names
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.origin import existing_origin, find_model
+from g4ir.weights.origin import GgufFile, Origin, existing_origin, find_model
 from g4ir.weights.random import random_weights as drawn_weights
+from g4ir.weights.write import write_checkpoint
 
 from .export import engine_weights
 from .load import open_for_weights
@@ -99,6 +102,25 @@ def refusals_of_transformers(name: str) -> Iterator[None]:
         raise InputError(f"transformers cannot load {name}: {' '.join(str(e).split())}") from e
 
 
+def load_published(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM") -> Any:
+    """Return a checkpoint as a class of transformers loads it, in eval mode."""
+    import transformers
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with refusals_of_transformers(str(folder)):
+            model = getattr(transformers, kind).from_pretrained(
+                folder, dtype=torch_dtype(dtype), attn_implementation="eager"
+            )
+        return model.eval()
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
 def text_model(
     spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attention: str
 ) -> Any:
@@ -137,6 +159,30 @@ def text_model(
     return model.to(device)
 
 
+def encoder_with_towers(engine: Engine, origin: Origin | None, text: Any) -> Any:
+    """Return the transformers model of an encoder's engine with its towers, around a text model; on
+    weights of a checkpoint, or of the engine's seed. None for an engine without media, and for a
+    GGUF file."""
+    if not (engine.spec.embedding and engine.media.kinds) or isinstance(origin, GgufFile):
+        return None
+    with TemporaryDirectory() as folder:
+        path = origin.path if origin else Path(folder, "random")
+        if not origin:
+            source = drawn_weights(engine.spec, engine.facts.seed or 0, torch_dtype(engine.dtype))
+            write_checkpoint(path, engine.spec, source, media=engine.media.kinds)
+        model = load_published(path, engine.dtype, "AutoModel")
+    model.language_model = text.model
+    return model
+
+
+#: kind -> argument of transformers' models -> input of a tower
+MEDIA_ARGUMENTS = {
+    IMAGE: {"pixel_values": "patches", "image_position_ids": "positions"},
+    VIDEO: {"pixel_values_videos": "patches", "video_position_ids": "positions"},
+    AUDIO: {"input_features": "features", "input_features_mask": "mask"},
+}
+
+
 class EncoderModule(torch.nn.Module):
     """transformers' text model (`model`), and what sentence-transformers computes after it: the
     mean over the tokens of a text, dense layers without bias (`model.dense`), and the L2 norm."""
@@ -161,6 +207,19 @@ class EncoderModule(torch.nn.Module):
         [B, S], 0 for padding, which is at the end of a text."""
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self.pooled(hidden, mask)
+
+    def with_media(self, whole: Any, input_ids: Any, kind: str, feeds: Any) -> torch.Tensor:
+        """Return `forward` of ids with placeholders of one medium; `whole`: see
+        `encoder_with_towers`, `feeds`: the inputs of the medium's tower."""
+        names = {name: feeds[own] for name, own in MEDIA_ARGUMENTS[kind].items()}
+        if kind == VIDEO:
+            names["num_frames_per_video"] = torch.tensor([1])
+        hidden = whole(input_ids=input_ids, **names).last_hidden_state
+        return self.pooled(hidden, torch.ones_like(input_ids))
+
+    def pooled(self, hidden: Any, mask: Any) -> torch.Tensor:
+        """Return the embeddings of texts by their hidden states [B, S, hidden_size]."""
         weights = mask.to(upcast(hidden).dtype).unsqueeze(-1)
         x = ((upcast(hidden) * weights).sum(1) / weights.sum(1)).to(hidden.dtype)
         for layer in self.model.dense:

@@ -1,26 +1,34 @@
-"""Compares an encoder's engine with a reference: embeddings of texts, in one chunk and alone, and
-the values of its graph, pass by pass."""
+"""Compares an encoder's engine with a reference: embeddings of texts and media, in one
+chunk and alone, and the values of its graph, pass by pass.
+
+Media are a text with one of each kind. The interpreter, which has no towers here, gets the soft
+tokens that it computes of a tower's graph, and so does the engine; transformers has its own towers,
+and the engine too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
-from g4ir.engine.embeddings import packed_inputs
+from g4ir.engine.embeddings import EncoderTokens, packed_inputs
 from g4ir.engine.engine import Engine
 from g4ir.ir.distance import Anchor, compare_rows, row_errors, tolerance_of
 from g4ir.model.encoder import ENCODE
+from g4ir.model.media import placeholders
 from g4ir.ui.progress import Progress
 
 from .compare import compare_stage
 from .hf import float64_model, other_attention
-from .peers import EnginePeer, Peer
+from .items import run_tower, smallest_items
+from .media import compare_tower
+from .peers import EnginePeer, HfPeer, Peer
 from .reference import coarse, float64_engine, reference_engine
 from .report import VerifyReport, positions_of
-from .stage_report import engine_name
+from .stage_report import Difference, engine_name
 from .stages import GraphStep, stored_stage
 from .tokens import chosen_tokens, random_ids, window_of
 
@@ -28,6 +36,8 @@ Tensor = torch.Tensor
 Texts = Sequence[Sequence[int]]
 #: tokens of random texts, at most; the longest are a little longer than the window
 MAX_TOKENS = 600
+#: tokens of text before a medium, and after it
+AROUND = 5
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,25 @@ class EmbeddingsReport(VerifyReport):
     others and alone."""
 
     ROWS: ClassVar = ("embeddings", "text", "texts")
+    #: kinds of media, of which the last texts have one each
+    kinds: tuple[str, ...] = ()
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield from super()._rows()
+        for i, kind in enumerate(self.kinds, len(self.turns) - len(self.kinds)):
+            worst = max(p.relative for p in self.positions if p.at == i)
+            yield kind, f"{worst:>12.2e}{i:>10}, relative"
+
+
+@dataclass(frozen=True, eq=False)
+class MediaText(EncoderTokens):
+    """Token ids with placeholders of a medium, and its soft tokens by the interpreter."""
+
+    item: Any = None
+
+
+Input = Sequence[int] | MediaText
+Embed = Callable[[Sequence[Input]], Tensor]
 
 
 def chosen_texts(engine: Engine, tokens: Sequence[int] | None) -> list[list[int]]:
@@ -53,26 +82,47 @@ def chosen_texts(engine: Engine, tokens: Sequence[int] | None) -> list[list[int]
     return [t.tolist() for t in ids.split(lengths)]
 
 
-def verify_texts(engine: Engine, peer: Peer, texts: Texts, progress: Progress) -> VerifyReport:
-    """Compare the embeddings of texts with a peer's, and the values inside with the interpreter's;
-    in 16 bits against transformers also the graphs with it in float64."""
+def media_texts(engine: Engine) -> tuple[list[MediaText], list[Difference]]:
+    """Return a text with each kind of media, and the first difference of each of the engine's
+    towers from the interpreter's."""
+    texts, first, ids = list[MediaText](), list[Difference](), placeholders(engine.spec.tokens)
+    for item in smallest_items(engine, every=True):
+        part, soft = compare_tower(engine, item)
+        around = random_ids(engine, (2 * AROUND,)).tolist()
+        whole = [*around[:AROUND], *[ids[item.kind]] * item.rows, *around[AROUND:]]
+        texts.append(MediaText(whole, (soft,), item))
+        first += [part.report.first] if part.report.first else []
+    return [text for text in texts if len(text) <= engine.limits.max_seq], first
+
+
+def verify_texts(
+    engine: Engine, peer: Peer, texts: Texts, progress: Progress, with_media: bool = False
+) -> VerifyReport:
+    """Compare the embeddings of texts, and of media, with a peer's, and the values inside with the
+    interpreter's; in 16 bits against transformers also the graphs of texts with it in float64."""
+    towered = not isinstance(peer, EnginePeer)
+    progress("towers beside the interpreter's")
+    media, wrong = media_texts(engine) if with_media else ([], [])
+    media = [] if isinstance(peer, HfPeer) and not peer.whole else media
     embed, *other_modes = _peer_modes(peer)
-    got, alone = (_embeddings(engine, company)(texts) for company in (True, False))
-    progress(f"{len(texts)} texts through {peer.name}")
-    want, graphs = embed(texts), list[float]()
+    inputs: list[Input] = [*texts, *media]
+    got, alone = (_embeddings(engine, company, towered)(inputs) for company in (True, False))
+    progress(f"{len(inputs)} texts through {peer.name}")
+    want, graphs = embed(inputs), list[float]()
 
     def anchor() -> Anchor:
-        progress(f"{len(texts)} texts through {peer.name} in float64")
-        other, exact = (mode(texts) for mode in other_modes)
+        progress(f"{len(inputs)} texts through {peer.name} in float64")
+        other, exact = (mode(inputs) for mode in other_modes)
         if not isinstance(peer, EnginePeer):
-            same = row_errors(_embeddings(float64_engine(engine))(texts), exact)
+            rows = _embeddings(float64_engine(engine))(texts)
+            same = row_errors(rows, exact[: len(texts)])
             limit = tolerance_of("f32", peer.name, *coarse(engine)).relative or 0.0
             graphs.extend((float(same.relative.max()), limit))
         return Anchor("float64", exact, [other])
 
     def rounding() -> float:
         plain, exact = (f(engine) for f in (reference_engine, float64_engine))
-        errors = row_errors(_embeddings(plain)(texts), _embeddings(exact)(texts))
+        errors = row_errors(_embeddings(plain)(inputs), _embeddings(exact)(inputs))
         return float(errors.relative.max())
 
     tolerance = tolerance_of(engine.dtype, peer.name, *coarse(engine))
@@ -83,26 +133,38 @@ def verify_texts(engine: Engine, peer: Peer, texts: Texts, progress: Progress) -
     progress("values inside beside the interpreter's")
     step = encode_step(engine, texts, embedded=True)
     first = compare_stage(stored_stage(engine, reference), None, [[step]], engine).first
+    wrong += [first] if first else []
     return EmbeddingsReport(
         engine_name(engine),
         peer.name,
         sides[0].tolerance,
-        tuple(map(len, texts)),
-        tuple(p for side in sides for p in positions_of(range(len(texts)), side)),
+        tuple(map(len, inputs)),
+        tuple(p for side in sides for p in positions_of(range(len(inputs)), side)),
         float64=(graphs[0], graphs[1]) if graphs else None,
-        first_difference=first.line() if first else None,
+        first_difference=wrong[0].line() if wrong else None,
+        kinds=tuple(text.item.kind for text in media),
     )
 
 
-def _embeddings(engine: Engine, company: bool = True) -> Callable[[Texts], Tensor]:
-    """Return a function that embeds texts, in one chunk or each alone."""
-    embedder = engine.embedder
-    return (
-        embedder.embed if company else lambda texts: torch.cat([embedder.embed([t]) for t in texts])
-    )
+def _embeddings(engine: Engine, company: bool = True, towered: bool = False) -> Embed:
+    """Return a function that embeds texts, in one chunk or each alone; `towered`: media through the
+    engine's own towers."""
+
+    def tokens(text: Input) -> EncoderTokens:
+        if not isinstance(text, MediaText):
+            return EncoderTokens([*text])
+        return replace(text, soft=(run_tower(engine, text.item),)) if towered else text
+
+    def embed(texts: Sequence[Input]) -> Tensor:
+        out = torch.empty(len(texts), engine.spec.embedding_size)
+        for rows, vectors in engine.embedder.encode([*map(tokens, texts)]):
+            out[rows] = vectors
+        return out
+
+    return embed if company else lambda texts: torch.cat([embed([t]) for t in texts])
 
 
-def _peer_modes(peer: Peer) -> tuple[Callable[[Texts], Tensor], ...]:
+def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
     """Return a peer's embeddings of texts, those of its other mode, and those in float64."""
     if isinstance(peer, EnginePeer):
         engine = peer.engine
@@ -110,17 +172,25 @@ def _peer_modes(peer: Peer) -> tuple[Callable[[Texts], Tensor], ...]:
     model = peer.model
 
     @torch.no_grad()
-    def embed(texts: Texts) -> Tensor:
-        ids = [torch.tensor([t], device=model.model.device) for t in texts]
-        return torch.cat([model(x).cpu() for x in ids])
+    def embedding(text: Input, whole: Any = peer.whole) -> Tensor:
+        if not isinstance(text, MediaText):
+            row: Tensor = model(torch.tensor([text], device=model.model.device))
+        else:
+            row = model.with_media(whole, torch.tensor([text.ids]), text.item.kind, text.item.feeds)
+        return row.cpu()
 
-    def other(texts: Texts) -> Tensor:
+    def embed(texts: Sequence[Input]) -> Tensor:
+        return torch.cat([*map(embedding, texts)])
+
+    def other(texts: Sequence[Input]) -> Tensor:
         with other_attention(model.model):
             return embed(texts)
 
-    def exact(texts: Texts) -> Tensor:
+    def exact(texts: Sequence[Input]) -> Tensor:
         with float64_model(model.model):
-            return embed(texts)
+            rows = [embedding(text) for text in texts if not isinstance(text, MediaText)]
+        whole = peer.whole and deepcopy(peer.whole).float()  # towers mix dtypes in float64
+        return torch.cat([*rows, *(embedding(text, whole).double() for text in texts[len(rows) :])])
 
     return embed, other, exact
 

@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count, islice
+from pathlib import Path
 
 import torch
 
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.errors import InputError
 from g4ir.generate.tokenizer import Codec
+from g4ir.ui.files import read_table
 from g4ir.ui.units import count_text
 
 from .tokens import random_ids
 
 #: depths of the needles, as shares of the document
 DEPTHS = tuple((2 * i + 1) / 20 for i in range(10))
-#: words of the sentences between them. The numbers of words have no common divisor, so that
-#: sentence i takes word i of each list and none repeats within 5040 of them
-WORDS = [
-    [f" {word.strip()}" for word in line.split("|")]
-    for line in (
-        "The baker|A sailor|Her uncle|The teacher|My neighbour|A doctor|The painter",
-        "counted|painted|sold|found|repaired|carried|described|forgot|cleaned",
-        "red lamps|small boats|chairs|letters|apples|maps|silver coins|blue doors",
-        "near the river.|in the market.|before the storm.|after lunch.|on the hill.|in May."
-        "|at the station.|by the wall.|with a friend.|for nothing.|in the rain.",
-    )
-]
-CITIES = ["Oslo", "Lima", "Cairo", "Quito", "Turin", "Delhi", "Perth", "Kyoto", "Accra", "Porto"]
+#: words of the sentences between them, and what needles are about
+WORDS, CITIES = read_table(Path(__file__).with_suffix(".yaml")).values()
 #: tokens of a key, of a value and of a sentence, for engines without a tokenizer
 RANDOM_KEY, RANDOM_VALUE, RANDOM_SENTENCE = 6, 3, 12
 #: a context is at least so many times as long as its needles
@@ -91,7 +82,7 @@ def _parts(engine: Engine) -> tuple[tuple[Needle, ...], Iterator[list[int]]]:
         encode, codes = Codec(engine).plain, range(4817, 9999, 317)
         facts = ((f" The pass code of {city} is", f" {code}.") for city, code in zip(CITIES, codes))
         pairs = [(encode(key), encode(value)) for key, value in facts]
-        texts = ("".join(words[i % len(words)] for words in WORDS) for i in count())
+        texts = ("".join(f" {words[i % len(words)]}" for words in WORDS) for i in count())
         sentences = (encode(text) for text in texts)
     needles = (Needle(d, tuple(key), tuple(value)) for d, (key, value) in zip(DEPTHS, pairs))
     return tuple(needles), sentences

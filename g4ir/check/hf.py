@@ -17,7 +17,7 @@ import torch
 
 from g4ir.artefact.directory import LinkedWeights, MergedWeights
 from g4ir.builder.load import open_weights
-from g4ir.builder.module import refusals_of_transformers, text_model
+from g4ir.builder.module import load_published, text_model
 from g4ir.builder.sources import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
@@ -96,25 +96,20 @@ def last_row(model: Any) -> Any:
     return torch.tensor([-1]) if fails else 1
 
 
-def checkpoint_path(engine: Engine, checkpoint: str | Path | None, caller: str) -> Path:
-    """Return `checkpoint`, or the one that the engine refers to, or that of the local hub cache.
-    InputError, which names the caller, if there is none."""
+def hf_origin(engine: Engine, checkpoint: str | Path | None, caller: str) -> Origin | None:
+    """Return the checkpoint for a transformers model: `checkpoint`, or the one that the engine
+    refers to, or that of the local hub cache; None for weights of the engine's seed. InputError,
+    which names the caller, if there is none."""
+    if checkpoint is None and engine.facts.seed is not None:
+        return None
     weights = engine.facts.weights
     linked = weights.path if isinstance(weights, LinkedWeights) else None
-    path = checkpoint or linked or snapshot_of(engine.spec)
-    if not path:
+    if not (path := checkpoint or linked or snapshot_of(engine.spec)):
         raise InputError(
             f"{caller}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR, "
             f"or build it again if its weights were random"
         )
-    return Path(path)
-
-
-def hf_origin(engine: Engine, checkpoint: str | Path | None, caller: str) -> Origin | None:
-    """Return the checkpoint for a transformers model; None for weights of the engine's seed."""
-    if checkpoint is None and engine.facts.seed is not None:
-        return None
-    origin = find_origin(checkpoint_path(engine, checkpoint, caller))
+    origin = find_origin(path)
     agreed_spec(engine.spec, origin, bool(engine.media.kinds))
     return origin
 
@@ -153,7 +148,7 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
     )
     if plain:
         assert origin
-        model = _load_hf(origin.path, engine.dtype)
+        model = load_published(origin.path, engine.dtype)
     else:
         model = hf_model(engine, origin, attention="eager")
     if engine.config.quant and (plain or not engine.config.quant.from_checkpoint):
@@ -164,24 +159,6 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
             for name in engine.config.quant.schemes(weights_of(engine.spec)):
                 params[checkpoint_name(name)].copy_(engine.param(name))
     return model
-
-
-def _load_hf(directory: Path, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with refusals_of_transformers(str(directory)):
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch_dtype(dtype), attn_implementation="eager"
-            )
-        return model.eval()
-    finally:
-        logging.set_verbosity(level)
-        logging.enable_progress_bar()
 
 
 def round_activations(engine: Engine, model: Any) -> None:

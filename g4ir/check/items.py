@@ -13,6 +13,7 @@ import torch
 from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import sound_settings
 from g4ir.media.audio import Waveform
+from g4ir.media.soft import Soft
 from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
 from .tokens import SEED
@@ -37,18 +38,25 @@ class Item:
     times: tuple[str, ...]
 
 
-def smallest_items(engine: Engine) -> tuple[Item, ...]:
-    """Return an item for the smallest tower of each kind that the engine has."""
+def smallest_items(engine: Engine, every: bool = False) -> tuple[Item, ...]:
+    """Return an item for the smallest tower of each kind that the engine has, or with `every` one
+    for each kind of media."""
     media, out, rng = engine.media, [], np.random.default_rng(SEED)
-    sizes = [(n, IMAGE, {"budget": n}) for n in media.budgets]
+    sizes = [(n, IMAGE, {"budget": n}) for n in media.budgets[:1]]
     sizes += [(n, VIDEO, {}) for n in (media.frame,) if n is not None]
-    if sizes:
-        _, kind, options = min(sizes, key=lambda size: size[0])
+    for _, kind, options in sizes if every else sorted(sizes)[:1]:
         pixels = rng.integers(0, 256, (*SIDES, 3), dtype=np.uint8)
         out.append(_item(engine, kind, pixels if kind == IMAGE else pixels[None], **options))
     if media.lengths:
         out.append(_audio(engine))
     return tuple(out)
+
+
+def run_tower(engine: Engine, item: Item) -> Soft:
+    """Return the soft tokens of an item by the engine's tower."""
+    feeds = {name: t.to(engine.device) for name, t in item.feeds.items()}
+    rows = engine.runtime.encode(item.tower, feeds)[0, : item.rows]
+    return Soft(item.kind, (rows,), item.times)
 
 
 def _audio(engine: Engine) -> Item:

@@ -64,9 +64,8 @@ def verify_engine(
     check_against(against)
     if engine.spec.embedding:
         texts = chosen_texts(engine, tokens)
-        return verify_texts(
-            engine, find_peer(engine, against, checkpoint, progress), texts, progress
-        )
+        peer = find_peer(engine, against, checkpoint, progress)
+        return verify_texts(engine, peer, texts, progress, with_media=tokens is None)
     turns = plan_turns(engine, chosen_tokens(engine, tokens, default_count(engine)))
     peer = find_peer(engine, against, checkpoint, progress)
     report = _compare(engine, peer, turns, progress)

@@ -97,7 +97,7 @@ def check_media(
     parts, softs = list[MediaPart](), list[Soft]()
     for item in smallest_items(engine):
         progress(f"{item.tower} through the engine and through the interpreter")
-        part, soft = _compare_tower(engine, item)
+        part, soft = compare_tower(engine, item)
         parts.append(part)
         softs.append(soft)
     ran = {p.name for p in parts}
@@ -109,7 +109,7 @@ def check_media(
     return MediaReport(tuple(parts), tuple(name for name in graphs if name not in ran))
 
 
-def _compare_tower(engine: Engine, item: Item) -> tuple[MediaPart, Soft]:
+def compare_tower(engine: Engine, item: Item) -> tuple[MediaPart, Soft]:
     """Compare a tower's soft tokens; also return the interpreter's."""
     graph, source = engine.program.graphs[item.tower], engine.runtime.source
     params = {v.name: source.tensor(v.name).to(engine.device) for v in graph.params}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from g4ir.builder.module import need_transformers
+from g4ir.builder.module import encoder_with_towers, need_transformers
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
 from g4ir.ir.distance import Anchor, row_errors
@@ -22,6 +22,7 @@ from .hf import (
     HfSession,
     cache_argument,
     float64_model,
+    hf_origin,
     other_attention,
     round_activations,
     rounding_caches,
@@ -99,6 +100,8 @@ class HfPeer:
     name: ClassVar = "hf"
     model: Any
     caches: Callable[[], Any] | None = None
+    #: an encoder's model with its towers
+    whole: Any = None
 
     @property
     def device(self) -> str:
@@ -165,7 +168,9 @@ def find_peer(
     need_transformers("--against hf")
     model = verified_model(engine, checkpoint, progress)
     round_activations(engine, model)
-    return HfPeer(model, rounding_caches(engine, model))
+    origin = hf_origin(engine, checkpoint, "verify --against hf")
+    whole = encoder_with_towers(engine, origin, model)
+    return HfPeer(model, rounding_caches(engine, model), whole)
 
 
 def find_anchor(

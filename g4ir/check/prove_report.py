@@ -16,12 +16,7 @@ from .prove import Part, Proof
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}
 HEAD = ("cache", "part", "", "s", "result")
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;width:100%}
-td,th{text-align:left;vertical-align:top;padding:.3em .6em;border-bottom:1px solid #8886}
-td:not(:last-child){white-space:nowrap}svg{width:100%;height:auto}
-"""
+STYLE = Path(__file__).with_name("prove.css")
 #: key of a document's buckets -> title of its plot, and the plotted value
 PLOTS = {
     "nll": ("perplexity by position", lambda x: math.exp(min(x, 700))),
@@ -50,14 +45,14 @@ def report_html(proof: Proof) -> str:
     title = f"g4ir prove: {escape(Path(proof.model).name)}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style><h1>{title}</h1><p>{verdict}</p><table>{rows}</table>"
+        f"<style>{STYLE.read_text()}</style><h1>{title}</h1><p>{verdict}</p><table>{rows}</table>"
         f"{_figures(proof.parts)}</html>\n"
     )
 
 
 def _figures(parts: Sequence[Part]) -> str:
     """Return the plots as one SVG: errors, perplexity, divergence, and needles by depth."""
-    errors, read = [p for p in parts if "relative" in p.data], [p for p in parts if _read(p)]
+    errors, read = ([p for p in parts if key in p.data] for key in ("relative", "buckets"))
     figure = new_figure(9, 11)
     axes = figure.subplots(4)
     for p in errors:
@@ -77,10 +72,6 @@ def _figures(parts: Sequence[Part]) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg")
     return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
-
-
-def _read(p: Part) -> bool:
-    return "buckets" in p.data
 
 
 def _label(p: Part) -> str:
