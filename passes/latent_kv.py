@@ -64,7 +64,7 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
         edits.append(([match.write_k, match.write_v], [row, write]))
         edits += [([n], [match.read(n, write)]) for n in readers]
         replaced |= {k: [write], v: []}
-        note(k, f"cached with %{v} as {write['cache']}")
+        note(k, f"cached together with %{v} as {write['cache']}")
     if not edits:
         return g
     caches = {name: [w["cache"] for w in writes] for name, writes in replaced.items()}

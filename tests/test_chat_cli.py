@@ -296,7 +296,7 @@ def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     t.until("Ctrl-D leaves")
     t.ask("hello", "\x1b[2mhm\x1b[0m")
     assert "hi €\r\n" in t.until("\x1b[2m")
-    assert re.search(r"\d tokens/s; .*; \d+ of \d+ tokens are held$", t.until("\x1b[0m"))
+    assert re.search(r"\d tokens/s; .*; context: \d+ of \d+ tokens$", t.until("\x1b[0m"))
     t.ask('"""one', "... ")
     t.type('two"""\r')
     t.until("w1_ w2_\r\n")

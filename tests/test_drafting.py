@@ -218,7 +218,7 @@ def test_costs_of_steps() -> None:
 
 #: what an answer of a server or of a conversation is made to say
 SAID = "abcdef" * 5
-TOLD = re.compile(r"; (\d\.\d\d) tokens a round; ended by")
+TOLD = re.compile(r"; (\d\.\d\d) tokens per step; ended by")
 #: a prompt that a random model repeats pieces of
 PROMPT = "2,5,7,9,5,7,9,5,7,9"
 GREEDY = ("--temperature", "0", "--max-new-tokens", "40")
@@ -235,7 +235,7 @@ def test_run_tells_its_rounds(folder: Path) -> None:
     want, got = command(*words), command(*words, "--draft", "ngram")
     assert got.code == 0 and got.out == want.out
     told = TOLD.search(got.err)
-    assert told and float(told[1]) > 1 and "tokens a round" not in want.err
+    assert told and float(told[1]) > 1 and "tokens per step" not in want.err
     (told,) = counts(command(*words, "--json", "--draft", "ngram", "--draft-tokens", "2").err)
     drafts = told["drafts"]
     assert drafts["rounds"] < 39 and len(drafts["accepted"]) == 2

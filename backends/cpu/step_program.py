@@ -160,7 +160,7 @@ class Recorder:
             for name in g.last_uses.get(i, ()):
                 self._drop(name)
         if any(self.env[new.name] is not self.env[old] for old, new in g.next.items()):
-            raise NoInstruction("new contents of a cache in other memory")
+            raise NoInstruction("a cache update that is not in place")
         return {v.name: self.env[v.name] for v in g.outputs}
 
     def _watched_values(self, n: Node) -> Iterator[tuple[str, Tensor]]:

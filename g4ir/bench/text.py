@@ -136,7 +136,7 @@ def _workload_text(r: Values) -> str:
     source = w["text"] or "random tokens"
     return (
         f"{r['model_id']}: {w['batch']} x {w['input_len']} tokens in, {w['output_len']} out, "
-        f"{w['context']} held before ({source})"
+        f"{w['context']} cached before ({source})"
     )
 
 

@@ -31,7 +31,8 @@ _ENDS = {_CALL, _CALL_END, *control.END_MARKS}
 _BREAKS = {*_ENDS, control.MARKS[control.CHANNEL]}
 _OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
 _IN_STRING = {_QUOTE: control.MARK, '"': re.compile(rf'["\\]|{control.MARK.pattern}')}
-#: tail of an open string that may not belong to it, and the maximum characters held back
+#: pattern of the tail that is held back while a string is open (see the module), and its maximum
+#: characters
 _TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
 _CLOSERS = {"{": "}", "(": ")", "[": "]"}
 #: Python type -> schema types that accept it; integers and numbers are not distinguished

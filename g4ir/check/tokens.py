@@ -16,7 +16,8 @@ from g4ir.model.media import placeholders
 SEED = 0
 #: single steps at the end of the tokens
 STEPS = 24
-#: max values of logits that are compared at every position; above, those at each turn's end
+#: max number of logits values to compare at every position; if there are more, only the logits at
+#: each turn's end are compared
 EVERY_LOGITS = 1 << 28
 
 

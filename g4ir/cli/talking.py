@@ -142,7 +142,7 @@ def chat_summary(turn: Turn, talk: ChatSession) -> str:
     """Return `answer_summary`, and the tokens of the conversation in the KV cache."""
     max_seq = talk.engine.limits.max_seq
     summary = answer_summary(turn.counts, turn.tally, turn.finish_reason)
-    return f"{summary}; {min(talk.held, max_seq)} of {max_seq} tokens are held"
+    return f"{summary}; context: {min(talk.held, max_seq)} of {max_seq} tokens"
 
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
@@ -152,6 +152,6 @@ def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None)
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     drafted: Any = tally.to_dict() if tally and tally.rounds else {}
-    rounds = f"; {drafted['tokens_per_round']:.2f} tokens a round" if drafted else ""
+    rounds = f"; {drafted['tokens_per_round']:.2f} tokens per step" if drafted else ""
     end = "; interrupted" if reason == "interrupted" else f"; ended by {reason}"
     return f"{c.prompt} prompt tokens{cached}, {c.generated} new ones{first}{speed}{rounds}{end}"

@@ -133,7 +133,7 @@ def load_spec(name_or_path: str | Path, alone: bool = False) -> Spec:
     path = spec_path(name_or_path)
     tree = read_tree(path)
     if alone and "extends" in tree.entries:
-        raise fail(tree.keys["extends"], "extends", "an engine's spec stands alone")
+        raise fail(tree.keys["extends"], "extends", "the spec of an engine must not extend another")
     return _spec_from_tree(_with_bases(tree, path, ()), path.stem)
 
 
