@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +111,46 @@ def test_an_engine_of_some_bits(
     again = {**given, "quant": out / "quant.yaml"}
     with g4ir.build(None, tmp_path / "again", **again) as engine:
         assert torch.equal(engine.param("L1.mlp.w_up"), param)
+
+
+#: a build in a process of its own, which is killed at a measurement
+KILLED = """
+import os, signal, sys
+import g4ir
+from g4ir.builder import bits
+left, measure = int(sys.argv[4]), bits._divergence
+def killed(*args):
+    global left
+    left -= 1
+    return measure(*args) if left else os.kill(os.getpid(), signal.SIGKILL)
+bits._divergence = killed
+options = {"backend": "reference", "dtype": "float32", "max_seq": 64}
+given = {"checkpoint": sys.argv[1], "calibrate": sys.argv[2], "bits": 4.0}
+g4ir.build(None, sys.argv[3], **given, **options)
+"""
+
+
+def test_a_build_that_was_killed_goes_on(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that were measured are not measured again, and the config is that of one run."""
+    text, out = tmp_path / "text.txt", tmp_path / "killed"
+    text.write_text(f"{TEXT}w9 w3")  # of no other test
+    given = {"checkpoint": files / "dense", "calibrate": text, "bits": 4.0, "max_seq": 64}
+    given |= {"backend": "reference", "dtype": "float32"}
+    calls, written = list[str](), set[Path]()
+    spy(monkeypatch, bits_module, "_divergence", lambda *_: calls.append("one"))
+    spy(monkeypatch, bits_module, "write_file", lambda file, *_: written.add(file))
+    g4ir.build(None, tmp_path / "whole", **given).close()
+    whole, (measured,) = len(calls), written
+    measured.unlink()
+    words = [sys.executable, "-c", KILLED, files / "dense", text, out, str(3 * whole // 4)]
+    assert subprocess.run(words).returncode == -signal.SIGKILL and not out.exists()
+    done = sum(map(len, json.loads(measured.read_bytes()).values()))
+    calls.clear()
+    g4ir.build(None, out, **given).close()
+    assert len(calls) == whole - done and 0 < done < whole
+    assert (out / "quant.yaml").read_text() == (tmp_path / "whole/quant.yaml").read_text()
 
 
 @pytest.mark.parametrize(("words", "says"), TABLES["bits refused"])
