@@ -70,7 +70,7 @@ SHAPES = [
     *(_sample(7, (11, 4), 16, 8, heads) for heads in ((4, 4), (4, 1), (8, 1), (6, 2), (3, 1))),
     *(_sample(6, (5, 9), 12, d=d, scale=d**-0.5) for d in (8, 24, 48, 256)),
     _sample(10, (12, 3), 16, 8, scale=1.0, softcap=3.0),
-    _sample(12, (20, 31), 32, scale=3.0),  # as without a softmax scale: about +-100
+    _sample(12, (20, 31), 32, scale=3.0),  # large scores, about +-100
 ]
 #: as on a GPU: over two tiles and a ring that wraps; of many heads
 REAL = [
