@@ -10,8 +10,9 @@ from __future__ import annotations
 
 #: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
-#: factor of the bound for each sequence in decode while other requests wait, and its maximum; at
-#: least 1: large chunks take less time in total, and steps of many sequences take long anyway
+#: while other requests wait, the bound is multiplied by this factor per sequence in decode, at
+#: least by 1 and at most by the second: large chunks take less time in total, and steps of many
+#: sequences take long anyway
 QUEUED_FACTOR, MAX_QUEUED_FACTOR = 0.25, 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
