@@ -1,8 +1,8 @@
 """Tensor parallelism: every runtime call on rank 0 runs on all ranks.
 
 Sessions, the scheduler and sampling are on rank 0 alone. Its runtime sends each call to the others
-(worker.py) before it makes it: which graph, over which caches, with which inputs. Embedding tables
-and towers are used on rank 0 alone: embedded rows come with the call.
+(builder/rank_worker.py) before it makes it: which graph, over which caches, with which inputs.
+Embedding tables and towers are used on rank 0 alone: embedded rows come with the call.
 """
 
 from __future__ import annotations

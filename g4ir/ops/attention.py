@@ -161,10 +161,10 @@ class attention:
     ) -> Type:
         cache_k, cache_v, *chunk = caches
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
-        require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap}")
+        require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap} < 0")
         b, s, heads, d = q.shape
         require(positions == Type("i64", (b, s)), f"attention: positions {positions}, q {q}")
-        require(written == Type("i64", (b,)), f"attention: written {written}, q {q}")
+        require(written == Type("i64", (b,)), f"attention: written {written} does not fit q {q}")
         require(cache_k == cache_v, f"attention: caches {cache_k} and {cache_v} differ")
         n, read = cache_k.shape[2], dequantized_type(cache_k, q.dtype)
         fits = read.shape[1:] == (b, n, d) and read.dtype == q.dtype
@@ -177,7 +177,7 @@ class attention:
             fits = x == cache_k.with_shape(b, s, *cache_k.shape[2:])
             require(fits, f"attention: fresh {x} does not fit q {q} and cache {cache_k}")
         fits = block_ids in (None, positions)
-        require(fits, f"attention: block ids {block_ids}, positions {positions}")
+        require(fits, f"attention: block ids {block_ids} do not fit {positions}")
         return q
 
     @staticmethod
@@ -237,7 +237,7 @@ class cache_write:
         b, n, d = cache.shape[1:]
         fits = new.rank == 4 and (new.shape[0], *new.shape[2:]) == (b, n, d)
         require(fits and new.dtype == cache.dtype, f"cache_write: {new} does not fit {cache}")
-        require(start == lengths == Type("i64", (b,)), f"cache_write: {start}, {lengths}")
+        require(start == lengths == Type("i64", (b,)), f"cache_write: {start}, {lengths}: i64[B]")
         return cache
 
     @staticmethod

@@ -145,7 +145,7 @@ class relative_keys:
 
     @staticmethod
     def infer(w: Type, *, count: int) -> Type:
-        require(w.rank == 2 and count > 0, f"relative_keys: {w}, {count} distances")
+        require(w.rank == 2 and count > 0, f"relative_keys: {w} is no matrix, or count {count} < 1")
         size = w.shape[1]
         require(isinstance(size, int) and size % 2 == 0, f"relative_keys: {w} has no two halves")
         return w.with_shape(count, w.shape[0])
@@ -218,7 +218,7 @@ class chunked_attention:
         fits = isinstance(n, int) and isinstance(d, int)
         fits = fits and relative.shape[1:] == (int(n) * int(d),) and dim_scale.shape == (d,)
         require(fits, f"chunked_attention: {relative}, {dim_scale} do not fit q {q}")
-        require(mask == Type("bool", (b, t)), f"chunked_attention: mask {mask}, q {q}")
+        require(mask == Type("bool", (b, t)), f"chunked_attention: mask {mask} does not fit q {q}")
         fits = chunk > 0 and left > 1 and right >= 0 and cap > 0
         require(fits, f"chunked_attention: chunk {chunk}, left {left}, right {right}, cap {cap}")
         return q

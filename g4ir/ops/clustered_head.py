@@ -22,7 +22,7 @@ class by_cluster:
         size, width = table.shape
         fits = isinstance(size, int) and order == Type("i64", (size,))
         require(fits, f"by_cluster: order {order} does not fit {table}")
-        require(count > 0 and int(size) % count == 0, f"by_cluster: {count} parts of {table}")
+        require(count > 0 and int(size) % count == 0, f"by_cluster: {table} in {count} clusters")
         return table.with_shape(count, int(size) // count, width)
 
     @staticmethod
@@ -50,11 +50,11 @@ class cluster_head:
         require(rows.rank == 3, f"cluster_head: rows {rows} are not [N, size, d]")
         count, size, width = rows.shape
         fits = heads == rows.with_shape(count, width) and x.shape[-1] == width
-        require(fits and x.dtype == rows.dtype, f"cluster_head: x {x}, {heads}, {rows}")
+        require(fits and x.dtype == rows.dtype, f"cluster_head: x {x} does not fit {heads}, {rows}")
         sized = isinstance(count, int) and isinstance(size, int)
         fits = sized and order == Type("i64", (int(count) * int(size),))
         require(fits, f"cluster_head: order {order} does not fit {rows}")
-        require(0 < top_k <= int(count), f"cluster_head: top_k {top_k} of {rows}")
+        require(0 < top_k <= int(count), f"cluster_head: top_k {top_k} does not fit {rows}")
         out = x.with_shape(*x.shape[:-1], top_k * int(size))
         return out, Type("i64", out.shape)
 

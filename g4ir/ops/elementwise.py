@@ -97,7 +97,7 @@ class clip:
 
     @staticmethod
     def infer(x: Type, low: Type, high: Type) -> Type:
-        require(low == high == x.with_shape(), f"clip: bounds {low}, {high} of {x}")
+        require(low == high == x.with_shape(), f"clip: bounds {low}, {high} do not fit {x}")
         return x
 
     @staticmethod
@@ -138,7 +138,7 @@ class cast:
 
     @staticmethod
     def infer(x: Type, *, dtype: str) -> Type:
-        require(x.dtype in FLOATS and dtype in FLOATS, f"cast: {x} to {dtype}")
+        require(x.dtype in FLOATS and dtype in FLOATS, f"cast: {x} to {dtype}: no floats")
         return Type(dtype, x.shape)
 
     @staticmethod

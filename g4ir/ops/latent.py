@@ -33,7 +33,7 @@ class latent_row:
         d = v.shape[-1]
         require(v.rank == 4 and v == k, f"latent_row: v {v} and k {k} differ or are not rank 4")
         fits = isinstance(d, int) and d % 2 == 0 and 0 <= pairs <= d // 2
-        require(fits, f"latent_row: {pairs} pairs in {v}")
+        require(fits, f"latent_row: {pairs} pairs do not fit {v}")
         return v.with_shape(*v.shape[:-1], int(d) + 2 * pairs)
 
     @staticmethod

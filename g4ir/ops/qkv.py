@@ -46,9 +46,9 @@ class qkv_write:
         require(separate or not values, f"form {form} has K and V of one projection")
         require(form == "value" or pairs == 0, f"form {form} has no rotated pairs apart")
         norms = (norm_q.type, norm_k.type)
-        require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]}")
+        require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]} differ")
         d = norms[0].shape[0]
-        require(isinstance(d, int), f"norms {norms[0]} of a named dim")
+        require(isinstance(d, int), f"the dim of norms {norms[0]} must be an int")
         widths = (heads * d, *(kv_heads * d,) * (1 + values))
         q, *kv = b.emit_all("split", qkv, sizes=widths)
         q = b.emit("norm_rope", b.emit("heads", q, n=heads), norm_q, cos, sin, eps=eps)

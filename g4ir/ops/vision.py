@@ -30,7 +30,7 @@ class centre_pixels:
 
     @staticmethod
     def infer(x: Type, *, dtype: str) -> Type:
-        require(x.dtype in FLOATS and dtype in FLOATS, f"centre_pixels: {x} to {dtype}")
+        require(x.dtype in FLOATS and dtype in FLOATS, f"centre_pixels: {x} to {dtype}: no floats")
         return Type(dtype, x.shape)
 
     @staticmethod
@@ -107,7 +107,7 @@ class axial_rope_table:
     def infer(positions: Type, *, theta: float, dim: int, dtype: str) -> tuple[Type, Type]:
         _require_positions("axial_rope_table", positions)
         require(dim > 0 and dim % 4 == 0, f"axial_rope_table: dim {dim} is not made of 4 quarters")
-        require(theta > 0, f"axial_rope_table: theta {theta}")
+        require(theta > 0, f"axial_rope_table: theta {theta} is not positive")
         table = Type(dtype, (*positions.shape[:2], dim))
         return table, table
 
@@ -159,7 +159,7 @@ class encoder_attention:
 
     @staticmethod
     def infer(q: Type, k: Type, v: Type, valid: Type, *, scale: float) -> Type:
-        require(q.rank == k.rank == 4 and k == v, f"encoder_attention: q {q}, k {k}, v {v}")
+        require(q.rank == k.rank == 4 and k == v, f"encoder_attention: q {q}, k {k}, v {v} differ")
         b, p, heads, d = q.shape
         n = k.shape[2]
         fits = k == Type(q.dtype, (b, p, n, d)) and valid == Type("bool", (b, p))

@@ -1,5 +1,5 @@
-"""PEFT's LoRA adapters, merged into a checkpoint's weights: W + scale * B @ A; modules that an
-adapter stores in full (`modules_to_save`) replace the checkpoint's.
+"""PEFT's LoRA adapters, merged into a checkpoint's weights: W + scale * B @ A. Other methods, and
+modules stored in full (`modules_to_save`), are refused.
 
 The sum is computed in float32 when a weight is read, before it is packed, quantised or sharded; a K
 projection that is also V's (`k_eq_v`) changes both.
