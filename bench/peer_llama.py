@@ -33,10 +33,10 @@ import torch  # isort: skip
 from common import arguments, finish, process, seconds
 
 from g4ir.backends.sampling import SamplingParams
-from g4ir.bench.llama import LlamaRunner
 from g4ir.bench.report import request_costs
 from g4ir.bench.roof import Meter
 from g4ir.bench.runners import draw_tokens, plan_workload
+from g4ir.check.llama import LlamaSession
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.ui.table import aligned
@@ -81,18 +81,18 @@ class Llama:
     """llama.cpp on a file, as `g4ir bench --peer llama.cpp` has it."""
 
     def __init__(self, file: str, room: int, sequences: int) -> None:
-        self._runner = LlamaRunner(Path(file), sequences, room)
-        self.label = self._runner.label
+        self._session = LlamaSession(Path(file), sequences, room)
+        self.label = self._session.label
 
     def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._runner.set_context(tokens[:, :0])
-        return self._runner.step(tokens)
+        self._session.reset()
+        return self._session.step(tokens)
 
     def steps(self, tokens: torch.Tensor, count: int) -> float:
         """As `Ours.steps`."""
         chosen, start = self.prompt(tokens).argmax(-1), time.perf_counter()
         for _ in range(count):
-            chosen = self._runner.step(chosen[:, None]).argmax(-1)
+            chosen = self._session.step(chosen[:, None]).argmax(-1)
         return (time.perf_counter() - start) / count
 
 

@@ -1,4 +1,4 @@
-"""A `llama_cpp` whose model is the interpreter: the calls of bench/llama.py, checked."""
+"""A `llama_cpp` whose model is the interpreter: the calls of check/llama.py, checked."""
 
 from __future__ import annotations
 

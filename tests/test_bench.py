@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import g4ir as g4ir_
-from g4ir.bench import llama, measure, run
-from g4ir.bench.llama import LlamaRunner
+from g4ir.bench import measure, run
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
 from g4ir.bench.report import (
     SWEEP_KIND,
@@ -35,10 +34,10 @@ from g4ir.bench.runners import (
     MODES,
     BenchRunner,
     EngineRunner,
-    HfRunner,
     RequestTiming,
     Workload,
     draw_tokens,
+    hf_runner,
     peer_model,
     plan_workload,
     reference_runner,
@@ -53,6 +52,8 @@ from g4ir.bench.text import (
     stat_text,
     text,
 )
+from g4ir.check import llama
+from g4ir.check.llama import LlamaSession
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import StepCosts
 from g4ir.errors import InputError, MissingError
@@ -140,9 +141,11 @@ SLOW = pytest.param("hf-compile", marks=pytest.mark.full)  # a minute to compile
 @pytest.mark.parametrize("mode", ["engine", "reference", "hf", "hf-static", SLOW])
 def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -> None:
     """What the rings overwrote since is back: the depth is beyond the window of 8."""
-    tokens, runner = draw_tokens(DEEP, ple), BenchRunner()
+    tokens = draw_tokens(DEEP, ple)
     if mode in MODES:
-        runner = HfRunner(peer_model(ple, engines.checkpoint("tiny-ple")), DEEP.max_len, mode)
+        runner: BenchRunner = hf_runner(
+            peer_model(ple, engines.checkpoint("tiny-ple")), DEEP.max_len, mode
+        )
     else:
         runner = EngineRunner(ple, 1) if mode == "engine" else reference_runner(ple, 1)
     runner.set_context(tokens[:, : DEEP.context])
@@ -431,12 +434,12 @@ def test_files_that_llama_cpp_does_not_read(
     words = ("bench", seeded, *peer, "--checkpoint", folder)
     assert f"{folder} is no GGUF file; bench one" in refused(*words)
     with pytest.raises(MissingError, match="runs on CPUs alone"):
-        LlamaRunner(file, 1, 8, "cuda")
+        LlamaSession(file, 1, 8, "cuda")
     (tmp_path / "other").write_bytes(b"....")
     with pytest.raises(InputError, match=r"it cannot load .*other: not GGUF"):
-        LlamaRunner(tmp_path / "other", 1, 8)
+        LlamaSession(tmp_path / "other", 1, 8)
     monkeypatch.setattr(double, "llama_decode", lambda *_: 1)
-    runner = LlamaRunner(file, 1, 8)
+    runner = LlamaSession(file, 1, 8)
     with pytest.raises(InputError, match="llama_decode of 1 x 2 tokens: 1"):
         runner.step(torch.tensor([[2, 5]]))
 

@@ -11,9 +11,10 @@ import pytest
 
 import g4ir
 from g4ir import load_spec
-from g4ir.bench import comparison, llama
+from g4ir.bench import comparison
 from g4ir.bench.comparison import weight_size
 from g4ir.builder.library import cached_engines
+from g4ir.check import llama
 from g4ir.plan.count import counts
 from g4ir.weights.origin import GgufFile
 from tests.cli_tools import g4ir as command

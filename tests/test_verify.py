@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.bench.runners import HfRunner
+from g4ir.bench.runners import hf_runner
 from g4ir.check import logits as compare
 from g4ir.check import peers
 from g4ir.check.logits import verify_engine
@@ -217,7 +217,7 @@ def test_last_rows_of_layers_that_share_keys_without_per_layer_embeddings() -> N
     whole = oracle.run(torch.cat((prompt, torch.tensor(tokens)))[None])
     assert tokens == whole[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     for mode in ("hf", "hf-static"):
-        runner = HfRunner(oracle.model, 16, mode)
+        runner = hf_runner(oracle.model, 16, mode)
         assert runner.step(prompt[None]).argmax().item() == tokens[0]
         assert runner.step(torch.tensor([tokens[:1]])).argmax().item() == tokens[1]
 

@@ -32,22 +32,14 @@ FILES, GRAPHS = "digests", "graphs"
 SOURCES = (".py", ".yaml")
 
 
-def file_digest(path: Path) -> str:
-    """Compute the SHA-256 of a file, and store a record of it."""
+def file_digest(path: Path, computed: str | None = None) -> str:
+    """Return the SHA-256 of a file, which may have been computed while the file was written, and
+    store a record of it."""
     identity = identity_of(path)
-    digest = sha256(path)
-    _keep_digest(identity, digest)
-    return digest
-
-
-def keep_digest(path: Path, digest: str) -> None:
-    """Store a record of a file's SHA-256, which was computed while the file was written."""
-    _keep_digest(identity_of(path), digest)
-
-
-def _keep_digest(identity: list[int], digest: str) -> None:
+    digest = computed or sha256(path)
     if identity[2] >= LARGE:
         _keep(FILES, _named(identity), [*identity, digest])
+    return digest
 
 
 def has_digest(path: Path, digest: str) -> bool:

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 from g4ir.backends.reference import text_graphs
 from g4ir.check.documents import Reader, Window
+from g4ir.check.llama import LlamaSession
 from g4ir.check.reference import plain_packing
 from g4ir.check.score import Sums, require_same_tokens, score_sessions, window_chunk
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.ui.plots import figure
 from g4ir.ui.progress import Progress
-from g4ir.ui.table import markdown_table
+from g4ir.ui.table import Columns, cells, markdown_table
 from g4ir.ui.units import size_text
 from g4ir.weights.origin import GgufFile
 
-from .llama import LlamaRunner
 from .measure import Stat, measure_rounds, speeds
 from .report import Values, plain
 from .runners import BenchRunner, EngineRunner, Workload, draw_tokens, plan_workload
@@ -68,7 +68,8 @@ class Format:
     def runner(self, load: Load, path: str, w: Workload, device: str) -> Iterator[BenchRunner]:
         """Context with a BenchRunner of the engine or GGUF file."""
         if self.file:
-            yield LlamaRunner(self.file, w.batch, w.max_len, device)
+            session = LlamaSession(self.file, w.batch, w.max_len, device)
+            yield BenchRunner(self.name, session.label, session)
             return
         with closing(load(path)) as engine:
             yield EngineRunner(engine, w.batch)
@@ -183,8 +184,7 @@ def _tensor_bytes(file: Path, engine: Engine) -> int:
     return sum(e.nbytes for header in opened.headers for e in header.entries.values())
 
 
-#: heading -> key of a row, and how its value is printed
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+COLUMNS: Columns = {
     "": ("name", str),
     "weights": ("bytes", size_text),
     "bits a weight": ("bits_per_weight", "{:.2f}".format),
@@ -198,11 +198,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def comparison_table(report: Values) -> str:
     """Return the report as a Markdown table."""
-    rows = (
-        ["-" if row[key] is None else text_of(row[key]) for key, text_of in COLUMNS.values()]
-        for row in report["rows"]
-    )
-    return markdown_table([[*COLUMNS], *rows])
+    return markdown_table(cells(COLUMNS, report["rows"]))
 
 
 def plot_comparison(path: str | Path, report: Values) -> None:

@@ -47,12 +47,7 @@ class KnownText:
 
 
 def measure_drafts(
-    engine: Engine,
-    prompt: Sequence[int],
-    new: int,
-    source: str,
-    rounds: int,
-    progress: Progress,
+    engine: Engine, prompt: Sequence[int], new: int, source: str, rounds: int, progress: Progress
 ) -> Values:
     """Return the speed of `new` greedy tokens after a prompt for each kind of draft, measured in
     interleaved rounds: median tokens/s, and the median ratio to decoding without drafts. InputError

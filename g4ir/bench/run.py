@@ -11,6 +11,7 @@ import torch
 
 from g4ir.backends.inductor.device import find_device
 from g4ir.builder.module import need_transformers
+from g4ir.check.llama import LLAMA, LlamaSession, binding, gguf_file
 from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, resolve_draft
@@ -21,7 +22,6 @@ from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress, prefixed
 
 from .drafts import measure_drafts
-from .llama import LLAMA, LlamaRunner, binding, gguf_file
 from .measure import measure_rounds, timed_request
 from .report import Values, build_report
 from .roof import Meter
@@ -29,9 +29,9 @@ from .runners import (
     MODES,
     BenchRunner,
     EngineRunner,
-    HfRunner,
     Workload,
     draw_tokens,
+    hf_runner,
     peer_model,
     reference_runner,
     request_steps,
@@ -153,9 +153,10 @@ def _runners(
         if i < len(engines):
             runner: BenchRunner = EngineRunner(engines[i], w.batch, role, names[i])
         elif role == LLAMA:
-            runner = LlamaRunner(file, w.batch, w.max_len, device)
+            session = LlamaSession(file, w.batch, w.max_len, device)
+            runner = BenchRunner(role, session.label, session)
         else:
-            runner = HfRunner(model, w.max_len, role)
+            runner = hf_runner(model, w.max_len, role)
         runner.set_context(tokens[:, : w.context])
         runner.first_request_s = timed_request(runner, w, tokens).e2e
         runner.peak_memory = peak_memory(device)
@@ -176,8 +177,8 @@ def compare_outputs(
 ) -> list[Values]:
     """Compare each runner with the first one of transformers, or without one with the interpreter
     of `engine`; return their agreements as JSON values."""
-    hf = next((r for r in runners if isinstance(r, HfRunner)), None)
-    base: BenchRunner = hf or reference_runner(engine, w.batch)
+    hf = next((r for r in runners if r.role in MODES), None)
+    base = hf or reference_runner(engine, w.batch)
     tokens = tokens[:, : w.max_len]
     base.set_context(tokens[:, : w.context])
     want = request_logits(base, w, tokens)

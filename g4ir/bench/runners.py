@@ -123,25 +123,24 @@ Rounds = Sequence[Sequence[RequestTiming]]
 
 
 class BenchRunner:
-    """A batch of sequences of one engine or baseline. role: its name in a report; label: its
-    description; engine, name: None for a baseline. first_request_s, peak_memory: of its first
-    request; rounds: of the measurement."""
+    """A batch of sequences of one engine or baseline, which its `session` computes. role: its name
+    in a report; label: its description; engine, name: None for a baseline. first_request_s,
+    peak_memory: of its first request; rounds: of the measurement."""
 
     engine: Engine | None = None
     name: str | None = None
     first_request_s: float
     peak_memory: dict[str, int]
-    session: Any
 
-    def __init__(self, role: str = "", label: str = "", device: str = "cpu") -> None:
-        self.role, self.label, self.device = role, label, device
+    def __init__(self, role: str, label: str, session: Any, device: str = "cpu") -> None:
+        self.role, self.label, self.session, self.device = role, label, session, device
         self.rounds: list[list[RequestTiming]] = []
         self._context_tokens = torch.zeros(1, 0)
 
     def set_context(self, tokens: torch.Tensor) -> None:
         """Fill the KV cache with exactly i64[B, n], n possibly 0."""
         self._context_tokens = tokens
-        self.reset()
+        self.session.reset()
         if tokens.shape[1]:
             self.step(tokens)
 
@@ -149,14 +148,11 @@ class BenchRunner:
         """Return to the last context."""
         self.set_context(self._context_tokens)
 
-    def reset(self) -> None:
-        """Empty the KV cache."""
-        raise NotImplementedError
-
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append i64[B, n]; return logits [B, vocab] after the last one, on the runner's device.
         They are valid until the next step."""
-        raise NotImplementedError
+        logits: torch.Tensor = self.session.step(tokens)
+        return logits
 
 
 class EngineRunner(BenchRunner):
@@ -166,12 +162,8 @@ class EngineRunner(BenchRunner):
         self, engine: Engine, batch: int, role: str = "engine", name: str | None = None
     ) -> None:
         facts = f"{engine.spec.name}, {engine.config.backend}, {engine.device}"
-        super().__init__(role, f"{engine.path} ({facts})", engine.device)
-        self.engine, self.name, self.session = engine, name, engine.session(batch)
-        self._snapshot = self.session.snapshot()
-
-    def reset(self) -> None:
-        self.session.reset()
+        super().__init__(role, f"{engine.path} ({facts})", engine.session(batch), engine.device)
+        self.engine, self.name, self._snapshot = engine, name, self.session.snapshot()
 
     def set_context(self, tokens: torch.Tensor) -> None:
         super().set_context(tokens)
@@ -200,28 +192,20 @@ MODES = {
 }
 
 
-class HfRunner(BenchRunner):
-    """A transformers model in one mode. A static cache has `max_len` tokens per sequence and no
-    more, since its cost follows its size."""
+def hf_runner(model: Any, max_len: int, mode: str) -> BenchRunner:
+    """Return a transformers model in one mode. A static cache has `max_len` tokens per sequence and
+    no more, since its cost follows its size."""
+    import transformers
 
-    def __init__(self, model: Any, max_len: int, mode: str) -> None:
-        import transformers
-
-        label, static, compiled = MODES[mode]
-        label = f"transformers {transformers.__version__} {label}"
-        super().__init__(mode, label, model.device.type)
-        cache = transformers.StaticCache if static else transformers.DynamicCache
-        size = {"max_cache_len": max_len} if static else {}
-        # As transformers' generate does: single tokens compiled, with CUDA graphs if there are any,
-        # and prompts eager, since every length would be compiled anew.
-        single = torch.compile(model.forward, mode="reduce-overhead") if compiled else None
-        self.session = HfSession(model, partial(cache, config=model.config, **size), single)
-
-    def reset(self) -> None:
-        self.session.reset()
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.session.step(tokens)
+    label, static, compiled = MODES[mode]
+    cache = transformers.StaticCache if static else transformers.DynamicCache
+    size = {"max_cache_len": max_len} if static else {}
+    # As transformers' generate does: single tokens compiled, with CUDA graphs if there are any, and
+    # prompts eager, since every length would be compiled anew.
+    single = torch.compile(model.forward, mode="reduce-overhead") if compiled else None
+    session = HfSession(model, partial(cache, config=model.config, **size), single)
+    label = f"transformers {transformers.__version__} {label}"
+    return BenchRunner(mode, label, session, model.device.type)
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -15,6 +14,7 @@ import psutil
 import torch
 
 from g4ir import __version__
+from g4ir.builder.library import version_of
 from g4ir.ui.memory import peak_resident_bytes
 
 #: load average above the number of cores that is tolerated
@@ -27,10 +27,6 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     gpu = {}
     if device == "cuda":
         gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     clock = psutil.cpu_freq()
     return {
         **gpu,
@@ -39,7 +35,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "cores": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
-        **versions,
+        **{name: version for name in PACKAGES if (version := version_of(name))},
         "g4ir": __version__,
         "commit": commit(),
         "python": platform.python_version(),

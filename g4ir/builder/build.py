@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from g4ir import __version__
 from g4ir.artefact import directory
-from g4ir.artefact.digests import file_digest, keep_digest
+from g4ir.artefact.digests import file_digest
 from g4ir.artefact.trust import record_built
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task
@@ -356,12 +356,6 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
     return written
 
 
-def _stored(file: Path, digest: str | None) -> directory.StoredFile:
-    if digest:
-        keep_digest(file, digest)
-    return directory.StoredFile(digest or file_digest(file), file.stat().st_size)
-
-
 def _manifest(
     p: Prepared, compiled: Mapping[str, Any], folder: Path, digests: Mapping[Path, str]
 ) -> directory.Manifest:
@@ -369,7 +363,13 @@ def _manifest(
 
     ignored = {to_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
-    files = [f for f in sorted(folder.rglob("*")) if f.is_file()]
+    files = {
+        f.relative_to(folder).as_posix(): directory.StoredFile(
+            file_digest(f, digests.get(f)), f.stat().st_size
+        )
+        for f in sorted(folder.rglob("*"))
+        if f.is_file()
+    }
     return directory.Manifest(
         g4ir=__version__,
         config=p.config,
@@ -379,7 +379,7 @@ def _manifest(
         compiled=dict(compiled),
         versions=directory.Versions(torch.__version__, platform.python_version()),
         notes=directory.Notes(ignored, defaults, p.calibration.records if p.calibration else ()),
-        files={f.relative_to(folder).as_posix(): _stored(f, digests.get(f)) for f in files},
+        files=files,
     )
 
 

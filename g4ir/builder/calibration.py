@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files as package_files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +87,13 @@ class CalibrationText:
         for path in paths:
             default = str(path) == DEFAULT
             blocks = cut_blocks([read_default_text()] if default else read_text(Path(path)))
-            tokens: list[int] = []
-            for block in blocks:
-                tokens += (
-                    i for i in tokenizer.encode(block, add_special_tokens=False).ids if i < ids_end
-                )
-                if len(tokens) >= max_tokens:
-                    break
-            ids += tokens[:max_tokens]
+            encoded = (tokenizer.encode(b, add_special_tokens=False).ids for b in blocks)
+            every = (i for block_ids in encoded for i in block_ids if i < ids_end)
+            tokens = [*islice(every, max_tokens)]
+            ids += tokens
             name = Line(DEFAULT if default else Path(path).resolve())
             digest = _digest(read_default_text()) if default else sha256(Path(path))
-            records.append(Calibration(name, digest, len(tokens[:max_tokens])))
+            records.append(Calibration(name, digest, len(tokens)))
         if len(ids) < MIN_TOKENS:
             problem = f"{len(ids)} tokens, and {MIN_TOKENS} are the least that say something"
             raise InputError(f"--calibrate {named}: {problem}; give a longer text")

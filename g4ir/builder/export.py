@@ -252,10 +252,7 @@ def _of_checkpoint(
 
 def _of_kinds(spec: Spec, kinds: Sequence[str]) -> Spec:
     """Return the spec restricted to these media kinds; warns about towers that are left out."""
-    parts = {
-        "vision": not {*PICTURES}.isdisjoint(kinds),
-        "audio": AUDIO in kinds,
-    }
+    parts = {"vision": not {*PICTURES}.isdisjoint(kinds), "audio": AUDIO in kinds}
     absent = [part for part, present in parts.items() if getattr(spec, part) and not present]
     for part in absent:
         log.warning("the tower of %s is not exported", part)

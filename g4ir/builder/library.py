@@ -35,19 +35,9 @@ from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.locks import AT_ONCE, EXCLUSIVE, SHARED, flock
 from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress, no_progress
+from g4ir.weights import origin
 from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.hub import Download, look_up
-from g4ir.weights.origin import (
-    DRAFTER_FILE,
-    TOWERS_FILE,
-    AbsentWeights,
-    ModelFolder,
-    drafter_beside,
-    find_model,
-    find_origin,
-    need_snapshot,
-    read_folder,
-)
 
 from .build import DEFAULTS, prepare, shows_options, write_engine
 from .load import load_engine
@@ -138,7 +128,7 @@ def find_engine(
         return Path(model)
     try:
         model_build = _with_weights(model, options, revision)
-    except AbsentWeights as e:
+    except origin.AbsentWeights as e:
         _downloaded(e, download)
         model_build = _with_weights(model, options, revision)
     if model_build is None:
@@ -169,18 +159,14 @@ def disk_bytes(engines: Iterable[CachedEngine]) -> int:
 
 def remove(path: Path) -> bool:
     """Remove an engine of the cache; False if a process uses, builds or removes it."""
-    record = _open_record(path)
+    if (record := _locked_at_once(path)) is None:
+        return False
     try:
-        flock(record, EXCLUSIVE | AT_ONCE)
-        if not _is_record(record, path):  # another process has removed it
-            return False
         _clear(path)
         for kernels in _kernels(path):
             kernels.unlink(missing_ok=True)
         _forget(path)
         return True
-    except BlockingIOError:
-        return False
     finally:
         os.close(record)
 
@@ -209,39 +195,41 @@ def _with_weights(
         spec = load_spec(model)
     if isinstance(spec, Spec):
         if options.random_weights is None and options.checkpoint is None:
-            snapshot = need_snapshot(spec, "--random-weights SEED", revision)
+            snapshot = origin.need_snapshot(spec, "--random-weights SEED", revision)
             options = replace(options, checkpoint=snapshot)
         elif revision:
             raise InputError(f"--revision {revision} is for weights of the hub; {model} has others")
         return spec.name, spec, options
-    _, path = find_model(spec, "--random-weights SEED", revision)
+    _, path = origin.find_model(spec, "--random-weights SEED", revision)
     for option in ("checkpoint", "random_weights"):
         if getattr(options, option) is not None:
             flag, fix = option.replace("_", "-"), "leave them out, or give a variant"
             raise InputError(f"{model} has its own weights, --{flag} names others: {fix}")
-    folder = read_folder(path)
+    folder = origin.read_folder(path)
     if not path.is_file() and not (path / CONFIG).is_file() and not folder:
         return None
     name = Path(spec).resolve().name.removesuffix(GGUF)  # for a hub id: the part after the slash
     name = re.sub(r"[^\w.-]", "_", name)
     if folder:
         return name, *_of_folder(folder, options)
-    if options.drafter == DEFAULT and (drafter := drafter_beside(path)):
+    if options.drafter == DEFAULT and (drafter := origin.drafter_beside(path)):
         options = replace(options, drafter=drafter)
     return name, None, replace(options, checkpoint=path.absolute())
 
 
-def _of_folder(folder: ModelFolder, options: BuildOptions) -> tuple[Spec | None, BuildOptions]:
+def _of_folder(
+    folder: origin.ModelFolder, options: BuildOptions
+) -> tuple[Spec | None, BuildOptions]:
     """Return the spec that a folder's towers need, and the build options with its files: those that
     the options name no other for."""
     options = replace(options, checkpoint=folder.model.absolute())
-    if options.drafter in (None, DEFAULT) and (drafter := folder.one(DRAFTER_FILE)):
+    if options.drafter in (None, DEFAULT) and (drafter := folder.one(origin.DRAFTER_FILE)):
         options = replace(options, drafter=drafter.absolute())
     wants_towers = options.mmproj is None and options.media != "none"
-    towers = folder.one(TOWERS_FILE) if wants_towers else None
+    towers = folder.one(origin.TOWERS_FILE) if wants_towers else None
     if not towers:
         return None, options
-    spec = shipped_variant(find_origin(folder.model))
+    spec = shipped_variant(origin.find_origin(folder.model))
     if spec is None:
         text = "%s: left out, since no shipped variant has the text model of %s; give --mmproj"
         log.warning(text, towers, folder.model.name)
@@ -249,7 +237,7 @@ def _of_folder(folder: ModelFolder, options: BuildOptions) -> tuple[Spec | None,
     return spec, replace(options, mmproj=towers.absolute())
 
 
-def _downloaded(absent: AbsentWeights, download: Consent) -> None:
+def _downloaded(absent: origin.AbsentWeights, download: Consent) -> None:
     """Download weights if the user agrees, else raise MissingError."""
     if download is False:
         raise MissingError(f"{absent}; --download does so on the way")
@@ -277,7 +265,8 @@ def _device(options: BuildOptions) -> str:
 def _files(options: BuildOptions) -> list[list[Any]]:
     """Return the identity of each file among the options."""
     changed = _changed_options(options)
-    named = [(name, str(v)) for name in FILES if name in changed for v in _listed(changed[name])]
+    listed = {k: v if isinstance(v, list | tuple) else [v] for k, v in changed.items()}
+    named = [(name, str(v)) for name in FILES for v in listed.get(name, ())]
     return [_identity(v.partition("=")[0] if n == "adapter" else v) for n, v in named]
 
 
@@ -288,7 +277,7 @@ def _versions(options: BuildOptions) -> list[Any]:
     with suppress(G4Error, RuntimeError, AssertionError):  # no such device: the build raises
         backend = backend.aimed(options.target)
         machine = backend.machine(device)
-    packages = {name: _version(name) for name in backend.packages(device)}
+    packages = {name: version_of(name) for name in backend.packages(device)}
     return [__version__, FORMAT, machine, packages]
 
 
@@ -296,10 +285,6 @@ def _changed_options(options: BuildOptions) -> dict[str, Any]:
     """Return the options that are not the default."""
     values = ((f.name, getattr(options, f.name), f.default) for f in fields(options))
     return {name: value for name, value, default in values if value not in (default, [], {})}
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _identity(word: str) -> list[Any]:
@@ -318,11 +303,11 @@ def _identity(word: str) -> list[Any]:
     return identity
 
 
-def _version(package: str) -> str | None:
-    try:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def refuse_options(path: Path, options: Set[str]) -> None:
@@ -450,6 +435,18 @@ def _locked(path: Path, how: int, progress: Progress) -> int:
         os.close(record)  # removed while this process waited
 
 
+def _locked_at_once(path: Path) -> int | None:
+    """Return the record of an engine, open and locked; None if a process uses, builds or removes
+    it."""
+    record = _open_record(path)
+    with suppress(BlockingIOError):
+        flock(record, EXCLUSIVE | AT_ONCE)
+        if _is_record(record, path):
+            return record
+    os.close(record)
+    return None
+
+
 def _is_record(record: int, path: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(record), _record(path).stat())
@@ -476,11 +473,6 @@ def _kernels(path: Path) -> list[Path]:
 
 
 def _is_used(path: Path) -> bool:
-    record = os.open(_record(path), os.O_RDWR)
-    try:
-        flock(record, EXCLUSIVE | AT_ONCE)
-    except BlockingIOError:
-        return True
-    finally:
+    if (record := _locked_at_once(path)) is not None:
         os.close(record)
-    return False
+    return record is None

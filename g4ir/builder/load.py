@@ -97,10 +97,7 @@ def load_engine(
 
 
 def _adapter_slots(
-    artefact: Artefact,
-    adapters: Mapping[str, str | Path],
-    count: int | None,
-    rank: int | None,
+    artefact: Artefact, adapters: Mapping[str, str | Path], count: int | None, rank: int | None
 ) -> Slots | None:
     """Return the program with slots for adapters; None if none are requested."""
     c, min_slots = artefact.config, 4 if count is None else 0

@@ -97,7 +97,7 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
 
     def anchor() -> Anchor | None:
         nonlocal graphs
-        origin = find_anchor(engine, peer, [turns], want, progress)
+        origin = find_anchor(engine, peer, turns, want, progress)
         if origin and not origin.reason and isinstance(peer, HfPeer):
             progress(f"{count} through the graphs in float64")
             rows = EnginePeer(engine).in_float64(turns).cpu()

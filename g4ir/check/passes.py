@@ -15,21 +15,11 @@ from g4ir.model.towers import build_towers
 from g4ir.passes import CHANGES_MEANING
 from g4ir.ui.progress import Progress, no_progress
 
+from . import stages as pipeline
 from .compare import compare_stage
-from .encoder import Texts, chosen_texts, encode_step
+from .encoder import chosen_texts, encode_step
 from .items import smallest_items
 from .stage_report import StageReport, StagesReport, engine_name
-from .stages import (
-    STEPS,
-    PlainParams,
-    Series,
-    Stage,
-    StageWeights,
-    chunks_of_tokens,
-    plain_params,
-    series_of,
-    stages_of,
-)
 from .tokens import chosen_tokens, window_of
 
 
@@ -48,44 +38,36 @@ def verify_each_pass(
     for wrong arguments, PassError if a pass breaks its contract, CheckError if values are NaN or
     infinite before it.
     """
+    plain, unknown = pipeline.plain_params(engine, checkpoint), tuple[str, ...]()
+    series, graphs = list[pipeline.Series](), tuple[str, ...]([ENCODE])
     if engine.spec.embedding:
-        return _verify_encoder(engine, chosen_texts(engine, tokens), checkpoint, progress)
-    window = window_of(engine)
-    count = min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
-    ids = chosen_tokens(engine, tokens, min(engine.limits.max_seq, count))
-    chunks = [*chunks_of_tokens(ids, window, engine.limits.prefill_chunk)]
-    plain = plain_params(engine, checkpoint)
-    items = smallest_items(engine)
-    unknown = tuple(i.tower for i in items if not _is_recoverable(plain, engine, i.tower))
-    series = [*series_of(engine, chunks, [i for i in items if i.tower not in unknown])]
-    steps = [step for part in series for step in part]
-    graphs = tuple(dict.fromkeys((*TEXT_GRAPHS, *(step.phase for step in steps))))
-    stages = stages_of(engine, StageWeights(plain, engine.device), graphs)
+        texts = chosen_texts(engine, tokens)
+        sizes, series = [*map(len, texts)], [[encode_step(engine, texts)]]
+    else:
+        window = window_of(engine)
+        count = min(window // 2, 64) + 1 + window + 1 + 3 + pipeline.STEPS
+        ids = chosen_tokens(engine, tokens, min(engine.limits.max_seq, count))
+        chunks = [*pipeline.chunks_of_tokens(ids, window, engine.limits.prefill_chunk)]
+        items, sizes = smallest_items(engine), [c.valid for c in chunks]
+        unknown = tuple(i.tower for i in items if not _is_recoverable(plain, engine, i.tower))
+        series = [*pipeline.series_of(engine, chunks, [i for i in items if i.tower not in unknown])]
+        phases = (step.phase for part in series for step in part)
+        graphs = tuple(dict.fromkeys((*TEXT_GRAPHS, *phases)))
+    stages = pipeline.stages_of(engine, pipeline.StageWeights(plain, engine.device), graphs)
     reports = _compare_stages(engine, series, stages, progress)
     return StagesReport(
         engine_name(engine),
-        len(ids),
-        tuple(c.valid for c in chunks),
+        sum(sizes),
+        tuple(sizes),
         tuple(reports),
-        media=tuple(g for g in graphs if g not in (*TEXT_GRAPHS, VERIFY, DRAFT)),
-        rounds=tuple(step.valid for step in steps if step.phase == VERIFY),
+        media=tuple(g for g in graphs if g not in (*TEXT_GRAPHS, ENCODE, VERIFY, DRAFT)),
+        rounds=tuple(step.valid for part in series for step in part if step.phase == VERIFY),
         unknown=unknown,
         left_out=tuple(g for g in engine.program.graphs if g not in ("embed", *graphs, *unknown)),
     )
 
 
-def _verify_encoder(
-    engine: Engine, texts: Texts, checkpoint: str | Path | None, progress: Progress
-) -> StagesReport:
-    """Compare the stages of an encoder's graph on one chunk of texts."""
-    weights = StageWeights(plain_params(engine, checkpoint), engine.device)
-    stages, step = stages_of(engine, weights, (ENCODE,)), encode_step(engine, texts)
-    reports = _compare_stages(engine, [[step]], stages, progress)
-    sizes = tuple(map(len, texts))
-    return StagesReport(engine_name(engine), sum(sizes), sizes, tuple(reports), (), (), (), ())
-
-
-def _is_recoverable(plain: PlainParams, engine: Engine, tower: str) -> bool:
+def _is_recoverable(plain: pipeline.PlainParams, engine: Engine, tower: str) -> bool:
     """Whether the tower's weights before packing can be recovered."""
     if plain.unpacked is None:
         return True
@@ -94,7 +76,10 @@ def _is_recoverable(plain: PlainParams, engine: Engine, tower: str) -> bool:
 
 
 def _compare_stages(
-    engine: Engine, series: Sequence[Series], stages: Iterator[Stage], progress: Progress
+    engine: Engine,
+    series: Sequence[pipeline.Series],
+    stages: Iterator[pipeline.Stage],
+    progress: Progress,
 ) -> list[StageReport]:
     """Return a report of each stage up to the first that fails, then of the backend."""
     reports, old = list[StageReport](), next(stages)

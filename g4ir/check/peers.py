@@ -3,7 +3,7 @@ how much they round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -89,7 +89,8 @@ class EnginePeer:
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
         """Return (tokens, logits f32[count, readable]) of greedy decoding over ids below
         `readable`."""
-        return _greedy(self.engine.session().prefill, prompt, count, readable)
+        session = self.engine.session()
+        return _greedy(session.prefill(prompt[None]), session.decode, count, readable)
 
 
 @dataclass(frozen=True)
@@ -133,16 +134,17 @@ class HfPeer:
         from transformers import DynamicCache
 
         new_cache = self.caches or partial(DynamicCache, config=self.model.config)
-        return _greedy(HfSession(self.model, new_cache).step, prompt, count, readable)
+        step = HfSession(self.model, new_cache).step
+        return _greedy(step(prompt[None]), lambda t: step(t[:, None]), count, readable)
 
 
 def _greedy(
-    step: Callable[[Tensor], Tensor], prompt: Tensor, count: int, readable: int
+    first: Tensor, step: Callable[[Tensor], Tensor], count: int, readable: int
 ) -> tuple[list[int], Tensor]:
-    rows, tokens = list[Tensor](), prompt[None]
-    for _ in range(count):
-        rows.append(step(tokens)[:, :readable].float())
-        tokens = rows[-1].argmax(-1)[:, None]
+    """Decode greedily after the logits [1, vocab] of a prompt."""
+    rows = [first[:, :readable].float()]
+    while len(rows) < count:
+        rows.append(step(rows[-1].argmax(-1))[:, :readable].float())
     logits = torch.cat(rows)
     return logits.argmax(-1).tolist(), logits
 
@@ -176,23 +178,22 @@ def find_peer(
 def find_anchor(
     engine: Engine,
     peer: Peer,
-    requests: Sequence[Turns],
+    turns: Turns,
     want: Tensor,
     progress: Progress = no_progress,
 ) -> Anchor | None:
-    """Return the anchor from which a batch's distances are measured: the reference's logits in
-    float64, concatenated over requests; if float64 does not fit, its own rows `want` and its other
-    mode. None if the other mode is no help: the interpreter's modes round almost alike."""
-    tokens, rows = len(requests[0].ids), sum(len(turns.where) for turns in requests)
+    """Return the anchor from which distances are measured: the reference's logits in float64; if
+    float64 does not fit, its own rows `want` and its other mode. None if the other mode is no help:
+    the interpreter's modes round almost alike."""
+    tokens, rows = len(turns.ids), len(turns.where)
     refusal = float64_refusal(engine, tokens, rows, peer.device)
     progress(f"{tokens} tokens through {peer.name} {'again' if refusal else 'in float64'}")
     if refusal and isinstance(peer, EnginePeer):
         return None
-    other = torch.cat([peer.other(turns).cpu() for turns in requests])
+    other = peer.other(turns).cpu()
     if refusal:
         return Anchor("its other mode", want, [other], refusal)
-    exact = torch.cat([peer.in_float64(turns.joined).cpu() for turns in requests])
-    return Anchor("float64", exact, [other])
+    return Anchor("float64", peer.in_float64(turns.joined).cpu(), [other])
 
 
 def rounding_error(engine: Engine, turns: Turns) -> float:

@@ -34,7 +34,7 @@ from .documents import Window
 from .haystack import Haystack, Needle, haystack, text_of
 from .logits import verify_engine
 from .modes import compare_modes
-from .reference import is_quantised, param_bytes, reference_engine, unquantised
+from .reference import reference_engine, unquantised
 from .report import VerifyReport
 from .score import Sums, require_all_logits, score_chunks, score_rows, window_chunk
 from .tokens import STEPS, window_of
@@ -189,12 +189,10 @@ def limits_of(report: VerifyReport) -> dict[str, float]:
 def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
     """Compare with the same model on its original weights, without any quantisation; a checkpoint
     that has only quantised weights is dequantised."""
-    if not is_quantised(engine):
-        return None, "nothing is quantised", {}
     ids = torch.tensor(text_of(engine, min(engine.limits.max_seq, 512)))
-    with unquantised(engine, checkpoint, param_bytes(engine), dequantise=True) as other:
+    with unquantised(engine, checkpoint, dequantise=True) as other:
         if isinstance(other, str):
-            return None, f"not compared: {other}", {}
+            return None, other, {}
         rows = torch.cat([*_scored(engine, [engine.session(), other.session()], ids)], 1)
     data = Sums.of(rows).means()
     summary = "NLL {nll:.4f} against {baseline_nll:.4f}, KL {kl:.5f}, same token {same_top:.1%}"
@@ -231,11 +229,10 @@ def read_context(
             del sessions[1]
     compared = len(sessions) > 1
     scores = torch.cat([r if compared else r[:1] for r in rows], 1)
-    buckets = [_bucket(part, start) for part, start in _split(scores)]
     for s in sessions:  # the question follows the last token, which has no label
         s.prefill(text.ids[None, -1:])
     needles = [_question(sessions, n) for n in text.needles]
-    data = {"buckets": buckets, "needles": needles, "tokens": len(text.ids)}
+    data = {"buckets": _buckets(scores), "needles": needles, "tokens": len(text.ids)}
     found = sum(n["found"] for n in needles)
     summary = f"perplexity {float(scores[0].mean().neg().exp()):.2f}, {found} of 10 needles found"
     if not compared:
@@ -243,16 +240,15 @@ def read_context(
     return _judged(summary, data, limits["kl"])
 
 
-def _split(scores: Tensor) -> list[tuple[Tensor, int]]:
-    parts = scores.tensor_split(BUCKETS, 1)
-    starts = [sum(p.shape[1] for p in parts[:i]) for i in range(len(parts))]
-    return [*zip(parts, starts)]
-
-
-def _bucket(scores: Tensor, start: int) -> dict[str, Any]:
-    nll, *pair = scores.mean(1).tolist()
-    kl = {"kl": pair[1]} if pair else {}
-    return {"start": start + 1, "end": start + scores.shape[1], "nll": -nll, **kl}
+def _buckets(scores: Tensor) -> list[dict[str, Any]]:
+    end, buckets = 0, list[dict[str, Any]]()
+    for part in scores.tensor_split(BUCKETS, 1):
+        start, end = end + 1, end + part.shape[1]
+        nll, *pair = part.mean(1).tolist()
+        buckets.append(
+            {"start": start, "end": end, "nll": -nll, **({"kl": pair[1]} if pair else {})}
+        )
+    return buckets
 
 
 def _question(sessions: Sequence[Session], needle: Needle) -> dict[str, Any]:

@@ -99,18 +99,16 @@ def coarse(engine: Engine) -> tuple[str, ...]:
     return tuple(to for to in formats if to != OFF)
 
 
-def is_quantised(engine: Engine) -> bool:
-    """Whether weights, KV cache or activations are quantised."""
-    return engine.config.quant is not None or bool(coarse(engine))
-
-
 @contextmanager
 def unquantised(
-    engine: Engine, checkpoint: str | Path | None, used: int, dequantise: bool = False
+    engine: Engine, checkpoint: str | Path | None, dequantise: bool = False
 ) -> Iterator[Engine | str]:
     """Yield an engine that interprets the text graphs without quantisation, on the original weights
-    (see `original_weights`), or the reason why there is none. used: bytes in use on the device;
-    dequantise: take quantised ones for original, dequantised."""
+    (see `original_weights`), or the reason why there is none. dequantise: take quantised ones for
+    original, dequantised."""
+    if engine.config.quant is None and not coarse(engine):
+        yield "nothing is quantised"
+        return
     source = original_weights(engine, checkpoint)
     try:
         if source is None or (source.forms and not dequantise):
@@ -120,9 +118,8 @@ def unquantised(
         packing = plain_packing(engine)
         needed = sum(v.type.nbytes() for v in packing.program.params().values())
         text = "the weights as they were take {} beside what is loaded"
-        yield refusal(text, needed, engine.device, used) or plain_engine(
-            engine, MadeParams(packing, source)
-        )
+        short = refusal(text, needed, engine.device, param_bytes(engine))
+        yield short or plain_engine(engine, MadeParams(packing, source))
     finally:
         if source and checkpoint is not None:
             source.close()

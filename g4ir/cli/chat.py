@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ class Chat(OnEngine):
         for kind, path in self.media:
             check_file(kind, path)
         draft = folder_drafts(self.engine, self.draft)
-        path = self.with_engine(draft).engine
+        path = self.engine_path(draft)
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,
@@ -63,7 +64,7 @@ class Chat(OnEngine):
         terminal = sys.stdin.isatty() and sys.stdout.isatty() and not self.json
         repl = Repl(talk, talking.Screen(terminal), self.json)
         for kind, path in self.media:
-            repl.attach(kind, path)
+            repl.command(f"/{kind} {path}")
         if not terminal:
             repl.run(from_pipe(sys.stdin.buffer))
             return int(repl.failed)
@@ -171,7 +172,7 @@ class Repl:
 
     def _take(self, text: str) -> None:
         if text.startswith("/") or (self.terminal and text in TABLE["aliases"]):
-            self._command(text)
+            self.command(text)
         elif self.talk.open_calls:
             self.talk.answer_call(text)
             if not self.talk.open_calls:
@@ -179,7 +180,8 @@ class Repl:
         elif text.strip():
             self._answer(lambda callback: self.talk.say(text, callback))
 
-    def _command(self, text: str) -> None:
+    def command(self, text: str) -> None:
+        """Execute a command, and print what it did."""
         name, *operands = text.split(maxsplit=1)
         name = TABLE["aliases"].get(name, name)
         if name not in COMMANDS:
@@ -190,9 +192,8 @@ class Repl:
         usage, word, command = COMMANDS[name][0], "".join(operands).strip(), name.removeprefix("/")
         if not (word or usage == "" or usage.startswith("[")):
             raise InputError(f"{name}: give {usage}")
-        if command in KINDS:
-            self.attach(command, word)
-        elif (done := getattr(self, command)(word)) and self.terminal:
+        run = partial(self.attach, command) if command in KINDS else getattr(self, command)
+        if (done := run(word)) and self.terminal:
             self._tell(f"{talking.DIM}{done}{talking.PLAIN}")
 
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
@@ -213,11 +214,9 @@ class Repl:
         elif turn.nothing:
             self._tell("nothing was said yet: your message was taken back")
 
-    def attach(self, kind: str, path: str) -> None:
+    def attach(self, kind: str, path: str) -> str:
         """Read a file for the next message."""
-        soft = self.talk.attach(kind, _path(path))
-        if self.terminal:
-            self._tell(f"{soft.count} tokens, for the next message")
+        return f"{self.talk.attach(kind, _path(path)).count} tokens, for the next message"
 
     def file(self, path: str) -> str:
         """Put a text file before the next message."""

@@ -5,20 +5,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from g4ir.errors import InputError
+from g4ir.generate.jsonl import named
+from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import find_preset
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui import console
 
-from .verb import ANY_MODEL, PRESET, Bytes, Part, Size, Verb, argument, flag, options, setting
+from .verb import (
+    ANY_MODEL,
+    PRESET,
+    Bytes,
+    Part,
+    Size,
+    Verb,
+    argument,
+    flag,
+    flag_of,
+    options,
+    setting,
+)
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -27,10 +41,11 @@ if TYPE_CHECKING:
 DRAFT_TOKENS = 4
 #: maximum number of threads
 MAX_THREADS = 1024
+#: setting -> kind of media that it applies to
+SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
 #: build options of an engine that is built on first use
 FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
 FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
-V = TypeVar("V", bound="OnEngine")
 
 
 def emit(value: Any, indent: int | None = None) -> None:
@@ -155,6 +170,34 @@ class OnDisk(Part):
     prefix_disk: Size = flag("keep prompts on disk, at most so much (such as 4GiB)", 0, "BYTES")
 
 
+class MediaFlags(Part, title="media"):
+    """Files of media, and their settings."""
+
+    files: list[tuple[str, str]] = flag("KIND file", (), "FILE", each=KINDS)
+    image_budget: int | None = setting("maximum soft tokens per image")
+    frames: int | None = setting("number of video frames to sample")
+    fps: float | None = setting("video frames to sample per second")
+    audio_too_long: Literal["cut", "refuse"] | None = setting("what becomes of longer audio")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by name; None: the default."""
+        return {name: vars(self)[name] for name in SETTING_KINDS}
+
+    def check(self, lines: str | None, example: str) -> None:
+        """Raise InputError for a missing file, or a setting without its kind. `lines`: the flag of
+        JSON lines, if given, which have their own files, as in the example."""
+        kinds = {kind for kind, _ in self.files}
+        if lines and kinds:
+            why = f"with {lines} each request names its own files, such as {example}"
+            raise InputError(f"--{min(kinds)}: {why}")
+        for name, kind in SETTING_KINDS.items():
+            if vars(self)[name] is not None and not lines and kind not in kinds:
+                raise InputError(f"{flag_of(name)} is for --{kind}, which is not given")
+        for kind, path in self.files:
+            with named(f"--{kind}"):
+                check_file(kind, path)
+
+
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):
     """Build options of engines that are built on first use."""
 
@@ -236,12 +279,20 @@ class OnEngine(Verb):
     engine: str = argument(f"{ANY_MODEL}, built on first use", "MODEL")
     first_use: FirstUse
 
-    def with_engine(
-        self: V,
-        draft: Draft | None = None,
-        all_logits: bool = False,
-        progress: Callable[[str], None] | None = None,
-    ) -> V:
-        """Return the verb with MODEL replaced by an engine, built on first use."""
-        (engine,) = self.first_use.engines([self.engine], draft, all_logits, progress)
-        return replace(self, engine=engine)
+    def engine_path(self, draft: Draft | None = None, all_logits: bool = False) -> str:
+        """Return the engine of MODEL, built on first use."""
+        (path,) = self.first_use.engines([self.engine], draft, all_logits)
+        return path
+
+    @contextmanager
+    def opened(
+        self, load: Programs, all_logits: bool = False
+    ) -> Iterator[tuple[Engine, console.Progress]]:
+        """A context with the loaded engine of MODEL, and progress."""
+        from g4ir.check.score import require_all_logits
+
+        path = self.engine_path(all_logits=all_logits)
+        with console.Progress() as progress, closing(load.engine(path, progress)) as engine:
+            if all_logits:
+                require_all_logits(engine)
+            yield engine, progress

@@ -72,7 +72,7 @@ class CompareFormats(Verb):
     def _formats(self) -> Iterator[Format]:
         """Yield the rows, whose engines are built on first use."""
         from g4ir.bench.comparison import Format
-        from g4ir.bench.llama import binding
+        from g4ir.check.llama import binding
 
         words = [w.strip() for w in (self.quant or "none").split(",")]
         quants = [w for w in dict.fromkeys(words) if find_quant_config(w)]

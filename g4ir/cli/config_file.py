@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
+from g4ir.generate.jsonl import named
 from g4ir.spec.reader import FALSES, TRUES, Map, Node, Scalar, Seq, is_null, read_tree, unknown_key
 
 if TYPE_CHECKING:
@@ -91,10 +92,8 @@ def _file(parser: Parser, path: Path) -> dict[str, Any]:
             continue
         if not action:
             raise InputError(f"{where}: {unknown_key(key, sorted(actions))}")
-        try:
+        with named(where):
             values |= _parsed(parser, action, _texts(node, where))
-        except InputError as e:
-            raise InputError(f"{where}: {str(e).removeprefix(f'{where}: ')}") from None
     return values
 
 

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from g4ir.errors import InputError
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 
-from .common import OnEngine, Programs, emit
-from .media import MediaFlags
+from .common import MediaFlags, OnEngine, Programs, output
 from .verb import flag, json_flag
 
 #: ends of --out
@@ -61,8 +59,7 @@ class Embed(OnEngine):
         settings = {k: v for k, v in self.media.settings().items() if v is not None}
         files = [{"type": kind, kind: path, **settings} for kind, path in self.media.files]
         texts: list[Any] = [*self.text, *files] if self.input is None else read_texts(self.input)
-        path = self.with_engine().engine
-        with console.Progress() as progress, closing(self.load.engine(path, progress)) as engine:
+        with self.opened(self.load) as (engine, progress):
             engine.embedder.check(self.task, self.dims)
 
             def parts() -> Iterator[Any]:
@@ -79,31 +76,24 @@ class Embed(OnEngine):
                 size, start = self.dims or engine.spec.embedding_size, time.perf_counter()
                 _write(Path(self.out), parts(), (len(texts), size))
                 seconds = time.perf_counter() - start
-                progress.stop()
                 rate = f"{len(texts) / seconds:.1f} texts/s"
                 console.say(f"{self.out}: {len(texts)} texts in {seconds:.1f} s, {rate}")
                 return 0
             rows = [row for part in parts() for row in part.tolist()]
             progress.stop()
-            if self.json:
-                emit({"model": engine.spec.name, "dims": len(rows[0]), "embeddings": rows})
-            else:
-                print("".join(_lines(texts, rows)), end="")
-        return 0
+            facts = {"model": engine.spec.name, "dims": len(rows[0]), "embeddings": rows}
+            return output(self.json, facts, "".join(_lines(texts, rows)))
 
 
 def read_texts(source: str) -> list[Any]:
     """Return the texts of a file, or of stdin for `-`; with media their parts. InputError names the
     line that has none."""
-    if source == "-":
-        name, raw = "stdin", sys.stdin.buffer.read()
-    else:
-        try:
-            name, raw = source, Path(source).read_bytes()
-        except OSError as e:
-            raise InputError(f"--input {source}: {e.strerror}") from None
+    name = "stdin" if source == "-" else source
     try:
+        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
         lines = raw.decode("utf-8-sig").splitlines()
+    except OSError as e:
+        raise InputError(f"--input {source}: {e.strerror}") from None
     except UnicodeDecodeError as e:
         raise InputError(f"{name}: not UTF-8 at byte {e.start}") from None
     as_json = source.endswith(JSONL) or (source == "-" and raw.lstrip()[:1] == b"{")

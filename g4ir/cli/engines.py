@@ -72,9 +72,6 @@ def _line(e: CachedEngine) -> str:
     """Return size, last use, model and the options of its build that are not the default."""
     options = " ".join(flags_of({**e.options, "checkpoint": None}))
     notes = ", in use" if e.in_use else ""
-    named = f"{e.path.name}  {size_text(e.bytes)}  used {_when(e.used)}{notes}"
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used))
+    named = f"{e.path.name}  {size_text(e.bytes)}  used {used}{notes}"
     return f"{named}  {e.model}{options and f'  {options}'}\n"
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         prog = f"g4ir {name}"
         super().__init__(prog, description=help, allow_abbrev=False, formatter_class=formatter)
         module, _, class_name = verb.partition(".")
-        self.flags = getattr(import_module(f".{module}", __package__), class_name).flags(self)
+        self.flags = Flags(self, getattr(import_module(f".{module}", __package__), class_name))
 
     def format_help(self) -> str:
         """Return the help, whose usage has the positional arguments alone."""

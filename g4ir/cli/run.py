@@ -12,8 +12,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import LISTS, encode_options
 from g4ir.ui import console
 
-from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts, output
-from .media import MediaFlags
+from .common import Draft, Load, MediaFlags, OnDisk, OnEngine, emit, folder_drafts, output
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import TokenIds, argument, flag, flag_of, json_flag, setting
 
@@ -87,7 +86,7 @@ class Run(OnEngine):
             lines = sys.stdin.buffer if self.input_jsonl == "-" else None
             if lines is None and self.input_jsonl is not None:  # before the engine is built
                 lines = opened.enter_context(Path(self.input_jsonl).open("rb"))
-            path = self.with_engine(draft).engine
+            path = self.engine_path(draft)
             progress = opened.enter_context(console.Progress())
             engine = opened.enter_context(closing(self.load.to_generate(path, progress)))
             if self.chat:

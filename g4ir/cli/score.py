@@ -5,32 +5,32 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ui import console
-from g4ir.ui.table import aligned
+from g4ir.ui.table import Columns, aligned, cells
 
 from .common import OnEngine, Programs, emit
 from .verb import Count, flag, json_flag
 
 if TYPE_CHECKING:
     from g4ir.check.documents import Window
-    from g4ir.check.score import Score, Sums
+    from g4ir.check.score import Score
     from g4ir.engine.engine import Engine
 
-#: columns of the table: key of `Sums.means`, heading, format
-COLUMNS = (
-    ("tokens", "tokens", "d"),
-    ("nll", "NLL", ".4f"),
-    ("ppl", "perplexity", ".2f"),
-    ("baseline_nll", "baseline", ".4f"),
-    ("kl", "KL", ".6f"),
-    ("same_top", "same top", ".1%"),
-)
+#: of the table, those of a baseline only with one
+COLUMNS: Columns = {
+    "document": ("name", str),
+    "tokens": ("tokens", str),
+    "NLL": ("nll", "{:.4f}".format),
+    "perplexity": ("ppl", "{:.2f}".format),
+    "baseline": ("baseline_nll", "{:.4f}".format),
+    "KL": ("kl", "{:.6f}".format),
+    "same top": ("same_top", "{:.1%}".format),
+}
 
 
 class ScoreTexts(OnEngine):
@@ -49,18 +49,8 @@ class ScoreTexts(OnEngine):
         def row(one: Score) -> dict[str, Any]:
             return {**means(one), "token_ids": one.ids, "logprobs": one.logprobs}
 
-        path = self.with_engine(all_logits=True).engine
-        with console.Progress() as progress, closing(loaded(self.load, path, progress)) as engine:
+        with self.opened(self.load, all_logits=True) as (engine, progress):
             return report(documents, [engine], self.json, row, progress)
-
-
-def loaded(load: Programs, path: str, progress: console.Progress) -> Engine:
-    """Load an engine that returns the logits of every position."""
-    from g4ir.check.score import require_all_logits
-
-    engine = load.engine(path, progress)
-    require_all_logits(engine)
-    return engine
 
 
 @dataclass(frozen=True)
@@ -96,11 +86,11 @@ def report(
     """Print the scores and their totals; exit code 1 if one is not finite."""
     from g4ir.check.score import Sums, score_windows
 
-    total, rows, table = Sums(), list[dict[str, Any]](), list[tuple[str, Sums]]()
+    total, rows, table = Sums(), list[dict[str, Any]](), list[dict[str, Any]]()
     for one in score_windows(engines, documents.windows(engines), progress):
         total += one.sums
         rows.append(row(one))
-        table.append((one.name, one.sums))
+        table.append({"name": one.name, **one.sums.means()})
     if not rows:
         raise InputError(f"{documents.jsonl}: no documents among its lines")
     if as_json:
@@ -109,19 +99,11 @@ def report(
         console.Progress.clear()
         against = f" against {head['against']}" if head.get("against") else ""
         print(f"{head['engine']}{against}\n" if head else "", end="")
-        print(_table([*table, *([("all", total)] if len(table) > 1 else [])]), end="", flush=True)
+        table += [{"name": "all", **total.means()}] if len(table) > 1 else []
+        columns = {heading: c for heading, c in COLUMNS.items() if c[0] in table[0]}
+        print(aligned(cells(columns, table)), end="", flush=True)
     return 0 if all(math.isfinite(x) for x in (total.nll, *(total.against or ()))) else 1
 
 
 def means(one: Score) -> dict[str, Any]:
     return {"id": one.document, "part": one.part, **one.sums.means()}
-
-
-def _table(rows: Sequence[tuple[str, Sums]]) -> str:
-    tables = [(name, sums.means()) for name, sums in rows]
-    columns = {key: row for key, *row in COLUMNS if key in tables[0][1]}
-    lines = [["document", *(name for name, _ in columns.values())]]
-    for name, values in tables:
-        cells = ((values[key], fmt) for key, (_, fmt) in columns.items())
-        lines.append([name, *("-" if x is None else f"{x:{fmt}}" for x, fmt in cells)])
-    return aligned(lines)

@@ -11,16 +11,9 @@ from typing import Any, Literal
 from g4ir.errors import InputError
 from g4ir.plan.count import counts
 from g4ir.spec.parts import slug
-from g4ir.spec.record import (
-    DRAFTER,
-    diff_specs,
-    drafter_names,
-    load_spec,
-    spec_names,
-    specs_dir,
-)
+from g4ir.spec.record import DRAFTER, diff_specs, drafter_names, load_spec, spec_names, specs_dir
 from g4ir.ui import console
-from g4ir.ui.table import aligned
+from g4ir.ui.table import aligned, cells
 
 from .common import emit, output
 from .models import any_spec
@@ -57,9 +50,8 @@ class Specs(Verb):
 
     def _list(self) -> int:
         rows = [_spec_row(name) for name in spec_names()]
-        keys = [k for k in rows[0] if k != "file"]
-        table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
-        return output(self.json, rows, aligned(table, indent=0, left=len(keys)))
+        table = cells({k: (k, _cell) for k in rows[0] if k != "file"}, rows)
+        return output(self.json, rows, aligned(table, indent=0, left=len(table[0])))
 
     def _show(self, name: str) -> int:
         spec = load_spec(name)
@@ -115,4 +107,4 @@ def _spec_row(name: str) -> dict[str, Any]:
 def _cell(value: Any) -> str:
     if isinstance(value, int) and value >= 1_000_000:
         return f"{value / 1e9:.3f}B" if value >= 1_000_000_000 else f"{value / 1e6:.1f}M"
-    return "-" if value is None else str(value)
+    return str(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
+from g4ir.generate.jsonl import named
 from g4ir.ui import console
 
 from .common import Draft, OnDisk
@@ -82,12 +83,10 @@ def declare(talk: ChatSession, path: str) -> None:
     from g4ir.chat.text_files import read_text
 
     path = str(Path(path))
-    try:
+    with named(path):
         tools = decoded("".join(read_text(Path(path))), path)
         for note in talk.set_tools(tools):
             console.say(f"note: {path}: {note}")
-    except InputError as e:
-        raise InputError(str(e) if str(e).startswith(path) else f"{path}: {e}") from None
 
 
 class Screen:

@@ -122,12 +122,6 @@ class Verb(Part):
     from_environment: ClassVar[bool] = False
     epilog: ClassVar[str] = ""
 
-    @classmethod
-    def flags(cls, parser: argparse.ArgumentParser) -> Flags:
-        """Add the flags to a parser."""
-        parser.epilog = cls.epilog
-        return Flags(parser, cls)
-
     def __call__(self) -> int:
         """Run the verb and return the exit code."""
         raise NotImplementedError
@@ -156,6 +150,7 @@ class Flags:
         self.settings: dict[str, Callable[[str], Any]] = {}
         self._parser = parser
         self._groups: dict[str | None, Any] = {None: parser}
+        parser.epilog = verb.epilog
         self._add(verb, None)
         if self.settings:
             (action,) = (a for a in parser._actions if a.dest == "settings")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
 from .common import OnEngine, Programs, output
-from .score import Documents, loaded, means, report
+from .score import Documents, means, report
 from .verb import flag, json_flag, token_ids
-
-if TYPE_CHECKING:
-    from g4ir.engine.engine import Engine
 
 UNQUANTISED = "the unquantised weights"
 
@@ -50,35 +47,27 @@ class Verify(OnEngine):
         tokens = token_ids(self.tokens, "--tokens") if self.tokens is not None else None
         against = self.against or "reference"
         check_against(against)
-        engine = self.with_engine().engine
-        return compared(
-            engine, self.load, self.json, against, tokens, self.checkpoint, self.each_pass
-        )
+        how = against, tokens, self.checkpoint, self.each_pass
+        return compared(self.engine_path(), self.load, self.json, *how)
 
     def _on_texts(self) -> int:
         """Compare an engine with its unquantised weights on texts."""
-        from g4ir.check.reference import is_quantised, param_bytes, unquantised
+        from g4ir.check.reference import unquantised
         from g4ir.check.stage_report import engine_name
 
         max_tokens = None if self.tokens is None else parse_count(self.tokens, "--tokens")
         documents = Documents(self.text, tokens=max_tokens)
         documents.check()
-        path = self.with_engine(all_logits=True).engine
-        with ExitStack() as stack:
-            progress = stack.enter_context(console.Progress())
-            engine = stack.enter_context(closing(loaded(self.load, path, progress)))
-            other: Engine | str = "nothing is quantised; `g4ir compare` compares engines"
-            if is_quantised(engine):
-                progress("opening the unquantised weights")
-                size = param_bytes(engine)
-                other = stack.enter_context(unquantised(engine, self.checkpoint, size))
-            engines, against = [engine], None
-            if isinstance(other, str):
-                console.say(f"note: no KL divergence: {other}")
-            else:
-                engines, against = [engine, other], UNQUANTISED
-            head = {"engine": engine_name(engine), "against": against}
-            return report(documents, engines, self.json, means, progress, head)
+        with self.opened(self.load, all_logits=True) as (engine, progress):
+            progress("opening the unquantised weights")
+            with unquantised(engine, self.checkpoint) as other:
+                engines, against = [engine], None
+                if isinstance(other, str):
+                    console.say(f"note: no KL divergence: {other}")
+                else:
+                    engines, against = [engine, other], UNQUANTISED
+                head = {"engine": engine_name(engine), "against": against}
+                return report(documents, engines, self.json, means, progress, head)
 
 
 def compared(

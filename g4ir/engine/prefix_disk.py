@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from g4ir import __version__
-from g4ir.artefact.digests import has_digest, keep_digest
+from g4ir.artefact.digests import file_digest, has_digest
 from g4ir.backends import find_backend
 from g4ir.backends.background_mask import lower_priority
 from g4ir.backends.base import CacheSnapshot
@@ -190,14 +190,14 @@ class PrefixDisk:
             if path := self._list(scope).get((len(keys), digest)):
                 with suppress(FileNotFoundError):
                     os.utime(path)  # changes the file's ctime, so its digest record is renewed
-                    keep_digest(path, NAME.fullmatch(path.name)[3])  # type: ignore[index]
+                    file_digest(path, NAME.fullmatch(path.name)[3])  # type: ignore[index]
                     return
             self._evict(size, bool(alone))
             part = private(scope) / f"{len(keys):08}-{digest}.part"
             content = _write_snapshot(part, snapshot)
             path = scope / f"{len(keys):08}-{digest}-{content}.safetensors"
             os.replace(part, path)
-            keep_digest(path, content)
+            file_digest(path, content)
 
     def _evict(self, size: int, alone: bool) -> None:
         """Remove the least recently used files until `size` bytes are free, and temporary files of

@@ -41,22 +41,12 @@ from g4ir.media.soft import Soft
 from g4ir.model.media import check_file
 from g4ir.ui.files import write_file
 
+from .jsonl import INTEGER, SETTINGS, named
+
 #: finish reason of an answer that `stop` ended
 INTERRUPTED = "interrupted"
 #: tool result sent to the model for calls without results
 NOT_RUN = "the call was not run"
-#: setting -> how its value is read
-SETTINGS: Mapping[str, type[int] | type[float]] = {
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "seed": int,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repetition_penalty": float,
-}
 OnEvent = Callable[[Said], None]
 
 
@@ -203,13 +193,12 @@ class ChatSession:
 
     def set(self, name: str, text: str) -> None:
         """Set a sampling parameter from text, `default` for the checkpoint's value."""
-        if name not in SETTINGS:
+        if (kind := SETTINGS.get(name)) is None:
             raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
         try:
-            value = None if text == "default" else SETTINGS[name](text)
+            value = None if text == "default" else (int if kind is INTEGER else float)(text)
         except ValueError:
-            expected = "a whole number" if SETTINGS[name] is int else "a number"
-            raise InputError(f"{name} {text!r}: expected {expected}, or default") from None
+            raise InputError(f"{name} {text!r}: expected {kind[1]}, or default") from None
         self.choose({name: value})
 
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
@@ -239,9 +228,8 @@ class ChatSession:
     def load(self, path: str | Path) -> None:
         """Load a conversation from a file of `save`, or a JSON list of messages; read its media.
         InputError, without a change, if anything is invalid."""
-        path = Path(path)
-        try:
-            value = decoded("".join(read_text(path)), str(path))
+        with named(str(Path(path))):
+            value = decoded("".join(read_text(Path(path))), str(Path(path)))
             conversation: dict[str, Any] = {"messages": value}
             if not isinstance(value, list):
                 conversation = an_object(value, "the file")
@@ -255,9 +243,6 @@ class ChatSession:
                 check_pairs(read, may_wait=True)
             read_tools(tools)
             soft = {id(m.part): (m.part, read_local(self.engine, m)) for m in media_of(read)}
-        except InputError as e:
-            text = str(e)
-            raise InputError(text if str(path) in text else f"{path}: {text}") from None
         self.messages, self.tools, self._soft = messages, tools, soft
         self.attached, self.held = [], 0
 

@@ -43,29 +43,23 @@ INTEGER: Field = _of(int), "a whole number"
 NUMBER: Field = _of(int, float), "a number"
 IDS: Field = _list(int), "a list of token ids"
 PATHS: Field = _list(str), "a list of paths"
+#: settings of `chat` too
+SETTINGS: dict[str, Field] = {
+    **dict.fromkeys(("max_new_tokens", "top_k", "seed"), INTEGER),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
+    **dict.fromkeys((f"{x}_penalty" for x in ("presence", "frequency", "repetition")), NUMBER),
+}
 FIELDS: dict[str, Field] = {
     "id": (_of(str, int), "a string or a whole number"),
     "prompt": TEXT,
     "tokens": IDS,
     "bos": (_of(bool), "true or false"),
-    "max_new_tokens": INTEGER,
-    "temperature": NUMBER,
-    "top_k": INTEGER,
-    "top_p": NUMBER,
-    "seed": INTEGER,
-    "min_p": NUMBER,
-    "presence_penalty": NUMBER,
-    "frequency_penalty": NUMBER,
-    "repetition_penalty": NUMBER,
+    **SETTINGS,
     "logit_bias": (_biases, 'numbers by token id, such as {"177": -5}'),
-    "min_tokens": INTEGER,
-    "logprobs": INTEGER,
+    **dict.fromkeys(("min_tokens", "logprobs"), INTEGER),
     "stop": IDS,
-    "images": PATHS,
-    "videos": PATHS,
-    "audio": PATHS,
-    "image_budget": INTEGER,
-    "frames": INTEGER,
+    **dict.fromkeys(("images", "videos", "audio"), PATHS),
+    **dict.fromkeys(("image_budget", "frames"), INTEGER),
     "fps": NUMBER,
     "audio_too_long": (lambda v: v in (CUT, REFUSE), f"{CUT} or {REFUSE}"),
 }
@@ -111,7 +105,8 @@ def named(where: str) -> Iterator[None]:
     try:
         yield
     except InputError as e:
-        raise InputError(f"{where}: {e}") from None
+        text = str(e)
+        raise InputError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
 class ReadAhead:

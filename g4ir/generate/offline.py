@@ -23,14 +23,7 @@ from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import G4Error
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
-from g4ir.model.media import (
-    IMAGE,
-    LISTS,
-    check_budget,
-    check_file,
-    check_supported,
-    encode_options,
-)
+from g4ir.model.media import IMAGE, LISTS, check_budget, check_file, check_supported, encode_options
 from g4ir.weights.checkpoint import TOKENIZER
 
 from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 Line = Sequence[str]
+#: heading -> key of a row, and how its value is printed
+Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+
+
+def cells(columns: Columns, rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the headings, and the cells of each row; `-` for None."""
+    values = ([(row[key], text_of) for key, text_of in columns.values()] for row in rows)
+    lines = (["-" if x is None else text_of(x) for x, text_of in row] for row in values)
+    return [[*columns], *lines]
 
 
 def aligned(lines: Iterable[Line], indent: int = 2, left: int = 1) -> str:

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from g4ir.check.hf import hf_origin
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.weights.origin import GgufFile
 
-from .runners import BenchRunner
+from .hf import hf_origin
 
 LLAMA = "llama.cpp"
 #: GGML's log level of errors
@@ -56,7 +55,7 @@ def gguf_file(engine: Engine, checkpoint: str | Path | None) -> Path:
     )
 
 
-class LlamaRunner(BenchRunner):
+class LlamaSession:
     """A GGUF file in llama.cpp with its defaults: KV cache in float16, activations quantised to 8
     bits; as many threads as torch has. `max_len`: max tokens of each of `batch` sequences.
 
@@ -64,7 +63,7 @@ class LlamaRunner(BenchRunner):
 
     def __init__(self, file: Path, batch: int, max_len: int, device: str = "cpu") -> None:
         api, errors, _ = binding()
-        super().__init__(LLAMA, f"llama-cpp-python {api.__version__} ({file.name})")
+        self.label = f"llama-cpp-python {api.__version__} ({file.name})"
         if device != "cpu" and not api.llama_supports_gpu_offload():
             fix = "install one that was built for CUDA"
             raise MissingError(f"--peer {LLAMA}: this llama-cpp-python runs on CPUs alone; {fix}")
@@ -73,7 +72,7 @@ class LlamaRunner(BenchRunner):
         params.n_seq_max, params.kv_unified = batch, False
         params.n_ctx = params.n_batch = max_len * batch
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        self._api, self._thread, self.session = api, ThreadPoolExecutor(1), self
+        self._api, self._thread = api, ThreadPoolExecutor(1)
         model = self._call(api.llama_model_load_from_file, str(file).encode(), config)
         self._context = model and self._call(api.llama_init_from_model, model, params)
         if not self._context:
@@ -87,10 +86,12 @@ class LlamaRunner(BenchRunner):
         return self._thread.submit(function, *args).result()
 
     def reset(self) -> None:
+        """Empty the KV cache."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         self._length = 0
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append i64[B, n]; return logits [B, vocab] after the last one."""
         return self.prefill(tokens)[:, -1]
 
     def prefill(self, tokens: torch.Tensor, *, all_logits: bool = False) -> torch.Tensor:
