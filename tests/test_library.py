@@ -303,7 +303,7 @@ def test_versions_in_the_hash(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for backend, own in {"reference": {"torch"}, "onnx": {"onnx", "onnxruntime"}}.items():
         options, hashes = replace(SMALL, backend=backend), {}
         for new in ("", "torch", "triton", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx"):
-            monkeypatch.setattr(library, "_version", lambda name, new=new: str(name == new))
+            monkeypatch.setattr(library, "version_of", lambda name, new=new: str(name == new))
             hashes[new] = library._hash(None, options)
         assert {new for new in hashes if hashes[new] != hashes[""]} == own
 

@@ -21,7 +21,7 @@ from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
 from g4ir.backends.inductor.target import Target
 from g4ir.builder.build import prepare
-from g4ir.cli.models import checkpoint_model
+from g4ir.cli.models import named_model
 from g4ir.engine.engine import Engine
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import TORCH_NAMES
@@ -173,7 +173,7 @@ TARGETS = [
 @pytest.mark.parametrize("file", FILES)
 def test_quantised_files(file: str, backend: str, device: str, dtype: str, tmp_path: Path) -> None:
     path = FILES[file](folder=tmp_path)
-    model = checkpoint_model(path)
+    model = named_model(str(path))
     options = {"dtype": TORCH_NAMES[dtype], "checkpoint": path, "held": model.quant}
     assert_same(*both(model.spec, backend, device, **options))
 
@@ -190,7 +190,7 @@ LOADED = [
 def test_engines_of_quantised_files(file: str, backend: str, tmp_path: Path) -> None:
     """Planned is what the engine of a quantised file stores."""
     path = FILES[file](folder=tmp_path)
-    model = checkpoint_model(path)
+    model = named_model(str(path))
     options = {"backend": backend, "device": "cpu", "checkpoint": path, "media": "none"}
     _, plan = both(model.spec, **options, held=model.quant)
     engine = build(None, tmp_path / "e", **options, **SIZES)

@@ -154,16 +154,16 @@ def _qualities(
     for f in formats[1:]:
         progress(f"scoring {f.name}")
         with f.runner(load, f.scored, w, engine.device) as runner:
-            other = [runner.engine] if runner.engine else []
-            for e in other if f.other else ():
-                require_same_tokens(engine, e, f.name)
-            means = score([runner.session, engine.session()], [engine, *other])
-            nbytes = _tensor_bytes(f.file, engine) if f.file else 0
-            rows.append(_row(f, weight_size(*other) if other else Size(nbytes, size[1]), means))
-    first = (
-        {k: means[f"baseline_{k}"] for k in SCORES} if rows else score([engine.session()], [engine])
-    )
-    return [_row(formats[0], size, first), *rows]
+            other = runner.engine
+            if other and f.other:
+                require_same_tokens(engine, other, f.name)
+            engines = [engine, other] if other else [engine]
+            means = score([runner.session, engine.session()], engines)
+            stored = weight_size(other) if other else Size(_file_bytes(f, engine), size.elements)
+            rows.append(_row(f, stored, means))
+    if not rows:
+        return [_row(formats[0], size, score([engine.session()], [engine]))]
+    return [_row(formats[0], size, {k: means[f"baseline_{k}"] for k in SCORES}), *rows]
 
 
 def _row(f: Format, size: Size, means: Values) -> Values:
@@ -178,8 +178,9 @@ def weight_size(engine: Engine) -> Size:
     return Size(sum(v.type.nbytes() for v in stored), sum(v.type.numel() for v in elements))
 
 
-def _tensor_bytes(file: Path, engine: Engine) -> int:
-    opened = GgufFile(file).open(engine.spec, (), engine.dtype)
+def _file_bytes(f: Format, engine: Engine) -> int:
+    assert f.file
+    opened = GgufFile(f.file).open(engine.spec, (), engine.dtype)
     opened.close()
     return sum(e.nbytes for header in opened.headers for e in header.entries.values())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,11 +101,8 @@ class Sources:
         if not self.drafter:
             return weights
         spec, path = self.drafter.spec, self.drafter.path
-        return weights.with_drafter(
-            find_origin(path).open(spec, (), config.dtype)
-            if path
-            else random_weights(spec, seed, dtype)
-        )
+        drafter = find_origin(path).open(spec, (), config.dtype) if path else None
+        return weights.with_drafter(drafter or random_weights(spec, seed, dtype))
 
 
 def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
@@ -121,7 +118,7 @@ def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
         o.random_weights,
         _drafter(agreed, origin, o, dry),
         _adapters(o, origin),
-        _begin(partial(_side_files, agreed, origin) if origin else dict),
+        _begin(partial(checked_side_files, agreed, origin, True) if origin else dict),
     )
 
 
@@ -247,29 +244,16 @@ def _begin(function: Callable[[], Mapping[str, bytes]]) -> Future[Mapping[str, b
     return future
 
 
-def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
-    """Return the side files that an engine stores (tokenizer, configs), with the tokenizer's
-    index."""
-    side = origin.side_files()
+def checked_side_files(spec: Spec, origin: Origin, indexed: bool = False) -> dict[str, bytes]:
+    """Return a checkpoint's side files by name (tokenizer, configs), with the tokenizer's index if
+    `indexed`; an error if one is invalid."""
+    side, index = origin.side_files(), None
+    if TOKENIZER in side and indexed:
+        index = index_file(side[TOKENIZER], spec.text.vocab_size)
     # A file that could be indexed has passed the library's checks.
-    index = index_file(side[TOKENIZER], spec.text.vocab_size) if TOKENIZER in side else None
-    _check_side_files(spec, origin, side, {TOKENIZER} if index else set())
-    return side | ({INDEX: index} if index else {})
-
-
-def checked_side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
-    """Return a checkpoint's side files by name; an error if one is invalid."""
-    side = origin.side_files()
-    _check_side_files(spec, origin, side)
-    return side
-
-
-def _check_side_files(
-    spec: Spec, origin: Origin, side: Mapping[str, bytes], skip: Collection[str] = ()
-) -> None:
-    """Raise an error if a side file other than `skip` is invalid."""
-    if TOKENIZER in side and TOKENIZER not in skip:
+    if TOKENIZER in side and not index:
         read_tokenizer(origin.stated_at(TOKENIZER), side[TOKENIZER])
     if GENERATION in side:
         path, keys = origin.stated_at(GENERATION), origin.generation_keys
         read_defaults(path, spec.text.vocab_size, side[GENERATION], keys)
+    return side | ({INDEX: index} if index else {})

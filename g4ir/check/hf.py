@@ -135,10 +135,7 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
     """Return the model that `verify` compares with: transformers loads the checkpoint itself if it
     can; weights that the engine quantised have its dequantised values."""
     origin = hf_origin(engine, checkpoint, "verify --against hf")
-    if origin is None:
-        progress("transformers takes random weights")
-    else:
-        progress(f"transformers loads {origin.path}")
+    progress(f"transformers loads {origin.path if origin else 'random weights'}")
     plain = (
         not engine.spec.embedding
         and isinstance(origin, CheckpointDirectory)

@@ -250,9 +250,9 @@ def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
     """Return options without the preset's quantisation if the file is already quantised."""
     if not preset or options.checkpoint is None or options.quant is None:
         return options
-    from .models import checkpoint_model, without_quant
+    from .models import named_model, without_quant
 
-    model = checkpoint_model(options.checkpoint)
+    model = named_model(str(options.checkpoint))
     unquantised = without_quant(options, find_preset(preset), model)
     if unquantised != options:
         path = options.checkpoint

@@ -62,13 +62,11 @@ def _environment(parser: Parser) -> dict[str, Any]:
     for variable, text in sorted(os.environ.items()):
         if not variable.startswith(PREFIX) or RESERVED.fullmatch(variable) or not text:
             continue
-        if variable not in names:
+        if (action := names.get(variable)) is None:
             log.warning(f"{variable}: {unknown_key(variable, names).partition('; valid')[0]}")
             continue
-        action = names[variable]
-        words = text.split(",") if _repeats(action) else [text]
         try:
-            values |= _parsed(parser, action, words)
+            values |= _parsed(parser, action, text.split(",") if _repeats(action) else [text])
         except InputError as e:
             if text.startswith("tcp://"):
                 fix = "Kubernetes sets it for a service named g4ir: enableServiceLinks: false"

@@ -43,13 +43,6 @@ def named_model(word: str) -> Model:
     return Model(spec, origin, _checkpoint_quant(spec, origin) if origin else None)
 
 
-def checkpoint_model(path: str | Path) -> Model:
-    """Describe a GGUF file or a checkpoint directory."""
-    origin = existing_origin(path)
-    spec = origin.spec()
-    return Model(spec, origin, _checkpoint_quant(spec, origin))
-
-
 def without_quant(options: BuildOptions, preset: Preset, model: Model) -> BuildOptions:
     """Return options without the preset's quantisation if the file is already quantised."""
     quant = preset.options.get("quant")

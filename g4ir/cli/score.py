@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
@@ -18,7 +17,6 @@ from .verb import Count, flag, json_flag
 
 if TYPE_CHECKING:
     from g4ir.check.documents import Window
-    from g4ir.check.score import Score
     from g4ir.engine.engine import Engine
 
 #: of the table, those of a baseline only with one
@@ -45,12 +43,8 @@ class ScoreTexts(OnEngine):
     def __call__(self) -> int:
         documents = Documents(self.text, self.jsonl, self.tokens)
         documents.check()
-
-        def row(one: Score) -> dict[str, Any]:
-            return {**means(one), "token_ids": one.ids, "logprobs": one.logprobs}
-
         with self.opened(self.load, all_logits=True) as (engine, progress):
-            return report(documents, [engine], self.json, row, progress)
+            return report(documents, [engine], self.json, progress)
 
 
 @dataclass(frozen=True)
@@ -79,31 +73,29 @@ def report(
     documents: Documents,
     engines: Sequence[Engine],
     as_json: bool,
-    row: Callable[[Score], dict[str, Any]],
     progress: console.Progress,
-    head: Mapping[str, Any] = MappingProxyType({}),
+    head: Mapping[str, Any] | None = None,
 ) -> int:
-    """Print the scores and their totals; exit code 1 if one is not finite."""
+    """Print the scores and their totals, below a `head` without those of tokens; exit code 1 if one
+    is not finite."""
     from g4ir.check.score import Sums, score_windows
 
     total, rows, table = Sums(), list[dict[str, Any]](), list[dict[str, Any]]()
     for one in score_windows(engines, documents.windows(engines), progress):
         total += one.sums
-        rows.append(row(one))
-        table.append({"name": one.name, **one.sums.means()})
+        means, tokens = one.sums.means(), {"token_ids": one.ids, "logprobs": one.logprobs}
+        rows.append({"id": one.document, "part": one.part, **means, **({} if head else tokens)})
+        table.append({"name": one.name, **means})
     if not rows:
         raise InputError(f"{documents.jsonl}: no documents among its lines")
     if as_json:
-        emit({"documents": rows, **head, **total.means()})
+        emit({"documents": rows, **(head or {}), **total.means()})
     else:
         console.Progress.clear()
-        against = f" against {head['against']}" if head.get("against") else ""
-        print(f"{head['engine']}{against}\n" if head else "", end="")
+        if head:
+            against = f" against {head['against']}" if head["against"] else ""
+            print(f"{head['engine']}{against}")
         table += [{"name": "all", **total.means()}] if len(table) > 1 else []
         columns = {heading: c for heading, c in COLUMNS.items() if c[0] in table[0]}
         print(aligned(cells(columns, table)), end="", flush=True)
     return 0 if all(math.isfinite(x) for x in (total.nll, *(total.against or ()))) else 1
-
-
-def means(one: Score) -> dict[str, Any]:
-    return {"id": one.document, "part": one.part, **one.sums.means()}

@@ -13,7 +13,7 @@ from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
 from .common import OnEngine, Programs, output
-from .score import Documents, means, report
+from .score import Documents, report
 from .verb import flag, json_flag, token_ids
 
 UNQUANTISED = "the unquantised weights"
@@ -67,7 +67,7 @@ class Verify(OnEngine):
                 else:
                     engines, against = [engine, other], UNQUANTISED
                 head = {"engine": engine_name(engine), "against": against}
-                return report(documents, engines, self.json, means, progress, head)
+                return report(documents, engines, self.json, progress, head)
 
 
 def compared(

@@ -45,9 +45,13 @@ IDS: Field = _list(int), "a list of token ids"
 PATHS: Field = _list(str), "a list of paths"
 #: settings of `chat` too
 SETTINGS: dict[str, Field] = {
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed"), INTEGER),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
-    **dict.fromkeys((f"{x}_penalty" for x in ("presence", "frequency", "repetition")), NUMBER),
+    "max_new_tokens": INTEGER,
+    "temperature": NUMBER,
+    "top_k": INTEGER,
+    "top_p": NUMBER,
+    "seed": INTEGER,
+    "min_p": NUMBER,
+    **{f"{kind}_penalty": NUMBER for kind in ("presence", "frequency", "repetition")},
 }
 FIELDS: dict[str, Field] = {
     "id": (_of(str, int), "a string or a whole number"),

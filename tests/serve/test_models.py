@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 import g4ir
-from g4ir.cli.serve_models import named_models
+from g4ir.cli.serve import named_models
 from g4ir.errors import EngineError, InputError
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.pool import READY, UNLOADED, ModelPool, PooledModel
