@@ -4,7 +4,7 @@ more than both spreads."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,22 +156,19 @@ def _rate(stat: Stat, unit: str) -> str:
 
 
 def _table(runs: Sequence[Values]) -> str:
-    lines = [["", *map(run_name, runs)]]
-    columns = [(metrics(run), "VOID " * run["void"]) for run in runs]
-    for label, name in ROWS:
-        cells = [_cell(stats, name, void, suffix=True) for stats, void in columns]
-        if {*cells} != {"-"}:
-            lines.append([label, *cells])
-    return aligned(lines, indent=0).rstrip("\n")
+    columns = zip(*(_cells(run, [name for _, name in ROWS], suffix=True) for run in runs))
+    rows = ([label, *row] for (label, _), row in zip(ROWS, columns) if {*row} != {"-"})
+    return aligned([["", *map(run_name, runs)], *rows], indent=0).rstrip("\n")
 
 
-def _cell(stats: Mapping[str, Stat], name: str, void: str, suffix: bool = False) -> str:
-    """Return a metric with its spread, with the suffix of its unit or without; `-` if a run has
-    none."""
-    if name not in stats:
-        return "-"
-    ending, factor = UNITS.get(stats[name].unit, ("", 1.0))
-    return f"{void}{stat_text(stats[name], factor)}{ending if suffix else ''}"
+def _cells(run: Values, names: Iterable[str], suffix: bool = False) -> list[str]:
+    """Return metrics of a run with their spreads, with the suffixes of their units or without; `-`
+    for what the run has not."""
+    cells, stats, void = list[str](), metrics(run), "VOID " * run["void"]
+    for stat in map(stats.get, names):
+        ending, factor = UNITS.get(stat.unit if stat else "", ("", 1.0))
+        cells.append(f"{void}{stat_text(stat, factor)}{ending * suffix}" if stat else "-")
+    return cells
 
 
 #: heading of a table of reports -> metric
@@ -191,9 +188,8 @@ def markdown(reports: Sequence[Values]) -> str:
     for report in reports:
         w = report["workload"]
         for run in report["runs"]:
-            stats, void = metrics(run), "VOID " * run["void"]
-            cells = (_cell(stats, name, void) for name in COLUMNS.values())
-            lines.append([run_name(run), str(w["input_len"]), str(w["batch"]), *cells])
+            size = str(w["input_len"]), str(w["batch"])
+            lines.append([run_name(run), *size, *_cells(run, COLUMNS.values())])
     return markdown_table(lines)
 
 

@@ -82,7 +82,7 @@ class Embed(OnEngine):
             rows = [row for part in parts() for row in part.tolist()]
             progress.stop()
             facts = {"model": engine.spec.name, "dims": len(rows[0]), "embeddings": rows}
-            return output(self.json, facts, "".join(_lines(texts, rows)))
+            return output(self.json, facts, "" if self.json else "".join(_lines(texts, rows)))
 
 
 def read_texts(source: str) -> list[Any]:

@@ -13,19 +13,16 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import InputError, MissingError
 
 from .files import write_file
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 FORMATS = {".png": "png", ".svg": "svg"}
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Any:
     """Return a figure of a size in inches; MissingError without matplotlib."""
     try:
         from matplotlib.figure import Figure
