@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 Line = Sequence[str]
@@ -19,17 +20,11 @@ def cells(columns: Columns, rows: Iterable[Mapping[str, Any]]) -> list[list[str]
 
 def aligned(lines: Iterable[Line], indent: int = 2, left: int = 1) -> str:
     """Return lines of text in columns: the first `left` to the left, the others to the right."""
-    table = [list(line) for line in lines]
-    width = max(map(len, table))
-    table = [line + [""] * (width - len(line)) for line in table]
-    widths = [max(len(line[i]) for line in table) for i in range(width)]
-    rows = (
-        "  ".join(
-            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))
-        )
-        for line in table
-    )
-    return "".join(f"{' ' * indent}{row.rstrip()}\n" for row in rows)
+    columns = list[list[str]]()
+    for i, column in enumerate(zip_longest(*lines, fillvalue="")):
+        width = max(map(len, column))
+        columns.append([c.ljust(width) if i < left else c.rjust(width) for c in column])
+    return "".join(f"{' ' * indent}{'  '.join(row).rstrip()}\n" for row in zip(*columns))
 
 
 def markdown_table(lines: Iterable[Line]) -> str:
