@@ -161,7 +161,7 @@ class attention:
     ) -> Type:
         cache_k, cache_v, *chunk = caches
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
-        require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap} < 0")
+        require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap}")
         b, s, heads, d = q.shape
         require(positions == Type("i64", (b, s)), f"attention: positions {positions}, q {q}")
         require(written == Type("i64", (b,)), f"attention: written {written} does not fit q {q}")
