@@ -6,15 +6,15 @@ BIN         = $(VENV)/bin
 READY       = $(VENV)/.ready
 BASE        = $(VENV)/.base
 PIP         = $(BIN)/python -m pip --disable-pip-version-check
-# Without byte code, which python makes of what it imports: half the time.
+# Without bytecode, which Python compiles on import: half the time.
 INSTALL     = $(PIP) install -q --no-compile -c constraints.txt
 DEMO        = build/demo
 # By file, so that engines built once for a file stay with its tests, in the order of tests/conftest.py.
 PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
               --no-loadscope-reorder
 
-# Where the environment forbids byte code, each of the tests' many processes would compile the Python
-# part of torch again: 12 s of processor time, not 5.
+# If PYTHONDONTWRITEBYTECODE is set, each of the tests' many processes compiles the Python part of
+# torch again: 12 s of processor time instead of 5.
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
@@ -41,7 +41,7 @@ $(READY): $(BASE) pyproject.toml
 	    $(INSTALL) --no-build-isolation -e '.[test]' && wait $$other
 	@touch $@
 
-# What the demo needs is a third of what the tests need, which will do as well.
+# The demo needs a third of the tests' packages; the tests' environment serves too.
 $(VENV)/.demo: $(BASE) pyproject.toml
 	$(INSTALL) --no-build-isolation -e '.[hf]'
 	@touch $@
@@ -103,8 +103,8 @@ $(PEFT): | $(READY)
 test-real: $(READY) $(REAL_MODEL) $(REAL_TOKENIZER) $(PEFT)
 	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest -q tests/real/real.py tests/real/adapters.py tests/real/rtx.py
 
-# The tests of g4ir-vllm, in an environment of their own: vLLM, of which none of the kernels is used,
-# and what it imports, without what its wheel asks for beside (see g4ir-vllm/README.md).
+# The tests of g4ir-vllm, in a separate environment: vLLM, none of whose kernels are used, and the
+# packages that it imports, without the wheel's other dependencies (see g4ir-vllm/README.md).
 VLLM_ENV    = build/vllm-env
 VLLM_PIP    = $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile
 
@@ -223,7 +223,7 @@ coverage: $(READY)
 	$(INSTALL) pytest-cov
 	COVERAGE_FILE=build/coverage $(PYTEST) --cov=g4ir --cov=passes --cov=backends --cov-context=test --cov-report=term:skip-covered
 
-# Growth should be seen: lines of Python per room, and how many each may have.
+# Code lines of each room, and their caps.
 lines:
 	@$(BIN)/python tools/lines.py
 
@@ -234,7 +234,7 @@ TINY        = $(addprefix $(BENCH)/,tiny-dense tiny-moe tiny-ple)
 WIDE        = $(RANDOM) --spec bench/wide-ple.yaml
 ENGINES     = $(TINY) $(addprefix $(BENCH)/,e2b-ple8k wide wide-long wide-rows)
 
-# Built again each time, so that a report is of the programs of its commit.
+# Built each time, so that a report has the programs of its commit.
 .PHONY: $(ENGINES)
 
 $(TINY): | $(READY)

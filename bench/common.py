@@ -20,8 +20,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def arguments(doc: str | None, *names: str, **flags: Any) -> argparse.Namespace:
-    """Return what the command line says: positional `names`, flags with these defaults, --save. A
-    default of a tuple of numbers is given as 1,2,4; False is a switch."""
+    """Parse the command line: positional `names`, flags with these defaults, --save. A tuple of
+    numbers is written as 1,2,4; a default of False is a switch."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     for name in names:
         parser.add_argument(name)
@@ -50,7 +50,7 @@ def seconds(f: Callable[[], Any]) -> float:
 
 @contextmanager
 def process(*words: str, **pipes: Any) -> Iterator[subprocess.Popen[str]]:
-    """A context with a process, which ends with it."""
+    """Context with a process, which is ended at exit."""
     with subprocess.Popen([*words], text=True, **pipes) as made:
         try:
             yield made
@@ -59,7 +59,7 @@ def process(*words: str, **pipes: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def fill_with_noise(session: Any) -> None:
-    """Fill a session's caches with numbers that attention can read."""
+    """Fill a session's caches with noise, as if tokens had been computed."""
     for name, t in session.state.tensors.items():
         t.normal_()
         if name.endswith(".rms"):
@@ -67,8 +67,7 @@ def fill_with_noise(session: Any) -> None:
 
 
 def finish(args: argparse.Namespace, name: str, text: str, device: str = "cpu") -> None:
-    """Print a summary; with --save write it to bench/results, under the command and the machine
-    that it is of."""
+    """Print a summary; with --save also write it to bench/results, with its command and machine."""
     print(text.rstrip())
     if args.save:
         command = f"$ python bench/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}"

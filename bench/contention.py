@@ -1,4 +1,4 @@
-"""Speed of an engine beside other processes that keep cores busy.
+"""Speed of an engine while other processes keep cores busy.
 
     python bench/contention.py ENGINE [--baseline PYTHON:ENGINE] [--threads N] [--rounds 5]
                                [--seconds 2] [--prompt-len 256] [--serve] [--save]

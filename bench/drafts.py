@@ -47,7 +47,7 @@ def texts(file: str | None) -> dict[str, str]:
 def written(
     scheduler: Scheduler, prompt: list[int], new: int, **drawn: Any
 ) -> tuple[float, AcceptanceStats]:
-    """Return tokens/s of a text, and what became of its drafts."""
+    """Return tokens/s of a text, and its acceptance statistics."""
     params, times = SamplingParams(**drawn, ignore_eos=True), list[float]()
     handle = scheduler.submit(Request(tuple(prompt), new, params, reuse=False))
     for event in scheduler.run(handle):

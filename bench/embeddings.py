@@ -61,7 +61,7 @@ START = time.monotonic()
 
 
 def folder_of(folder: Path, tokenizer: str | None) -> Path:
-    """Return the folder, written with random weights if it is not there."""
+    """Return the folder; it is written with random weights if it is missing."""
     if not folder.is_dir():
         if tokenizer is None:
             raise SystemExit(f"{folder}: no such folder; give --tokenizer to write one")
@@ -91,7 +91,7 @@ def texts_of(tokenizer: Any, source: str, count: int) -> list[str]:
 
 @contextmanager
 def llama_server(program: str, file: Path, threads: int) -> Iterator[tuple[Embed, int]]:
-    """A context with llama.cpp's embeddings of texts, and the id of its process."""
+    """Context with a function that embeds texts by llama.cpp, and the id of its process."""
     flags = f"--embeddings --pooling mean -t {threads} -tb {threads} -b 2048 -ub 2048 -np 8"
     words = [program, "-m", str(file), *flags.split(), "-c", "16384", "--port", str(PORT)]
     with process(*words, stdout=-3, stderr=-3) as server:

@@ -20,7 +20,7 @@ from statistics import median
 def measure(command: str) -> tuple[float, float, float]:
     """Return seconds until the first byte and until the end, and of the processor."""
     start = time.perf_counter()
-    # Installed packages have bytecode; a checkout may only write it if it is allowed to.
+    # Installed packages have bytecode; a checkout writes it only if the environment permits.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.Popen(shlex.split(command), stdout=subprocess.PIPE, env=env, bufsize=0)
     assert done.stdout

@@ -35,7 +35,7 @@ TEXT = "/v1/completions"
 
 @dataclass
 class Asked:
-    """A request, and what came of it: seconds from its sending, one for each piece of text."""
+    """A request and its result: for each piece of text the seconds since the request was sent."""
 
     at: float
     tokens: list[int]
@@ -108,7 +108,7 @@ async def steps(client: httpx.AsyncClient) -> Counter[int]:
 
 
 def report(took: float, requests: list[Asked], decoded: Counter[int]) -> str:
-    """Return what a run was like."""
+    """Return the report of a run."""
     good = [r for r in requests if r.status == 200]
     times = {
         "first text": [r.pieces[0] for r in good if r.pieces],

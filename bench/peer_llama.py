@@ -51,7 +51,7 @@ PROMPT, HELD = 0, 32
 
 
 class Ours:
-    """A scheduler of an engine, as generation has it."""
+    """A scheduler of an engine, as in generation."""
 
     def __init__(self, engine: Any, sequences: tuple[int, ...]) -> None:
         most = engine.limits.max_batch
@@ -65,7 +65,7 @@ class Ours:
         return logits.float()
 
     def steps(self, tokens: torch.Tensor, count: int) -> float:
-        """Return the seconds of a step behind i64[B,T]: the mean of `count`."""
+        """Return the mean seconds of `count` steps after i64[B,T]."""
         scheduler, params = self._scheduler, SamplingParams(ignore_eos=True)
         for row in tokens.tolist():
             scheduler.submit(Request(tuple(row), count + 1, params, reuse=False))
@@ -178,8 +178,8 @@ def rows(
 
 
 def disagreement(cosine: float) -> str | None:
-    """Say why the two are not compared: speed says nothing where they compute other things. None
-    where they agree as far as rounding goes; NaN does not."""
+    """Return why the two are not comparable; None if their outputs agree up to rounding. NaN never
+    agrees."""
     if cosine >= AGREE:
         return None
     what = f"the logits' cosine to llama.cpp's is {cosine:.6f}, expected {AGREE} or more"
@@ -187,7 +187,7 @@ def disagreement(cosine: float) -> str | None:
 
 
 def main() -> str | None:
-    """Return why nothing was measured; None where it was."""
+    """Return why nothing was measured; None if it was."""
     flags: dict[str, Any] = {"sequences": (1,), "input_len": 256, "steps": 12, "rounds": 6}
     args = arguments(__doc__, "engine", "file", **flags, busy=0, program=None, huge_pages=False)
     with g4ir.load_engine(args.engine, huge_pages=args.huge_pages) as engine, ExitStack() as busy:

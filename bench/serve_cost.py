@@ -1,5 +1,5 @@
-"""What a served token costs the processor beyond the engine. These are CPU seconds, which a busy
-machine changes little.
+"""CPU time of the server per token, in addition to the engine's. These are CPU seconds, which a
+busy machine changes little.
 
     python bench/serve_cost.py ENGINE [--rows 1,8,32] [--tokens 200] [--rounds 3] [--threads 1]
 
@@ -39,7 +39,7 @@ async def streams(url: str, rows: int, tokens: int) -> None:
 
 
 def served_ms(url: str, pid: int, rows: int, tokens: int) -> float:
-    """Return CPU milliseconds of the server for a step of so many rows."""
+    """Return the server's CPU milliseconds for a step of this many sequences."""
     before = cpu_s(pid)
     asyncio.run(streams(url, rows, tokens))
     return 1e3 * (cpu_s(pid) - before) / tokens

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and a client that streams answers."""
+"""Servers in separate processes, and a client that streams answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ G4IR = (sys.executable, "-m", "g4ir", "serve", "--trust", "--set", "page=off")
 
 @contextmanager
 def served(*words: str) -> Iterator[tuple[str, int]]:
-    """A context with a server, which a command starts with a free --port: its URL and process id,
+    """Context with a server, started by a command with a free --port; yields its URL and process id
     once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

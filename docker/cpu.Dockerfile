@@ -10,7 +10,7 @@ COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12-slim-bookworm
-# The compiler stays: the CPU kernels are compiled on first use.
+# The compiler stays installed: the CPU kernels are compiled on first use.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*

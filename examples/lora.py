@@ -19,7 +19,7 @@ import g4ir
 
 
 class Lora(nn.Module):
-    """A frozen projection, and a trained one of low rank beside it."""
+    """A frozen projection plus a trained low-rank one."""
 
     def __init__(self, base: nn.Linear, rank: int = 4, alpha: float = 8.0) -> None:
         super().__init__()

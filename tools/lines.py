@@ -1,8 +1,8 @@
-"""Code lines of each room, beside how many it may have; with --check, exit 1 above.
+"""Code lines of each room and its cap; with --check, exit 1 if a room is above its cap.
 
 Code lines have a token on them: blank lines, comments and docstrings are free. Of C, JavaScript,
 CSS, HTML and YAML those lines count that are neither blank nor a comment. A cap has some slack, and
-a commit does not move it: a room that is full loses something.
+commits do not raise it: if a room is full, other code in it has to go.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FREE = {tokenize.NL, tokenize.COMMENT}
 
 
 def python_lines(text: str) -> int:
-    """Count the lines of Python with code on them."""
+    """Count the lines of Python that have code."""
     lines, begins = set[int](), True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         docstring = begins and token.type == tokenize.STRING
@@ -83,7 +83,7 @@ def plain_lines(text: str) -> int:
 
 
 def counted() -> Counter[str]:
-    """Return room, or what else may be full -> its code lines, of the files that git knows."""
+    """Return room (or other entry with a cap) -> its code lines, of the files in git."""
     found: Counter[str] = Counter(dict.fromkeys((*CAPS, *OTHERS), 0))
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
     for name in listed.splitlines():
@@ -102,7 +102,7 @@ def counted() -> Counter[str]:
 
 
 def main(words: list[str]) -> int:
-    """Print the table, or what is above its cap; return 1 where something is."""
+    """Print the table, or the rooms above their caps; return 1 if there are any."""
     caps = CAPS | {name: cap for name, (cap, _) in OTHERS.items()}
     found = counted()
     over = {name: n for name, n in found.items() if n > caps[name]}

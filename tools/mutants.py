@@ -62,8 +62,8 @@ class Mutant:
 
 
 def of_samples(tree: ast.Module) -> set[int]:
-    """Return ids of the nodes that make samples: what a name or keyword `samples` is given, and the
-    file's constants and functions that nothing else reads."""
+    """Return ids of the nodes that build samples: values of a name or keyword `samples`, and the
+    file's constants and functions that only these read."""
     given = (n for n in ast.walk(tree) if isinstance(n, ast.keyword | ast.Assign))
     found = {i for n in given if _name(n) == "samples" for i in _inside(n.value)}
     named = {_name(node): node for node in tree.body if _name(node)}
@@ -86,7 +86,7 @@ def _inside(node: ast.AST) -> set[int]:
 
 
 def _name(node: ast.AST) -> str:
-    """Return the one name that a statement or a keyword gives a value, or nothing."""
+    """Return the only name that a statement or a keyword binds, or None."""
     if isinstance(node, ast.FunctionDef):
         return node.name
     if isinstance(node, ast.keyword):
@@ -96,7 +96,7 @@ def _name(node: ast.AST) -> str:
 
 
 def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, int, str]]:
-    """Yield (index, line, change) of every place; the one of `index` is changed in the tree."""
+    """Yield (index, line, change) of every place; the place `index` is changed in the tree."""
     count = 0
 
     def here(wanted: int) -> bool:
@@ -143,8 +143,8 @@ def mutants(modules: Iterable[str]) -> list[Mutant]:
 
 
 def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str]:
-    """Return those of the tests that fail in a copy of the tree: the first where time is limited;
-    `TOO_LONG` where it is over."""
+    """Return the tests that fail in a copy of the tree: only the first with a time limit;
+    `TOO_LONG` if it is exceeded."""
     cache = tree / ".failed"
     shutil.rmtree(cache, ignore_errors=True)
     stop = ["-p", "no:xdist"] if limit_s is None else ["-p", "no:xdist", "-x"]
@@ -165,7 +165,7 @@ def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str
 
 
 def noticed(tree: Path, mutant: Mutant, tests: list[str]) -> list[str]:
-    """Return the tests that fail on the mutant in a copy of the tree."""
+    """Return the tests that fail with the mutant, in a copy of the tree."""
     path = tree / mutant.file
     right = path.read_text()
     parsed = ast.parse(right)
@@ -221,7 +221,7 @@ def main(words: list[str]) -> int:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(tried, drawn))
-    # A test that fails on the right product too has noticed nothing.
+    # A test that also fails on the unchanged module does not count.
     named = sorted({n for _, names in found for n in names if "::" in n})
     wrong = {*failed(trees.get(), named)} if named else set()
     caught = sum(bool(set(names) - wrong) for _, names in found)

@@ -39,7 +39,7 @@ VERSIONS = (
 
 
 def required(package: str) -> str:
-    """Return what pyproject.toml asks of a package, such as `>=5.17,<6`."""
+    """Return pyproject.toml's requirement of a package, such as `>=5.17,<6`."""
     project = load_file(ROOT / "pyproject.toml")["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     (found,) = (r for r in asked if re.match(rf"{package}\b", r))
@@ -56,7 +56,7 @@ def versions(package: str) -> Iterator[tuple[str, str]]:
 
 
 def made(name: str, requirement: str) -> Path:
-    """Return the python of an environment that has the requirement, made on first use."""
+    """Return the python of an environment with the requirement, created on first use."""
     folder = ROOT / "build" / f"versions-{name}"
     python = folder / "bin" / "python"
     if not (folder / ".ready").exists():

@@ -31,8 +31,8 @@ IGNORED = shutil.ignore_patterns("__pycache__", READY.name)
 
 @dataclass(frozen=True)
 class Wheel:
-    """A machine that gets a wheel: its system, by sys.platform, and architecture. `tag`: of the
-    wheel; empty: the oldest glibc that has what its kernels need."""
+    """A target of a wheel: its system, by sys.platform, and architecture. `tag`: platform tag of
+    the wheel; empty: from the oldest glibc that its kernels need."""
 
     system: str
     machine: str
@@ -40,20 +40,20 @@ class Wheel:
 
     @property
     def compiler(self) -> str:
-        """The command of its C compiler; empty: the usual one."""
+        """The command of its C compiler; empty: the default one."""
         if self.system != "linux":
             return f"{sys.executable} {ROOT / 'tools' / 'zig.py'} {self.system}"
         return "" if self.machine == architecture() else f"{self.machine}-linux-gnu-gcc"
 
     @property
     def lacks(self) -> str:
-        """What its compiler lacks on this machine."""
+        """Return why its compiler cannot be used on this machine; empty if it can."""
         if self.system != "linux":
             return "" if importlib.util.find_spec("ziglang") else "package ziglang"
         return "" if not self.compiler or shutil.which(self.compiler) else self.compiler
 
     def libraries(self) -> list[Library]:
-        """Its kernels: where nobody can ask the system for AMX, without those."""
+        """Its kernel libraries; without AMX on systems where a process cannot request it."""
         sets = [s for s in SETS if s.machine == self.machine]
         if self.system != "linux":
             sets = [s for s in sets if s.name != "amx"]
@@ -70,7 +70,7 @@ WHEELS = (
 
 
 def glibc(folder: Path) -> int:
-    """The newest minor version of glibc 2 that libraries need."""
+    """The minimum minor version of glibc 2 that the libraries need."""
     found = (re.findall(rb"GLIBC_2\.(\d+)", file.read_bytes()) for file in folder.iterdir())
     return max(int(version) for versions in found for version in versions)
 

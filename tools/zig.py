@@ -13,7 +13,8 @@ TARGETS = {"darwin": "aarch64-macos.11.0", "win32": "x86_64-windows-gnu"}
 
 
 def in_zigs_words(word: str) -> str:
-    """Return an option of gcc as zig has it: it names processors and extensions otherwise."""
+    """Return an option of gcc in zig's spelling: zig has other names of processors and
+    extensions."""
     march = word.removeprefix("-march=")
     if march == word:
         return word

@@ -68,12 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give a worker, also one that replaces another, the end of the budget."""
+    """Pass the end of the time budget to each worker, also to replacements."""
     node.workerinput["until"] = node.config.option.until
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Whether this is a process of pytest-xdist, which runs tests and reports to another."""
+    """Whether this process is a worker of pytest-xdist."""
     return bool(getattr(config, "workerinput", None))
 
 
@@ -82,14 +82,14 @@ def scale_of(config: pytest.Config, module: Any) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests by the variants asked for, else those of their file."""
+    """Parametrise tests by the requested variants, else those of their file."""
     scale = scale_of(metafunc.config, metafunc.module)
     if "variant" in metafunc.fixturenames:
         metafunc.parametrize("variant", metafunc.config.option.variants or scale.variants)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order tests by what is most worth knowing: the first three variants with one row, then more
+    """Order tests by importance: the first three variants with one row, then more
     rows, then other variants; and by file."""
 
     def key(item: Any) -> tuple[int, int, int]:
@@ -116,7 +116,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 class Measure:
-    """Measures by name, each once; one that is refused or fails does not cost the others."""
+    """Measurements by name, each run once; if one is refused or fails, the others still run."""
 
     def __init__(self, path: Path, test: str, limit: float) -> None:
         self.path, self.test, self.limit = path, test, limit
@@ -156,7 +156,7 @@ class Measure:
             file.write(json.dumps(record, default=str) + "\n")
 
     def wrong(self) -> dict[str, Any]:
-        """Return the measurements that failed, crashed or are not right."""
+        """Return the measurements that failed, crashed or have wrong results."""
         return {
             n: v for n, v in self.found.items() if {BEGUN, FAILED} & v.keys() or not v.get("ok", 1)
         }
@@ -217,7 +217,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a line for each measurement, with a column for each value that one of them has."""
+    """Return a line for each measurement, with a column for each key of their values."""
     flat = {name: flattened(values) for name, values in found.items()}
     names = list(dict.fromkeys(k for values in flat.values() for k in values))
     rows = [[name, *(values.get(k, "") for k in names)] for name, values in flat.items()]

@@ -84,7 +84,7 @@ def named(variant: str) -> list[str]:
 
 
 def g4ir_said(words: Sequence[str], front: Sequence[str] = ()) -> str:
-    """Return what a command of g4ir prints; InputError with the end of its errors otherwise."""
+    """Return the output of a g4ir command; InputError with the end of its stderr if it fails."""
     command = [*front, sys.executable, "-m", "g4ir", *words]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
@@ -129,7 +129,7 @@ def longest(scale: Scale, variant: str, rows: int) -> dict[str, Any]:
 
 
 def open_engine(out: Path, variant: str, rows: int) -> Engine:
-    """Load an engine that `build` made. InputError if there is none."""
+    """Load an engine that `build` created. InputError if there is none."""
     path = engine_path(out, variant, rows)
     if not path.exists():
         raise InputError(f"{path} is missing: run test_engines_are_built of test_decode.py")
@@ -182,8 +182,8 @@ def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
-    """Return what makes a step of rows that hold `context` tokens of noise: on the device alone
-    where the engine can, else by the host."""
+    """Return a function that runs a step of sequences with `context` tokens of noise: by the device
+    loop if the engine has one, else by the host."""
     session = engine.session(batch)
     fill_with_noise(session)
     first, lengths = torch.full((batch,), 5), torch.full((batch,), context - 1)
@@ -197,7 +197,8 @@ def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
 
 
 def step_times(step: Callable[[], Any], scale: Scale) -> tuple[list[float], float]:
-    """Return milliseconds of each step, by the device's clock, and those of the host a step."""
+    """Return milliseconds of each step by the device's clock, and the host's milliseconds per
+    step."""
     if scale.device == "cpu":
         times = [seconds(step) * 1e3 for _ in range(scale.steps)]
         return times, sum(times) / len(times)
@@ -242,7 +243,7 @@ AGREED, AGREED_STEPS = 20, 8
 
 
 def agreement_cell(engine: Engine, batch: int) -> dict[str, Any]:
-    """Compare logits behind a prompt and of steps behind it, which follow the other's choice."""
+    """Compare logits after a prompt and after steps, whose tokens the other runner chose."""
     ours, theirs = EngineRunner(engine, batch), reference_runner(engine, batch)
     tokens, cosine, same = random_ids(engine, (batch, AGREED)), 1.0, 0
     for _ in range(AGREED_STEPS + 1):

@@ -40,7 +40,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A graph of one node, behind those that make its weights of codes."""
+    """A graph of one node, after the nodes that quantise its weights."""
 
     choice: Choice
     schedule: Schedule
@@ -93,7 +93,7 @@ def all_cases(
 
 
 def _with_weights(g: Graph, n: Node) -> list[Node]:
-    """Return a node behind those that make its weights of codes."""
+    """Return a node, after the nodes that quantise its weights."""
     made = [g.producers[v.name] for v in n.inputs if v.name in g.producers]
     return [*(m for m in made if m.op == "dequantize"), n]
 
@@ -132,7 +132,7 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor
 
 
 def _codes(shape: list[int], dtype: torch.dtype, device: str, random: torch.Generator) -> Tensor:
-    """Return any codes that are numbers."""
+    """Return random codes without NaN."""
     if dtype == torch.float8_e4m3fn:
         return torch.randn(shape, device=device, generator=random).mul_(99).to(dtype)
     shape[-1] *= dtype.itemsize
@@ -141,7 +141,7 @@ def _codes(shape: list[int], dtype: torch.dtype, device: str, random: torch.Gene
 
 
 def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> Tensor:
-    """Return positions and lengths of full rows, by the names that the graphs give them."""
+    """Return positions and lengths of full sequences, by their names in the graphs."""
     new = next((int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1)
     first = case.tokens - new
     start = {
@@ -191,7 +191,7 @@ class Errors:
 
     @property
     def ok(self) -> bool:
-        """Whether the kernel is as good as the references, up to the order of sums."""
+        """Whether the kernel is as exact as the references, up to the order of sums."""
         return self.rms <= max(BUDGET, LEEWAY * self.reference_rms)
 
 
@@ -217,7 +217,7 @@ def _difference(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 def launches_of_case(case: Case) -> list[Launch]:
-    """Return the kernels that a case starts, none of them run."""
+    """Return the kernels that a case launches, without running them."""
     with recorded() as seen:
         run_case(case, operands(case, "meta"))
     return seen

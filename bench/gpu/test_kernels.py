@@ -83,14 +83,14 @@ def programs(variants: list[str]) -> Iterator[Program]:
 
 
 def case_name(case: Case) -> str:
-    """Return a name that says what the case is, the same whatever other variants are measured."""
+    """Return a name of the case that does not depend on the other measured variants."""
     text = f"{case.target} {case.tokens}\n{print_graph(canonical(case.graph))}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{case.name} B={case.target.rows} {digest}"
 
 
 def compile_ahead(cases: list[Case]) -> None:
-    """Fill Triton's cache with as many processes as there are cores: a kernel takes seconds."""
+    """Compile kernels into Triton's cache, in one process per core: a kernel takes seconds."""
     jobs = min(os.cpu_count() or 1, 16, len(cases))
     if jobs < 2:
         return

@@ -111,7 +111,7 @@ def test_machine(measure: Any, host: Host) -> None:
 
 
 def features(host: Host) -> dict[str, Any]:
-    """Describe the installed TensorRT. MissingError if it lacks what every build needs."""
+    """Describe the installed TensorRT. MissingError if it lacks a required feature."""
     api = host.tensorrt()
     host.check_gpu()
     return {"tensorrt": api.version, "gpu": host.gpu()}
@@ -159,7 +159,7 @@ def opened(
 
 
 def about(engine: Engine, out: Path) -> dict[str, Any]:
-    """Return what TensorRT made of an engine's network, and whether its steps are recorded."""
+    """Return TensorRT's layers of an engine's network, and whether its steps are recorded."""
     compiled, record = engine.manifest["compiled"], engine.runtime.record
     found = {
         "plan_mb": (engine.path / PLAN).stat().st_size >> 20,
@@ -232,7 +232,7 @@ def measure_engine(measure: Any, scale: Scale, host: Host, out: Path, spec: Spec
 
 
 def trtexec(path: Path, out: Path) -> dict[str, Any]:
-    """Have NVIDIA's own tool time the plan's decode steps, layer by layer."""
+    """Time the plan's decode steps layer by layer with NVIDIA's trtexec."""
     if shutil.which("trtexec") is None:
         raise MissingError("no trtexec here: it comes with TensorRT's archive or container")
     out.mkdir(parents=True, exist_ok=True)
