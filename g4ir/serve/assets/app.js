@@ -7,7 +7,7 @@ const SAMPLING = [...NUMBERS, "stop_texts", "thinking_token_budget"];
 const OWN = ["system", "tools"]; // settings stored with a conversation
 const FIELDS = [...OWN, ...SAMPLING];
 const LOOK_MS = 2000;
-const TOO_LONG = /has (\d+) tokens.*?(\d+) new ones? .*?holds (\d+) tokens/;
+const TOO_LONG = /has (\d+) tokens.*?(\d+) new ones? .*?context has (\d+) tokens/;
 const MOST_TEXT = 1 << 20; // maximum bytes of a text file in a message
 const TEXTS = /\.(?:[cm]?ts|svg)$/; // text files whose MIME type is video or image
 
@@ -123,12 +123,12 @@ function unreachable() {
   return Object.assign(new Error(message), { status: 0 });
 }
 
-// An error of the server in words, with what can be done about it.
+// Rewrites an error of the server for users, with the remedy.
 function inWords({ message }) {
   const found = TOO_LONG.exec(message);
   if (!found) return message;
   const [has, more, most] = found.slice(1).map(Number);
-  return `Too long by ${(has + more - 1 - most).toLocaleString("en")} tokens: this model holds ${most}. `
+  return `Too long by ${(has + more - 1 - most).toLocaleString("en")} tokens: the context has ${most}. `
     + `Shorten the message, begin a new chat, or start the server with --max-seq ${2 ** Math.ceil(Math.log2(has + more))}.`;
 }
 
@@ -281,7 +281,7 @@ function save(coming = null) {
     await written(kept, record);
     state.unsaved = "";
   }).catch((error) => {
-    if (state.unsaved !== error.message) notice(`This conversation is not kept: ${error.message}`);
+    if (state.unsaved !== error.message) notice(`This conversation is not saved: ${error.message}`);
     state.unsaved = error.message;
   });
   return state.saving;
@@ -292,7 +292,7 @@ async function written(kept, record) {
   const updated = Math.max(Date.now(), kept.updated + 1);
   if (!await shelf.put({ ...record, id: kept.id, updated }, kept.updated)) {
     kept.id = newId();
-    notice("Another tab went on with this conversation. What is said here is kept as a copy.");
+    notice("Another tab changed this conversation. Its state in this tab is saved as a copy.");
     await shelf.put({ ...record, id: kept.id, updated }, 0);
     if (state.kept === kept) session.setItem("chat", kept.id);
   }

@@ -218,9 +218,9 @@ class Shelf {
       });
       [this.conversations, this.aside] = [kept, new Kept(database, "aside")];
     } catch (error) {
-      const newer = "those that are here are of a newer version, and stay as they are";
+      const newer = "the stored ones are of a newer version, and stay unchanged";
       const why = error.name === "VersionError" ? newer : error.message;
-      told.push(`Conversations are not kept in this browser: ${why}.`);
+      told.push(`Conversations are not saved in this browser: ${why}.`);
     }
     for (const one of bad) {
       await this.aside.add(one);
@@ -228,7 +228,7 @@ class Shelf {
     }
     for (const why of new Set(bad.map((one) => one.why))) {
       const count = bad.filter((one) => one.why === why).length;
-      told.push(`Conversations put aside, see the list: ${count} ${why}.`);
+      told.push(`Conversations set aside, see the list: ${count} ${why}.`);
     }
     await this.aside.each(() => { this.asides += 1; });
     this.channel.onmessage = async ({ data: id }) => {
