@@ -65,6 +65,8 @@ def _names(spec: Spec) -> gguf.TensorNameMap:
 def stored_name(spec: Spec, bare: str) -> str:
     if bare.startswith("drafter."):
         return bare.replace("drafter.", "nextn.")
+    if bare.startswith("dense."):
+        return f"dense_{int(bare.split('.')[1]) + 2}.weight"
     layer = bare.split(".")[1] if bare.startswith("layers.") else ""
     if bare.endswith("router.scale"):
         return f"blk.{layer}.ffn_gate_inp.scale"
@@ -127,24 +129,26 @@ def write_gguf(
     *,
     change: Callable[[dict[str, Any]], Any] = lambda values: None,
     plus_one: bool = True,
+    arch: str = "",
 ) -> dict[str, torch.Tensor]:
     """Write a model's tensors, by their names in a checkpoint without a prefix; return what the
     file's stand for. A draft model is written without its clusters, which llama.cpp's converter
     leaves out. `change` may alter the values of the metadata, by key; `plus_one`: norms about zero
-    are written as converters do."""
-    writer = gguf.GGUFWriter(path, architecture(spec))
-    values = metadata(spec)
+    are written as converters do; `arch`: another architecture of the same names and metadata."""
+    writer = gguf.GGUFWriter(path, arch or architecture(spec))
+    own = f"{architecture(spec)}."
+    values = {k.replace(own, f"{arch}.") if arch else k: v for k, v in metadata(spec).items()}
     change(values)
     write_values(writer, values)
     meant = {}
-    for i, bare in enumerate(tensors if spec.drafter else text_tensors(spec)):
+    for i, bare in enumerate(tensors if spec.drafter or arch else text_tensors(spec)):
         one = float(bare.endswith("norm.weight") and spec.text.norms_about_zero and plus_one)
         shape = tuple(tensors[bare].shape)
         data, dense = stored(bare, tensors[bare].float() + one, kind(bare, shape), i)
         meant[bare] = torch.from_numpy(np.ascontiguousarray(dense - one))
         to = GGMLQuantizationType[kind(bare, shape)]
         writer.add_tensor(stored_name(spec, bare), data, raw_dtype=to)
-    if family(spec) == "gemma4":
+    if family(spec) == "gemma4" and not arch:
         writer.add_tensor("rope_freqs.weight", _frequencies(spec))
     finish(writer)
     return meant

@@ -242,9 +242,7 @@ def test_links_lead_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
 
 
-def test_readme_table_is_that_of_bench(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_readme_table_is_that_of_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two columns of its."""
     monkeypatch.chdir(ROOT)
     line = re.search(r"`g4ir (bench \S+\.json --table)`", README.read_text())

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -39,7 +38,7 @@ from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import check_spec, short
 from tests.engines import CASES
-from tests.gguf_files import finish, metadata, stored_name, write_mmproj, write_values
+from tests.gguf_files import all_of, write_gguf, write_mmproj
 from tests.gpu_on_cpu import use_gpu_runtime
 from tests.media_tools import media_files, media_tokenizer
 from tests.test_media_models import inputs_of, medium
@@ -400,31 +399,29 @@ def test_a_folder_without_its_dense_layers(tmp_path: Path) -> None:
 def gguf_file(path: Path, spec: Spec, pooling: int = 1, bare: bool = False) -> Path:
     """A file as llama.cpp's converter writes one with the dense modules, or `bare` of them."""
     arch, text, words = "gemma-embedding", spec.text, tokenizer()
-    plain = {k: v for k, v in metadata(spec).items() if not k.startswith("tokenizer.")}
-    values = {k.replace("gemma3.", f"{arch}."): v for k, v in plain.items()}
-    assert text.sliding.window
-    values[f"{arch}.attention.sliding_window"] = 2 * (text.sliding.window - 1)
-    values[f"{arch}.attention.sliding_window_pattern"] = [k == SLIDING for k in text.layer_types]
-    values[f"{arch}.pooling_type"] = pooling
     tokens = [words.id_to_token(i) for i in range(text.vocab_size)]
     special = ("<pad>", "<eos>", "<bos>")
     kinds = [3 if t in special else 6 if t.startswith("<0x") else 1 for t in tokens]
-    said = {"model": "llama", "tokens": tokens, "token_type": kinds}
-    said |= {"scores": [-float(i) for i in range(len(tokens))]}
-    said |= {"add_bos_token": True, "add_eos_token": True, "bos_token_id": 2, "eos_token_id": 1}
-    said |= {"padding_token_id": 0, "unknown_token_id": 3}
-    writer = gguf.GGUFWriter(path, arch)
-    write_values(writer, values | {f"tokenizer.ggml.{k}": v for k, v in said.items()})
-    weights = random_weights(spec, SEED, torch.float32)
-    for name in text_tensors(spec):
-        if not name.startswith("dense."):
-            t = weights.tensor(name)
-            writer.add_tensor(stored_name(spec, name), (t + ("norm" in name)).numpy())
-        elif not bare:
-            index = int(name.split(".")[1]) + 2
-            writer.add_tensor(f"dense_{index}.weight", weights.tensor(name).numpy())
-    finish(writer)
+    said = {**CASES["gguf_tokenizer"], "tokens": tokens, "token_type": kinds}
+    said["scores"] = [-float(i) for i in range(len(tokens))]
+    of = {"attention.sliding_window": both_sides(spec), "pooling_type": pooling}
+    of["attention.sliding_window_pattern"] = [k == SLIDING for k in text.layer_types]
+
+    def change(values: dict[str, Any]) -> None:
+        for key in [k for k in values if k.startswith("tokenizer.")]:
+            del values[key]
+        values.update({f"{arch}.{k}": v for k, v in of.items()})
+        values.update({f"tokenizer.ggml.{k}": v for k, v in said.items()})
+
+    source = random_weights(spec, SEED, torch.float32)
+    names = [n for n in text_tensors(spec) if not (bare and n.startswith("dense."))]
+    tensors = {n: source.tensor(n) for n in names}
+    write_gguf(path, spec, tensors, all_of("F32"), change=change, arch=arch)
     return path
+
+
+def both_sides(spec: Spec) -> int:
+    return 2 * ((spec.text.sliding.window or 0) - 1)
 
 
 def test_gguf_files(model: Any, tmp_path: Path) -> None:
@@ -453,31 +450,26 @@ def test_gguf_files(model: Any, tmp_path: Path) -> None:
         g4ir.build(None, out=tmp_path / "b", checkpoint=bare)
 
 
-#: tensors of version 2 that Gemma 4 does not have under the same name
-OF_SECOND = {"embedding_projection.weight": "output.weight"}
-ENDS = {"add_eos_token": True, "eos_token_id": 1}
-
-
 def second_gguf_file(path: Path, spec: Spec, **changes: Any) -> Path:
     """A file of version 2 as llama.cpp's converter writes it: Gemma 4's names, the window of both
     sides, no frequencies; `changes` of its keys."""
-    arch, like = "gemma-embedding2", replace(spec, model_type="gemma4")
-    values = {k.replace("gemma4.", f"{arch}."): v for k, v in metadata(like).items()}
-    assert spec.text.sliding.window and spec.embedding
-    said = {"attention.sliding_window": 2 * (spec.text.sliding.window - 1)}
-    said |= {"embedding_length_out": spec.embedding.projection, "attention.causal": False}
-    values |= {f"{arch}.{k}": v for k, v in (said | {"pooling_type": 1} | changes).items()}
-    for kind, i in placeholders(spec.tokens).items():
-        values["tokenizer.ggml.tokens"][i] = f"<|{kind}|>"
-        values["tokenizer.ggml.token_type"][i] = 3
-    writer = gguf.GGUFWriter(path, arch)
-    write_values(writer, values | {f"tokenizer.ggml.{k}": v for k, v in ENDS.items()})
-    weights = random_weights(spec, SEED, torch.float32)
-    for name in text_tensors(spec):
-        plain = name.replace("ple_block.", "").removeprefix("ple.")
-        stored = OF_SECOND.get(name) or stored_name(like, plain)
-        writer.add_tensor(stored, weights.tensor(name).numpy())
-    finish(writer)
+    arch, weights = "gemma-embedding2", random_weights(spec, SEED, torch.float32)
+    assert spec.embedding
+    said = {"attention.sliding_window": both_sides(spec), "attention.causal": False}
+    said |= {"embedding_length_out": spec.embedding.projection, "pooling_type": 1} | changes
+
+    def change(values: dict[str, Any]) -> None:
+        values.update({f"{arch}.{k}": v for k, v in said.items()})
+        values |= {"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.eos_token_id": 1}
+        for kind, i in placeholders(spec.tokens).items():
+            values["tokenizer.ggml.tokens"][i] = f"<|{kind}|>"
+            values["tokenizer.ggml.token_type"][i] = 3
+
+    plain = {n: n.replace("ple_block.", "").removeprefix("ple.") for n in text_tensors(spec)}
+    tensors = {plain[n]: weights.tensor(n) for n in plain}
+    tensors["lm_head.weight"] = tensors.pop("embedding_projection.weight")
+    like = replace(spec, model_type="gemma4")
+    write_gguf(path, like, tensors, all_of("F32"), change=change, arch=arch)
     return path
 
 

@@ -1,4 +1,5 @@
-"""A model of Gemma 3 chats in its own format, though its tokenizer has the turns of Gemma 4 too."""
+"""A model of Gemma 3 chats in its own format, though its tokenizer has the turns of Gemma 4 too;
+the formats of FunctionGemma and TranslateGemma, by the built-in forms and by own templates."""
 
 from __future__ import annotations
 
@@ -13,11 +14,17 @@ import pytest
 
 import g4ir
 from g4ir.builder.load import load_engine
+from g4ir.chat import Reader, Template, Vocabulary, make_prompt, render
+from g4ir.chat.special_tokens import ALIASES, CALL, CONTROLS
+from g4ir.chat.tools import read_tools
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
 from g4ir.generate.conversation import ChatSession
+from g4ir.serve.tool_grammar import called, grammar_of
+from tests.cases import TABLES
+from tests.cli_tools import bpe
 from tests.cli_tools import g4ir as command
 from tests.engines import add_file
 from tests.media_tools import png
@@ -96,3 +103,134 @@ def test_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         body = {"messages": SAID, "max_tokens": 9, "tools": TOOLS}
         refused = client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 400 and "no place for them" in refused.text
+
+
+OWN = Path(__file__).parent / "chat" / "functiongemma.jinja"
+FUNCTIONS, HI = TABLES["functiongemma"]["tools"], TABLES["functiongemma"]["asked"]
+SO = {"role": "model", "content": "So."}
+SYSTEM = {"role": "developer", "content": "You call functions"}
+
+
+def calls(*arguments: Any) -> dict[str, Any]:
+    functions = ({"name": "weather", "arguments": json.dumps(a)} for a in arguments)
+    made = [{"type": "function", "id": f"c{i}", "function": f} for i, f in enumerate(functions)]
+    return {"role": "assistant", "content": None, "tool_calls": made}
+
+
+def answer(i: int, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"c{i}", "content": content}
+
+
+CALLS = calls({"place": "Oslo", "count": 2}, {"place": "a{}b", "list": [1, True, {"x": "y"}]})
+CONVERSATIONS: dict[str, tuple[list[Any], Any]] = {
+    "no tools": ([HI], None),
+    "system": ([SYSTEM, HI, {"role": "assistant", "content": "Yes."}, HI], None),
+    "tools": ([SYSTEM, HI], FUNCTIONS),
+    "tools alone": ([HI], FUNCTIONS[:1]),
+    "calls": ([SYSTEM, HI, CALLS], FUNCTIONS),
+    "results": ([SYSTEM, HI, CALLS, answer(0, "wet"), answer(1, "dry")], FUNCTIONS),
+    "after": ([HI, CALLS, answer(1, "a"), answer(0, "b"), SO, HI], FUNCTIONS),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_functiongemma_by_its_template_and_without(name: str) -> None:
+    """A template written from the published description, recognised among those of Gemma 3."""
+    messages, tools = CONVERSATIONS[name]
+    own = Template("functiongemma", "own", OWN.read_text())
+    text = render(messages, tools, "functiongemma")
+    assert text == render(messages, tools, own)
+    with pytest.raises(InputError, match="no reasoning"):
+        render(messages, tools, "functiongemma", enable_thinking=True)
+
+
+def test_results_that_are_json_objects() -> None:
+    result = answer(0, '{"temperature": 15, "sky": "grey"}')
+    text = render([HI, calls({"place": "Oslo"}), result], FUNCTIONS, "functiongemma")
+    end = "response:weather{sky:<escape>grey<escape>,temperature:15}<end_function_response>"
+    assert text.endswith("<end_function_call><start_function_response>" + end)
+    with pytest.raises(InputError, match="has no image"):
+        image = {"type": "image_url", "image_url": {"url": "file:///a"}}
+        render([{"role": "user", "content": [image]}], None, "functiongemma")
+
+
+def test_calls_are_read_however_they_are_cut() -> None:
+    """What was rendered reads back to the same calls; Gemma 4 reads these tokens as text."""
+    text = render([HI, CALLS], FUNCTIONS, "functiongemma").rpartition("model\n")[2]
+    wanted = [json.loads(c["function"]["arguments"]) for c in CALLS["tool_calls"]]
+    cuts = [[text], [*text], *([text[:i], text[i:]] for i in range(0, len(text), 7))]
+    for pieces in cuts:
+        reader = Reader(FUNCTIONS, "<start_of_turn>model\n")
+        for piece in pieces:
+            reader.feed(piece)
+        found = reader.finish()
+        assert [c["arguments"] for c in found.tool_calls] == wanted and not found.content
+        assert found.finish_reason == "tool_calls"
+    reader = Reader(FUNCTIONS)
+    reader.feed(text)
+    found = reader.finish()
+    assert (found.content, found.tool_calls) == (text, [])
+
+
+def tokenizer(*left_out: str) -> Any:
+    controls = [c for c in CONTROLS if c not in left_out]
+    return bpe([*controls, *(f"<0x{i:02X}>" for i in range(256))], [], controls)
+
+
+def test_it_is_recognised_by_template_or_tokenizer(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    for folder, words in ((tmp_path, tokenizer()), (plain, tokenizer(*ALIASES))):
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text(words.to_str())
+    assert Template.open(tmp_path, "gemma3").form == "functiongemma"
+    assert Template.open(plain, "gemma3").form == "gemma3"
+    assert Template.open(tmp_path, "small").form == "small"
+    (plain / "chat_template.jinja").write_text(OWN.read_text())
+    opened = Template.open(plain, "gemma3")
+    assert opened.form == "functiongemma" and opened.note is None
+    words = Vocabulary(tokenizer(), "gemma3")
+    names = {words.strings[i] for i in words.ends}
+    assert names == {"<end_of_turn>", "<eos>", "<start_function_response>"}
+    prompt = make_prompt([SYSTEM, HI], FUNCTIONS, opened)
+    ids = words.encode(prompt)
+    assert ids.count(words.controls["<end_of_turn>"]) == 2  # that of the user is text
+    # Forced calls are written with its own tokens.
+    assert words.controls[CALL] == words.controls["<start_function_call>"]
+    grammar = grammar_of(called(read_tools(FUNCTIONS), None, False), words.controls)
+    assert f"<[{words.controls['<start_function_call>']}]>" in grammar
+
+
+def part(**fields: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": " Good day ", **fields}]}]
+
+
+ASKED = part(source_lang_code="en", target_lang_code="pt_BR")
+
+
+def test_translategemma(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(OWN.with_stem("translategemma").read_text())
+    own = Template.open(tmp_path, "gemma3")
+    assert own.form == "translategemma"
+    for messages in (ASKED, [*ASKED, {"role": "assistant", "content": "Bom dia"}, *ASKED]):
+        text = render(messages, form="translategemma")
+        assert text == render(messages, form=own).rstrip("\n") + "\n"
+        assert make_prompt(messages, form="translategemma").text == text
+        assert make_prompt(messages, form=own).text.rstrip("\n") + "\n" == text
+    assert "English (en) to Portuguese (pt-BR)" in text
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (part(), "give source_lang_code and target_lang_code"),
+        ([{"role": "user", "content": "x"}], "give source_lang_code and target_lang_code"),
+        (part(source_lang_code="en", target_lang_code="xx"), "language code xx is not known"),
+        (part(source_lang_code="en", target_lang_code=3), "target_lang_code: must be text"),  # type: ignore[arg-type]
+        ([{"role": "system", "content": "x"}, *ASKED], "must alternate"),
+    ],
+)
+def test_languages_that_are_refused(messages: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        render(messages, form="translategemma")
+    with pytest.raises(InputError, match="no place for them"):
+        render(ASKED, FUNCTIONS, "translategemma")

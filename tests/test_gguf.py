@@ -122,7 +122,7 @@ def test_blocks_quantised_again(
     file = rewritten(plain, tmp_path / "a.gguf", retyped("blk.0.ffn_up", kind))
     checkpoint = opened(file, spec, "f32")
     assert checkpoint.forms[name] == coded.scheme
-    assert caplog.text.count(f"{kind} is held as {coded.scheme.form}") == 1
+    assert caplog.text.count(f"{kind} is stored as {coded.scheme.form}") == 1
 
 
 def says(spec: Spec) -> bool:

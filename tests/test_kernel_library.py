@@ -1,5 +1,8 @@
 """The libraries of the CPU kernels: which is chosen, where it comes from, and what is said if there
-is none."""
+is none.
+
+The kernels' tests with the compiler's sanitizers in them, for each instruction set of this CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,16 @@ from g4ir.backends.cpu.library import Library, kernels
 from g4ir.backends.inductor.backend import BACKEND
 from g4ir.errors import InputError, LowerError, MissingError, TrustError
 from g4ir.ui import processor
-from g4ir.ui.processor import CAPS, ISA, SETS, hold_libraries, instruction_set, select_set
+from g4ir.ui.processor import (
+    CAPS,
+    ISA,
+    SETS,
+    architecture,
+    cpu_flags,
+    hold_libraries,
+    instruction_set,
+    select_set,
+)
 from tests.cases import TABLES
 
 BY_NAME = {s.name: s for s in SETS}
@@ -215,3 +227,20 @@ def test_what_binds_an_engine_to_a_machine() -> None:
     assert BACKEND.machine_of("cpu", {"prefill": (None, "x.pt2"), "decode": ()}) == here
     assert BACKEND.machine_of("cpu", {"prefill": (None,)}) == "any"
     assert BACKEND.machine_of("cpu", {}) == "any"
+
+
+#: what reads and writes at the edges of sizes: products, codes, attention, steps
+FILES = ("kernels", "attention_kernels", "fused_kernels", "step_program")
+HERE = [s.name for s in SETS if s.machine == architecture() and s.flags <= {*cpu_flags()}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
+def test_kernels_under_sanitizers(name: str, kinds: str) -> None:
+    """Addresses and undefined behaviour; threads that read what others write."""
+    words = ["-x", "-k", "not other_cpus and not test_other_threads"]
+    words += [f"tests/test_{file}.py" for file in FILES]
+    command = [sys.executable, "-m", "tests.sanitized", kinds, *words]
+    done = subprocess.run(command, env=os.environ | {ISA: name}, capture_output=True, text=True)
+    assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,8 @@
-"""The CPU kernels: products of a few rows, with and without the CPU's bf16 instructions."""
+"""The CPU kernels: products of a few rows, with and without the CPU's bf16 instructions.
+
+Attention: few queries, chunks, masks, and in compiled programs. Fused ops: products of rounded
+rows, and experts.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,30 @@ import torch
 from torch.nn.functional import pad
 
 from g4ir.backends.cpu import isa, pyops, tiles
+from g4ir.backends.cpu.isa import multiplies_integers
+from g4ir.backends.cuda.lowerings import grouped_experts
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
+from g4ir.ops.attention import last_visible, slot_positions, visible
 from g4ir.ops.codecs import (
     FORMATS,
     dequantize_codes,
+    fake_quantize_values,
     from_tiles,
     pack_codes,
     rows_from_tiles,
     to_tiles,
 )
+from g4ir.ops.kv_quant import dequantize_rows, quantize_rows
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
-from g4ir.ui.processor import ISA, SETS, InstructionSet
+from g4ir.ui.processor import ISA, SETS, InstructionSet, cpu_flags
 from tests.cases import TABLES
 from tests.coded_products import (
     BUDGET,
     GROUPS,
     QUANTIZE,
+    asked_of,
     cpu_kernels,  # noqa: F401
     kernels_of_other_cpu,  # noqa: F401
     layouts,
@@ -213,9 +223,7 @@ def test_experts_of_codes(form: str, tokens: int) -> None:
 
 def test_special_values() -> None:
     """Infinities and NaN survive the rounding to bf16; ties go to even."""
-    w = torch.eye(4, 32, dtype=torch.bfloat16)
-    x = torch.zeros(1, 32, dtype=torch.bfloat16)
-    x[0, :3] = torch.tensor([float("inf"), float("nan"), -1.5])
+    x, w = torch.tensor([[float("nan"), 1.0] + [0.0] * 30]).bfloat16(), torch.eye(4, 32).bfloat16()
     assert pyops.linear(x, w).isnan().any()
     exact = torch.tensor([[1.0, 2**-8] + [0.0] * 30]).bfloat16()  # 1 + 2^-8 lies between two
     ones = torch.ones(1, 32, dtype=torch.bfloat16)
@@ -344,3 +352,256 @@ def test_other_threads_run_meanwhile() -> None:
         other.join()
     assert seen
     torch.testing.assert_close(made, x @ w.t(), rtol=1e-4, atol=1e-3)
+
+
+#: rows of the batch, queries, heads of keys, heads of a group
+QUERIES = ((1, 1, 1, 8), (1, 1, 2, 4), (3, 1, 2, 1), (2, 1, 1, 2), (2, 3, 2, 3), (1, 7, 1, 2))
+#: slots of a cache, window: rings of one window, lists, and a ring of several
+SLOTS_WINDOWS = ((9, 9), (64, 0), (500, 0), (512, 512), (300, 100))
+ATTENTION: Any = OPS["attention"].reference
+BITS8 = (torch.int8, torch.float8_e4m3fn)
+
+
+def cached(held: torch.dtype, g: torch.Generator, *shape: int) -> torch.Tensor:
+    """Random rows as a cache holds them."""
+    rows = torch.randn(shape, generator=g)
+    return quantize_rows(rows) if held == torch.int8 else rows.to(held)
+
+
+def check_attention(
+    dtype: torch.dtype, held: torch.dtype, shape: tuple[int, int, int, int], d: int, seed: int
+) -> None:
+    """Against float64, over every kind of cache; in what nobody sees there is no number."""
+    b, s, kv_heads, group = shape
+    g = torch.Generator().manual_seed(seed)
+    for slots, window in SLOTS_WINDOWS:
+        slots += (s - 1) * bool(window)  # rows that are verified leave the ring's last window there
+        most = 3 * slots + 2 if window else slots
+        written = torch.randint(s, most + 1, (b,), generator=g)
+        positions = written[:, None] - s + torch.arange(s)
+        q = (torch.randn(b, s, kv_heads * group, d, generator=g) * 2 * d**-0.5).to(dtype)
+        k, v = (cached(held, g, slots, b, kv_heads, d) for _ in "kv")
+        seen = visible(slot_positions(written, slots), positions, window).any(1).t()
+        if held in (torch.float32, torch.bfloat16):
+            for rows in (k, v):
+                rows[~seen] = float("nan")
+        attrs = {"window": window, "scale": 0.75}
+        exact = [torch.nan_to_num(dequantize_rows(rows, torch.float64)) for rows in (k, v)]
+        want = ATTENTION(q.double(), positions, written, *exact, **attrs, softcap=0.0)
+        got = pyops.attend(q, positions, written, k, v, **attrs)
+        assert got.dtype == dtype and got.shape == q.shape
+        assert (got.double() - want).abs().max() <= 2 * BUDGET[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("shape", QUERIES, ids=str)
+@pytest.mark.parametrize("d", [8, 40, 64, 256, 512])
+def test_attention_of_few(dtype: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
+    check_attention(dtype, dtype, shape, d, d + sum(shape))
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float16, *BITS8], ids=str)
+def test_attention_over_narrow_rows(dtype: torch.dtype, held: torch.dtype) -> None:
+    for shape, d in (((2, 1, 2, 4), 40), ((1, 3, 1, 5), 256)):
+        check_attention(dtype, held, shape, d, d)
+
+
+#: the same of chunks: heads of a group times queries fill blocks of 48 and do not
+CHUNKS = ((1, 5, 1, 8), (2, 37, 2, 4), (1, 130, 1, 3), (3, 1, 1, 2))
+
+
+@pytest.mark.parametrize("held", [None, *BITS8], ids=str)
+@pytest.mark.parametrize("shape", CHUNKS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "d"), [(torch.float32, 256), *((torch.bfloat16, d) for d in (8, 40, 256, 512))]
+)
+def test_attention_of_a_chunk(
+    held: torch.dtype | None, shape: tuple[int, int, int, int], dtype: torch.dtype, d: int
+) -> None:
+    """Against float64, over every kind of cache, with and without blocks of soft tokens; empty
+    slots hold no number."""
+    b, s, kv_heads, group = shape
+    held, g = held or dtype, torch.Generator().manual_seed(d + s)
+    for (slots, window), blocks in itertools.product(SLOTS_WINDOWS, (False, True)):
+        most = 3 * slots if window else max(slots - s, 0)
+        written = torch.randint(0, most + 1, (b,), generator=g)
+        positions = written[:, None] + torch.arange(s)
+        q = (torch.randn(b, s, kv_heads * group, d, generator=g) * 2 * d**-0.5).to(dtype)
+        kept = [cached(held, g, slots, b, kv_heads, d) for _ in "kv"]
+        kept += [cached(held, g, b, s, kv_heads, d) for _ in "kv"]
+        ids = torch.randint(-1, 1, (b, s), generator=g).cummax(1).values
+        last = last_visible(positions, ids) if blocks else positions
+        exact = [dequantize_rows(rows, dtype).double() for rows in kept]
+        if held == dtype:
+            for rows in kept[:2]:
+                rows[slot_positions(written, slots) < 0] = float("nan")
+        given = (*exact, ids) if blocks else exact
+        attrs = {"window": window, "scale": 0.75}
+        want = ATTENTION(q.double(), positions, written, *given, **attrs, softcap=0.0)
+        got = pyops.attend_chunk(q, positions, last, written, kept, **attrs)
+        assert got.dtype == q.dtype and got.shape == q.shape
+        assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_chunk_keeps_what_is_no_number(name: str) -> None:
+    """Queries that see it, of its head."""
+    q, k, v = (torch.ones(1, 70, heads, 64).bfloat16() for heads in (4, 2, 2))
+    {"q": q[:, 60, 2], "k": k[:, 60, 1]}[name].fill_(float("nan"))
+    cache, positions = torch.zeros(16, 1, 2, 64).bfloat16(), torch.arange(70)[None]
+    written = torch.tensor([0])
+    got = pyops.attend_chunk(q, positions, positions, written, (cache, cache, k, v), 5, 1.0)
+    lost = got.isnan().all(-1).nonzero().tolist()
+    seen = [[0, 60, 2]] if name == "q" else [[0, s, h] for s in range(60, 65) for h in (2, 3)]
+    assert lost == seen and got.isnan().sum() == 64 * len(seen)
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("d", [40, 256])
+def test_attention_on_other_cpus(other_cpu: None, dtype: torch.dtype, d: int) -> None:
+    for shape in QUERIES:
+        check_attention(dtype, dtype, shape, d, d)
+    check_attention(dtype, torch.int8, QUERIES[0], d, d)
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("value", ["q", "k", "v"])
+def test_attention_keeps_what_is_no_number(dtype: torch.dtype, value: str) -> None:
+    """In its row and its head alone; a row that holds nothing is finite."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 1, 4, 64, generator=g).to(dtype)
+    k, v = (torch.randn(130, 3, 2, 64, generator=g).to(dtype) for _ in "kv")
+    {"q": q[1, 0, 2:], "k": k[100, 1, 1], "v": v[100, 1, 1]}[value].fill_(float("nan"))
+    positions, written = torch.tensor([[120], [120], [0]]), torch.tensor([121, 121, 0])
+    got = pyops.attend(q, positions, written, k, v, window=0, scale=1.0)
+    lost = got.isnan().all(-1).nonzero().tolist()
+    assert lost == [[1, 0, 2], [1, 0, 3]] and got.isnan().sum() == 2 * 64
+
+
+#: format -> values that share a scale
+ROUNDED = {"int8": 32, "int6": 128, "uint5": 256, "int4": 32, "int5": 64, "uint4": 256}
+ROUNDED |= {"int3": 32, "int2": 96, "fp4": 64}
+#: for what a product makes: `SUM` of its terms' size
+SUM = 2.0**-8
+#: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds
+#: each product once, to 2^-9 of its own size
+BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize(
+    ("form", "to", "taken"), [("int4", "int8", 1), ("int8", "int8", 1), ("fp8", "fp8", 0)]
+)
+def test_rows_as_they_are(form: str, to: str, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, through a fused op too; what takes no such rows gets the rounded numbers."""
+    asked, dtype = asked_of("linear_rounded", pyops.linear_rounded, form, to, monkeypatch)
+    assert asked == taken * [dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
+@pytest.mark.parametrize(("n", "k"), [(37, 704), (48, 704), (16, 12288), (128, 64)])
+def test_rounded_rows(
+    dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
+) -> None:
+    """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight,
+    where the CPU multiplies no such codes."""
+    x, codes, scales, exact = with_outliers(37, n, k, (form, group, scale), dtype)
+    rows = fake_quantize_values(x.double(), "int8")
+    # A difference of a scaled code and a minimum is rounded by the size of both.
+    lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
+    want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
+    counts = (1, 2, 3, 4, 8, 9, *[37] * (dtype == torch.bfloat16))
+    for (*weight, tiled), count in itertools.product(layouts(codes, scales), counts):
+        got = pyops.linear_rounded(x[None, :count], *weight, tiled)[0].double()
+        exactly = tiled and (count <= 8 or pyops._takes_gemm(x[:count], *weight, True))
+        unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
+        budget = unit * (want.abs() + 2 * size) + lost
+        assert ((got - want[:count]).abs() <= budget[:count]).all()
+
+
+@pytest.mark.parametrize("form", ROUNDED)
+def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
+    """Each row has the same bits beside any others, more than a unit of them too; of a block that
+    is no number, none are."""
+    g = torch.Generator().manual_seed(len(form))
+    x, w = torch.randn(600, 768, generator=g).bfloat16(), torch.randn(304, 768, generator=g)
+    parts = QUANTIZE(w, form=form, group=ROUNDED[form], scale="f16")
+    codes, scales = map(to_tiles, parts)
+    in_pairs = not {"avx512_vnni", "avx_vnni", "asimd"} & {*cpu_flags()}
+    if not multiplies_integers(form) or (form == "int8" and in_pairs):  # 16 bits would overflow
+        assert not pyops._takes_gemm(x, codes, scales, True)
+        return
+    assert pyops._takes_gemm(x, codes, scales, True)
+    x[:, 32:64] *= 1000  # codes of +-127, all of one sign: the largest sums
+    x[1, 64:96], x[2, 64:96] = 3.0, -3.0
+    x[3, 5] = float("nan")
+    every = pyops.linear_rounded(x, codes, scales, True)
+    rows = fake_quantize_values(x.float(), "int8").double()
+    exact = dequantize_codes(*parts, torch.float64)
+    want = rows @ exact.t()
+    near = SUM * (want.abs() + 2 * (rows.square() @ exact.square().t()).sqrt())
+    good = torch.arange(600) != 3
+    assert ((every.double() - want).abs() <= near)[good].all() and every[3].isnan().all()
+    some = pyops.linear_rounded(x[4:49], codes, scales, True)
+    assert torch.equal(some, every[4:49])
+
+
+@pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
+def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in bf16; others are rounded first, and go on as products with codes do."""
+    seen: list[int] = []
+
+    def counted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x.new_zeros(x.shape[0], 16)
+
+    monkeypatch.setattr(pyops, "linear_coded", counted)
+    parts = QUANTIZE(torch.randn(16, 64), form="int4", group=32, scale="bf16")
+    tiles = (*map(to_tiles, parts), True)
+    for rows in (1, 8, 9):
+        pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), *tiles)
+    pyops.linear_rounded(torch.randn(2, 64), *tiles)
+    pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
+    assert seen == [2, 3]
+
+
+def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
+    got, want = got.double(), want.double()
+    error = ((got - want).abs().max() / want.pow(2).mean().sqrt().clamp(min=1e-30)).item()
+    assert got.shape == want.shape and error <= budget, f"{error:.1e}, budget {budget:.0e}"
+
+
+INDICES: dict[str, list[list[int]]] = TABLES["chosen experts"]
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.parametrize("form", ["callback", "grouped"])
+@pytest.mark.parametrize("first", [None, 0, 3, 6])
+def test_experts(form: str, case: str, dtype: torch.dtype, first: int | None) -> None:
+    """Both lowerings against the op's reference; with and without leading dims, and of two experts
+    that a rank has."""
+    index = torch.tensor(INDICES[case])
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(len(index), 64, generator=g).to(dtype)
+    weights = torch.rand(index.shape, generator=g)
+    gate_up = (torch.randn(8, 96, 64, generator=g) / 8).to(dtype)
+    down = (torch.randn(8, 64, 48, generator=g) / 7).to(dtype)
+    run = pyops.experts if form == "callback" else grouped_experts
+    act = "gelu_pytorch_tanh"
+    reference, part = OPS["experts"].reference, ()
+    assert reference
+    want = reference(x, weights, index, gate_up, down, act=act)
+    if first is not None:
+        part = (torch.tensor([first]),)
+        gate_up, down = (w[first : first + 2] for w in (gate_up, down))
+        chosen = weights * ((index >= first) & (index < first + 2))
+        place = (index - first).clamp(0, 1)
+        want = reference(x, chosen, place, gate_up, down, act=act)
+    got = run(x, weights, index, gate_up, down, act, *part)
+    assert got.dtype == dtype
+    close(got, want, BUDGETS[dtype])
+    lead = run(x[None], weights[None], index[None], gate_up, down, act, *part)
+    assert lead.shape == (1, *x.shape)
+    close(lead[0], want, BUDGETS[dtype])

@@ -111,12 +111,6 @@ def test_settings_that_rows_have(engine: Engine, single: Engine) -> None:
     assert read[0] == pytest.approx(read[1], abs=1e-5)
 
 
-def test_one_request_with_settings_of_rows(engine: Engine) -> None:
-    offline, seen = OfflineEngine(engine), list[int]()
-    asked = offline.request({"tokens": tokens(9), "logit_bias": {"5": 1e6}}, "x")
-    assert offline.answer(asked, seen.append).tokens == (5,) * 64 == tuple(seen)
-
-
 def test_few_lines_are_read_ahead(engine: Engine) -> None:
     """No more than rows are there for, and a few; also where the first takes longest."""
     short = [{"tokens": tokens(3, i), "max_new_tokens": 2} for i in range(40)]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from onnx import helper
 
 from g4ir.backends.onnx_graph import export
-from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
+from g4ir.backends.onnx_graph.emitter import OnnxEmitter
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE
@@ -29,16 +27,12 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, LowerError
 from g4ir.ops import OPS
 from g4ir.passes import PASSES
-from g4ir.plan.engine_limits import Limits
-from g4ir.spec.record import Spec
-from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.cases import TABLES
-from tests.configs import TINY, VARIANTS, short, spec_called
+from tests.configs import VARIANTS, short, spec_called
 from tests.engines import some_tokens
 from tests.network_session import check_op, in_network
 from tests.oracle import relative
-from tests.runner import built_program
 from tests.test_ops import IN_NETWORKS
 from tests.test_random_engines import BUDGET, logits_of
 
@@ -154,28 +148,6 @@ def test_tensors_have_the_names_of_values(small: Engine) -> None:
 
 
 # --- at full size ----------------------------------------------------------------------------
-
-
-@cache
-def full_model(spec: Spec) -> onnx.ModelProto:
-    """The network of a spec that answers for every token, without weights."""
-    program = split_program(built_program(spec, True, dtype="f32")).program
-    _, model = next(export.models(program, Limits(), export.NullStorage()))
-    return model
-
-
-@pytest.mark.parametrize("name", short("26b-a4b", "combined", of=[*VARIANTS, *TINY, "combined"]))
-def test_full_models(name: str) -> None:
-    """As many nodes in each layer of a kind, branches too."""
-    spec, seen = spec_called(name), dict[Any, set[int]]()
-    model = full_model(spec)
-    found = Counter(n.op_type for n in walk(model.graph.node))
-    assert found["If"] == (len(spec.layers()) if spec.text.moe else 0)
-    counts = export.node_counts(model)
-    for layer in spec.layers():
-        kind = (layer.kind, layer.donor is None, layer.has_moe)
-        seen.setdefault(kind, set()).add(counts[f"L{layer.index}"])
-    assert all(len(many) == 1 for many in seen.values()), seen
 
 
 def test_a_wrong_type_is_found(tmp_path: Path, small: Engine) -> None:

@@ -13,10 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import (
-    pack_to_int32,
-    unpack_from_int32,
-)
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
 import g4ir
 from g4ir.check.logits import verify_engine

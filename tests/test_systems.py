@@ -35,8 +35,7 @@ def like_windows(lines: Sequence[Sequence[str]]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    ["reference", *(pytest.param(b, marks=pytest.mark.full) for b in ("onnx", "torch"))],
+    "backend", ["reference", *(pytest.param(b, marks=pytest.mark.full) for b in ("onnx", "torch"))]
 )
 def test_a_python_that_lacks_what_windows_lacks(own_home: Path, backend: str) -> None:
     """Every module is imported, one of two processes gets a lock, models are planned, built and

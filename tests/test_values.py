@@ -1,9 +1,15 @@
 """Values inside the plain graph: those of transformers, of a quantised engine's dense form, in all
-phases; and what is refused."""
+phases; and what is refused.
+
+`g4ir prove` passes on a right engine, finds each of eight planted faults, and refuses what it
+cannot do. Faults are planted in the runtime; the interpreter beside it is the definition.
+"""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +18,22 @@ import torch
 from safetensors import safe_open
 
 import g4ir
+from g4ir.check import prove
+from g4ir.check.haystack import haystack
+from g4ir.check.modes import compare_modes
+from g4ir.check.prove import Prover, check_contexts, check_logits, compare_weights, read_context
+from g4ir.engine import scheduler
 from g4ir.engine import values as values_module
+from g4ir.engine.engine import Engine
+from g4ir.engine.prefill import PrefixCache
 from g4ir.errors import G4Error
+from g4ir.ir.graph import Node
+from g4ir.ir.interpret import run_node
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
+from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused
+from tests.gguf_files import bare_file
 from tests.oracle import random_tokens
 
 NAMES = ["L*.out", "L*.attn.probs", "final.norm", "logits", "L*.k.next"]
@@ -91,3 +108,198 @@ def test_flags_that_do_not_go_together(tmp_path: Path, make_engine: Any) -> None
     assert "leave out --chat" in refused("run", path, "x", "--chat", *dump, *to)
     assert "did you mean L0.out?" in refused(*run, "--dump", "L0.oot", *to)
     assert not [*tmp_path.iterdir()]
+
+
+#: passes that would hide an op inside another; rings and quantised caches stay
+FUSED = ["fuse_qkv", "fuse_norm_rope", "fuse_norm_residual", "fuse_glu", "fuse_gate_up"]
+PROVED: dict[str, Any] = {
+    "max_seq": 288,
+    "prefill_chunk": 64,
+    "max_batch": 3,
+    "draft_tokens": 4,
+    "all_logits": True,
+    "skip": [*FUSED, "fuse_cache_write"],
+}
+#: the same, computed faster
+FAST = {**PROVED, "skip": (), "backend": "torch"}
+#: what rounding may change in fp32
+FP32 = {"row": 1e-4, "gap": 2e-4, "kl": 1e-8}
+Run = Callable[[Node, list[Any]], Any]
+
+
+# --- planted faults ---------------------------------------------------------------------------
+
+
+def row_off_by_one(n: Node, args: list[Any]) -> Any:
+    if n.op == "cache_write" and n.out.name.endswith(".k.next"):
+        args = [*args[:2], args[2] + 1, args[3]]
+    return run_node(n, args)
+
+
+def forgetful_ring(n: Node, args: list[Any]) -> Any:
+    (out,) = run_node(n, args) if n.op == "cache_write" else (None,)
+    if out is None:
+        return run_node(n, args)
+    if isinstance(n.inputs[0].type.shape[0], int):
+        out = out.clone()
+        out[0] = 0
+    return (out,)
+
+
+def scale_of_another_head(n: Node, args: list[Any]) -> Any:
+    """The last two bytes of a quantised row are its scale (ops/kv_quant.py)."""
+    if n.op == "attention":
+        cache = args[3].clone()
+        cache[..., -2:] = cache[..., -2:].roll(1, dims=2)
+        args = [*args[:3], cache, *args[4:]]
+    return run_node(n, args)
+
+
+def wrong_window(n: Node, args: list[Any]) -> Any:
+    if n.op == "attention" and n.attrs["window"]:
+        n = Node(n.op, n.inputs, n.outputs, {**n.attrs, "window": n.whole("window") - 1})
+    return run_node(n, args)
+
+
+def quantised_head(n: Node, args: list[Any]) -> Any:
+    if n.op == "linear" and n.inputs[1].name == "embed.table":
+        scale = args[1].abs().amax(-1, keepdim=True) / 127
+        args = [args[0], (args[1] / scale).round() * scale]
+    return run_node(n, args)
+
+
+def forgets_far_tokens(n: Node, args: list[Any]) -> Any:
+    """Full attention sees the newest 128 tokens alone."""
+    if n.op == "attention" and not n.attrs["window"]:
+        n = Node(n.op, n.inputs, n.outputs, {**n.attrs, "window": 128})
+    return run_node(n, args)
+
+
+def faulty(engine: Engine, run: Run, patch: pytest.MonkeyPatch) -> Engine:
+    patch.setattr(engine.runtime, "_run", run)
+    patch.setattr(engine.runtime, "_cached", {})
+    return engine
+
+
+QUANTISED = {"kv_dtype": "int8"}
+
+
+@pytest.mark.parametrize("options", [{}, QUANTISED])
+def test_a_right_engine(options: dict[str, Any], make_engine: Any) -> None:
+    ok, summary, _ = check_logits(make_engine("tiny-ple", **PROVED, **options))
+    assert ok, summary
+
+
+@pytest.mark.parametrize(
+    "fault, options",
+    [
+        (row_off_by_one, {}),
+        (forgetful_ring, {}),
+        (scale_of_another_head, QUANTISED),
+        (wrong_window, {}),
+        (quantised_head, {}),
+    ],
+)
+def test_faults_that_the_logits_show(
+    fault: Run, options: dict[str, Any], make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("tiny-ple", **PROVED, **options)
+    ok, summary, data = check_logits(faulty(engine, fault, monkeypatch))
+    assert ok is False and max(data["relative"]) > data["limits"]["row"], summary
+
+
+def test_a_loss_beyond_the_short_text_is_found_by_the_needles(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short text ends before it; the early needles are lost, and the late ones are not."""
+    engine = make_engine("tiny-ple", **PROVED)
+    text = haystack(engine, 288)
+    assert read_context(engine, text, FP32)[0]
+    faulty(engine, forgets_far_tokens, monkeypatch)
+    assert check_logits(engine)[0]
+    ok, summary, data = read_context(engine, text, FP32)
+    assert ok is False and "differ" in summary, summary
+    assert all(b["kl"] < data["limit"] for b in data["buckets"][:4])
+    assert all(n["kl"] > data["limit"] for n in data["needles"])
+
+
+def test_a_draft_accepted_wrongly(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("tiny-ple", **FAST)
+    monkeypatch.setattr(scheduler, "_matches_draft", lambda sequence, choice, drafts: bool(drafts))
+    ok, summary, data = compare_modes(engine, FP32)
+    assert ok is False and [k for k, d in data.items() if d["ok"] is False] == ["drafts"], summary
+
+
+def test_a_stale_prefix(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that looks up a prefix by its length alone."""
+
+    def lookup(self: PrefixCache, salt: str, keys: Any) -> Any:
+        found = [(len(k), s) for (_, k), (s, _) in self._entries.items() if len(k) < len(keys)]
+        return found[0] if found else (0, None)
+
+    engine = make_engine("tiny-ple", **FAST)
+    ok, summary, data = compare_modes(engine, FP32)
+    assert ok and {d["ok"] for d in data.values()} == {True}, summary
+    monkeypatch.setattr(PrefixCache, "lookup", lookup)
+    ok, summary, data = compare_modes(engine, FP32)
+    assert ok is False and data["prefix cache"]["ok"] is False, summary
+
+
+# --- the report -------------------------------------------------------------------------------
+
+
+def test_the_report(tmp_path: Path, make_engine: Any, own_home: Any) -> None:
+    """JSON and HTML of a command; the second time nothing is computed."""
+    engine = make_engine("tiny-ple", **FAST | {"backend": "reference", "quant": "int8"})
+    words = ("prove", engine.path, "--ctx", "256")
+    first = command(*words, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    assert first.code == 0 and "needles found" in first.out, first
+    assert "0 of 10 needles found" in first.out and first.out.endswith("\nok\n")
+    page = (tmp_path / "a.html").read_text()
+    assert page.count("<svg") == 1 and "no part failed" in page and "<script" not in page
+    report = json.loads((tmp_path / "a.json").read_text())
+    names = ["logits", "modes", "quantisation", "context 256"]
+    assert [p["name"] for p in report["parts"]] == names and report["ok"]
+    assert report["parts"][2]["data"]["kl"] > 0
+    start = time.process_time()
+    assert command(*words).out.count("cached") == 3
+    assert time.process_time() - start < 6
+
+
+def test_a_quantised_file_is_the_baseline(tmp_path: Path) -> None:
+    """Its values, which the engine has too; never without a file."""
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), kind="Q8_0")
+    limits = {"max_seq": 64, "all_logits": True, "backend": "reference", "dtype": "float32"}
+    with g4ir.build(None, tmp_path / "engine", checkpoint=file, **limits) as engine:
+        _, summary, data = compare_weights(engine, file)
+        assert summary.endswith("against the values of tiny.gguf") and abs(data["kl"]) < 1e-9
+        assert "give --checkpoint DIR, the original" in compare_weights(engine, None)[1]
+
+
+def test_what_is_not_run_is_said(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("tiny-dense", max_seq=288, all_logits=True, backend="torch")
+    parts = [*Prover([256], deadline=time.monotonic()).parts("x", engine, True)]
+    assert {(p.ok, p.summary.split(":")[0]) for p in parts} == {(None, "not run")}
+    parts = [*Prover([]).parts("x", engine, True)]
+    modes = parts[1].data
+    assert [k for k, d in modes.items() if d["ok"] is None] == ["company", "drafts"]
+    assert "max-batch" in parts[1].summary and parts[2].summary == "nothing is quantised"
+    now = time.monotonic
+    monkeypatch.setattr(prove.time, "monotonic", lambda: now() * 1e3)
+    with pytest.raises(prove.OutOfTimeError, match="reached at token"):
+        read_context(engine, haystack(engine, 256), FP32, deadline=now() * 1e3 + 0.1)
+
+
+def test_what_prove_refuses(tmp_path: Path, make_engine: Any) -> None:
+    engine = make_engine("tiny-dense", max_seq=288, all_logits=True)
+    with pytest.raises(G4Error, match="ten needles and a question take 99 tokens; give at least"):
+        check_contexts(engine, [100])
+    with pytest.raises(G4Error, match=r"--ctx 512: .* --max-seq 288; give a shorter one"):
+        check_contexts(engine, [512])
+    with pytest.raises(G4Error, match="without --all-logits"):
+        check_contexts(make_engine("tiny-dense", max_seq=64), [64])
+    path = engine.path
+    assert "is built already" in refused("prove", path, "--kv-dtype", "int8")
+    assert "no such directory" in refused("prove", path, "--html", tmp_path / "no" / "a.html")
+    assert "more than 0 seconds" in refused("prove", path, "--time-limit", "0")
+    assert torch.equal(haystack(engine, 256).ids, haystack(engine, 256).ids)

@@ -66,7 +66,7 @@ class Flow:
 
     backend: str
     #: bfloat16 if it computes in that, and how far its logits may lie from the reference's
-    #: in it, where each layer adds up to 2^-5 (tests/test_bf16.py) and there are eight
+    #: in it, where each layer adds up to 2^-5 (tests/test_rounding.py) and there are eight
     half: tuple[str, float]
     #: why something is not offered -> how it is asked for, and what it `says`
     refuses: Mapping[str, dict[str, Any]]

@@ -17,7 +17,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -31,95 +30,60 @@ LIVE = 12
 WORDS = ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier")
 ACCESSES = tuple(f"create_{word}" for word in WORDS)
 Index = tuple[int, ...]
-Program = Callable[[], None]
-
-
-class _Stopped(BaseException):
-    """Ends the programs that are left when one has failed."""
-
-
-@dataclass
-class Live:
-    """A program that has begun."""
-
-    number: int
-    index: Index
-    lock: threading.Lock
 
 
 class Turns:
-    """Programs of a grid as threads of which one runs; `step` lets another one, drawn, go on.
-    `programs`: those that have not begun, the next one last."""
+    """Threads of which one runs, each with one program of a grid after the other; `step` lets
+    another one, drawn, go on. `programs`: those that have not begun, the next one last."""
 
-    def __init__(
-        self, draw: random.Random, size: Index, programs: list[tuple[Index, Program]]
-    ) -> None:
-        self.draw, self.size, self.programs = draw, size, programs
-        self.waiting: dict[int, Live] = {}
+    def __init__(self, draw: random.Random, size: Index, run: Callable[[], None]) -> None:
+        self.draw, self.size, self.run = draw, size, run
+        self.programs = [*product(*map(range, size))]
+        draw.shuffle(self.programs)
+        self.waiting = [threading.Semaphore(0) for _ in self.programs[:LIVE]]
         self.mine = threading.local()
-        self.error: BaseException | None = None
-        self.live = 0
-        self.over = threading.Event()
-        self.threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
 
-    def run(self) -> None:
+    def run_all(self) -> None:
         """All programs to their ends; raises what one of them raises."""
-        self._admit()
+        threads = [threading.Thread(target=self._work, args=(gate,)) for gate in self.waiting]
+        for thread in threads:
+            thread.start()
         self._wake()
-        self.over.wait()
-        for thread in self.threads:
+        for thread in threads:
             thread.join()
-        if self.error is not None:
-            raise self.error
+        if self.errors:
+            raise self.errors[0]
 
     def step(self) -> None:
         """Called by the program that runs, before an access."""
-        me: Live | None = getattr(self.mine, "live", None)
-        if me is not None:
-            self.waiting[me.number] = me
-            me.lock = threading.Lock()
-            me.lock.acquire()
+        if gate := getattr(self.mine, "gate", None):
+            self.waiting.append(gate)
             self._wake()
-            self._go_on(me)
+            gate.acquire()
+            self._go_on()
 
-    def _go_on(self, me: Live) -> None:
-        me.lock.acquire()
-        if self.error is not None:
-            raise _Stopped
+    def _go_on(self) -> None:
+        if self.errors:
+            raise self.errors[0]
         interpreter.interpreter_builder.set_grid_dim(*self.size)
-        interpreter.interpreter_builder.set_grid_idx(*me.index)
-
-    def _admit(self) -> None:
-        """Begin programs, up to LIVE at a time."""
-        while self.programs and self.live < LIVE and self.error is None:
-            lock = threading.Lock()
-            lock.acquire()
-            index, program = self.programs.pop()
-            me = Live(len(self.threads), index, lock)
-            self.waiting[me.number] = me
-            thread = threading.Thread(target=self._program, args=(me, program))
-            self.threads.append(thread)
-            self.live += 1
-            thread.start()
+        interpreter.interpreter_builder.set_grid_idx(*self.mine.index)
 
     def _wake(self) -> None:
-        """Let one of those that wait go on; the end, if there is none."""
+        """Let one of those that wait go on."""
         if self.waiting:
-            self.waiting.pop(self.draw.choice(sorted(self.waiting))).lock.release()
-        else:
-            self.over.set()
+            self.waiting.pop(self.draw.randrange(len(self.waiting))).release()
 
-    def _program(self, me: Live, run: Program) -> None:
-        self.mine.live = me
+    def _work(self, gate: threading.Semaphore) -> None:
+        gate.acquire()
+        self.mine.gate = gate
         try:
-            self._go_on(me)
-            run()
-        except _Stopped:
-            pass
+            while self.programs:
+                self.mine.index = self.programs.pop()
+                self._go_on()
+                self.run()
         except BaseException as e:
-            self.error = e
-        self.live -= 1
-        self._admit()
+            self.errors.append(e)
         self._wake()
 
 
@@ -147,12 +111,10 @@ def interleaved(seed: int) -> Iterator[None]:
         }
         grid = self.grid(operands) if callable(self.grid) else self.grid
         size = (*grid, 1, 1)[:3]
-        programs = [(index, lambda: self.fn(**operands)) for index in product(*map(range, size))]
-        draw.shuffle(programs)
-        running[:] = [Turns(draw, size, programs)]
+        running[:] = [Turns(draw, size, lambda: self.fn(**operands))]
         with ExitStack() as stack:
             stack.callback(interpreter._patch_lang(self.fn).restore)
-            running[0].run()
+            running[0].run_all()
 
     with ExitStack() as stack:
         for name in ACCESSES:

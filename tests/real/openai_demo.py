@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import openai
 
@@ -28,46 +26,32 @@ AS_TEXT = (
 LISTENING = "listening at "
 
 
-@contextmanager
-def served(engine: str) -> Iterator[openai.OpenAI]:
-    """A context with a client of a server of its own, which is shut down at its end."""
+def write(client: openai.OpenAI, model: str, prompt: str, tokens: int, **more: str) -> None:
+    """Print the greedy continuation of a prompt as it is streamed."""
+    print(f"\n> {prompt}", end="", flush=True)
+    given: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, **more}
+    for event in client.completions.create(**given, temperature=0, stream=True):
+        print(event.choices[0].text if event.choices else "", end="", flush=True)
+
+
+def main(engine: str) -> None:
+    """Serve an engine, continue prompts, and ask a question in the form of a text."""
     words = [sys.executable, "-m", "g4ir", "serve", engine, "--port", "0"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
             lines = iter(server.stderr.readline, "")
-            url = next((x.split(LISTENING)[1].strip() for x in lines if LISTENING in x), None)
-            if url is None:
-                sys.exit(f"g4ir serve {engine} ended before it listened")
+            url = next(x.split(LISTENING)[1].strip() for x in lines if LISTENING in x)
             # Retries wait until the engine is loaded.
-            yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10)
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
+                model = client.models.list().data[0].id
+                print(f"{model}, served to OpenAI's client")
+                for prompt in PROMPTS:
+                    write(client, model, prompt, 48)
+                write(client, model, AS_TEXT, 16, stop="\n")
         finally:
             server.terminate()
             server.stderr.read()
-
-
-def write(client: openai.OpenAI, model: str, prompt: str, tokens: int, **more: str) -> None:
-    """Print the greedy continuation of a prompt as it is streamed, and its rate."""
-    print(f"\n> {prompt}", end="", flush=True)
-    begun, pieces = time.perf_counter(), list[str]()
-    stream = client.completions.create(
-        model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True, **more
-    )
-    for event in stream:
-        pieces.append(event.choices[0].text if event.choices else "")
-        print(pieces[-1], end="", flush=True)
-    print(f"\n  [{len(pieces)} pieces in {time.perf_counter() - begun:.1f} s]", flush=True)
-
-
-def main(engine: str) -> None:
-    """Serve an engine, continue prompts, and ask a question in the form of a text."""
-    with served(engine) as client:
-        model = client.models.list().data[0].id
-        client.completions.create(model=model, prompt=QUESTION, max_tokens=1)  # once it is loaded
-        print(f"{model}, served to OpenAI's client")
-        for prompt in PROMPTS:
-            write(client, model, prompt, 48)
-        write(client, model, AS_TEXT, 16, stop="\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,22 @@
-"""How a server is run: names, origins, a proxy's prefix, ids of requests, TLS."""
+"""How a server is run: names, origins, a proxy's prefix, ids of requests, TLS.
+
+Flags of `serve` from the command line, the environment and a file; formats of its log. API keys of
+a file: limits of requests and tokens, and reading it again at a signal.
+"""
 
 from __future__ import annotations
 
 import http.client
+import json
+import re
+import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import permutations
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,12 +24,18 @@ from typing import Any
 import httpx
 import pytest
 
+from g4ir.cli import parse
+from g4ir.cli.serve import Serve
 from g4ir.errors import InputError
 from g4ir.serve.app import ANY_NAME, Server
-from g4ir.serve.auth import Auth
+from g4ir.serve.auth import Auth, read_keys, salt_of
+from g4ir.serve.http_errors import Refused
+from g4ir.serve.rate_limits import KeyLimits, RateLimits
 from g4ir.serve.server import Address
+from g4ir.ui import console
 from tests.cases import TABLES
-from tests.serve.running import NAME, WAIT, Running, eventually, ready
+from tests.cli_tools import refused
+from tests.serve.running import LOADING, NAME, WAIT, Running, eventually, ready
 from tests.serve.test_media import sound
 
 Lines = list[dict[str, Any]]
@@ -204,3 +219,244 @@ def test_a_certificate(engine_folder: Path, tmp_path: Path) -> None:
     for wrong in ((cert, None), (None, key), (cert, cert), (f"{cert}.none", key)):
         with pytest.raises(InputError, match="--tls-cert"):
             Address(tls=wrong)
+
+
+#: option -> the default of its flag, and another value; of a switch, a list, a setting, a number
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "max-gap": (100.0, 7.5),
+    "log-requests": (False, True),
+    "served-name": (["a"], ["b", "c"]),
+    "drain": (60.0, 3.0),
+}
+MEANS = ("flag", "environment", "file", "default")
+
+
+def values_of(verb: Any) -> Any:
+    """The fields of a verb and its parts, but which of them were given, and where."""
+
+    def clean(value: Any) -> Any:
+        items = value.items() if isinstance(value, dict) else ()
+        skip = ("explicit", "config")
+        return {k: clean(v) for k, v in items if k not in skip} if items else value
+
+    return clean(asdict(verb))
+
+
+def text(value: Any) -> str:
+    listed = ",".join(value) if isinstance(value, list) else value
+    return str(listed).lower() if isinstance(value, bool) else str(listed)
+
+
+def parsed(
+    tmp_path: Path, patch: pytest.MonkeyPatch, given: dict[str, dict[str, Any]], *words: str
+) -> Serve:
+    """`serve` with these values by each means."""
+    flags = []
+    for name, value in given.get("flag", {}).items():
+        if name == "drain":
+            flags += ["--set", f"drain={value}"]
+        elif isinstance(value, list):
+            flags += [w for v in value for w in (f"--{name}", v)]
+        else:
+            flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    for name, value in given.get("environment", {}).items():
+        patch.setenv(f"G4IR_{name.replace('-', '_').upper()}", text(value))
+    path = tmp_path / "serve.yaml"
+    path.write_text("\n".join(f"{k}: {json.dumps(v)}" for k, v in given.get("file", {}).items()))
+    file = ["--config", str(path)] if given.get("file") else []
+    parser, values = parse(["serve", "engine", *flags, *file, *words])
+    verb = parser.flags.make(values)
+    assert isinstance(verb, Serve)
+    return verb
+
+
+@pytest.mark.parametrize("order", [*permutations(MEANS)], ids=" ".join)
+def test_every_configuration_gives_the_same_server(
+    order: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each option gets its default by one of the means; all lower ones have another value."""
+    names = [n for n in OPTIONS if n != "served-name" or order[2] != "default"]
+    given: dict[str, dict[str, Any]] = {means: {} for means in MEANS}
+    for name, means in zip(OPTIONS, order, strict=True):
+        right, other = OPTIONS[name]
+        switch = isinstance(right, bool) and means == "flag"  # no flag turns it off
+        if means != "default" and name in names and not switch:
+            given[means][name] = right
+            for lower in MEANS[MEANS.index(means) + 1 : -1]:
+                given[lower][name] = other
+    plain = parsed(tmp_path, monkeypatch, {"flag": {"served-name": ["a"]}})
+    words = () if "served-name" in names else ("--served-name", "a")
+    assert values_of(parsed(tmp_path, monkeypatch, given, *words)) == values_of(plain)
+
+
+def test_variables_and_keys_of_flags_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = {"host": "0.0.0.0", "max_body": "1", "page": "off", "random-weights": "7"}
+    for name, value in tested.items():
+        file = tmp_path / "c.yaml"
+        file.write_text(f"{name}: {value}\n")
+        _, by_file = parse(["serve", "engine", "--config", str(file)])
+        with monkeypatch.context() as patch:
+            patch.setenv(f"G4IR_{name.replace('-', '_').upper()}", value)
+            _, by_variable = parse(["serve", "engine"])
+        assert by_variable == {k: v for k, v in by_file.items() if k != "config"}
+        assert len(by_variable) == 2
+
+
+@pytest.mark.parametrize(("content", "message"), TABLES["server"]["config files"])
+def test_files_that_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    assert message in refused("serve", "engine", "--config", path)
+
+
+@pytest.mark.parametrize(("variable", "value", "message"), TABLES["server"]["variables"])
+def test_variables_that_are_refused(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse(["serve", "engine"])
+
+
+def test_variables_that_are_not_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is spelled wrong is named; those of Kubernetes and of other parts are not."""
+    for name in ("G4IR_ISA", "G4IR_SERVICE_HOST", "G4IR_PORT_8000_TCP", "G4IR_MAX_GPA"):
+        monkeypatch.setenv(name, "1")
+    _, values = parse(["serve", "engine"])
+    assert values == {"models": ["engine"]}
+    (line,) = [record.message for record in caplog.records]
+    assert line == "G4IR_MAX_GPA: unknown key; did you mean G4IR_MAX_GAP?"
+
+
+def test_formats_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        for name in ("text", "json", None):
+            console.use_format(name)
+            console.say("draining", "warning", running=2, path='a"b')
+    finally:
+        console.use_format(None)
+    text, line, plain = capsys.readouterr().err.splitlines()
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    assert re.fullmatch(rf'{time} WARNING draining running=2 path=a"b', text)
+    values = json.loads(line)
+    assert re.fullmatch(time, values.pop("time"))
+    assert values == {"level": "warning", "message": "draining", "running": 2, "path": 'a"b'}
+    assert plain == 'g4ir: warning: draining running=2 path=a"b'
+
+
+CHAT_PATH = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(("content", "result"), TABLES["server"]["key files"])
+def test_key_files(content: str, result: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    if isinstance(result, dict):
+        keys = {k.encode(): KeyLimits(**v) for k, v in result.items()}
+        assert read_keys(path) == keys
+        return
+    with pytest.raises(InputError, match=result):
+        read_keys(path)
+
+
+def test_a_minute() -> None:
+    """Both refill steadily; other keys do not count; other limits begin anew, the same do not."""
+    now = 0.0
+    limits = RateLimits({"a": KeyLimits(requests=6), "b": KeyLimits(tokens=60)}, lambda: now)
+
+    def wait(salt: str) -> str:
+        with pytest.raises(Refused) as e:
+            limits.check(salt)
+        assert (e.value.status, e.value.code) == (429, "rate_limit_exceeded")
+        return e.value.headers["Retry-After"]
+
+    for _ in range(6):
+        limits.check("a")
+    assert wait("a") == "10"
+    limits.check("b")
+    limits.charge("b", 99)  # the last request may take more than is left
+    assert wait("b") == "40"
+    now = 9.0
+    assert (wait("a"), wait("b")) == ("1", "31")
+    now = 10.0
+    limits.check("a")
+    limits.replace({"a": KeyLimits(requests=6), "b": KeyLimits(tokens=61)})
+    limits.check("b")
+    assert wait("a") == "10"
+    limits.check("nobody")
+
+
+@pytest.fixture
+def limited(engine_folder: Path, tmp_path: Path) -> Any:
+    path = tmp_path / "keys"
+    path.write_text("few requests=2\nsome tokens=30\nfree\n")
+    options = {"key_file": str(path), "key_limits": KeyLimits(requests=1000)}
+    with ready(engine_folder, Auth(hosts=("localhost",)), options=options) as r:
+        r.server.read_keys()
+        yield r
+
+
+def test_limits_of_a_server(limited: Running) -> None:
+    def ask(key: str) -> httpx.Response:
+        with limited.client(headers={"Authorization": f"Bearer {key}"}) as client:
+            assert client.get("/v1/models").is_success  # only requests with a body count
+            return client.post(CHAT_PATH, json=BODY)
+
+    limited.server.draining = True
+    assert ask("few").status_code == 503  # does not count
+    limited.server.draining = False
+    assert [ask("few").status_code for _ in range(3)] == [200, 200, 429]
+    for _ in range(2):  # 18 tokens of the prompt, 2 of the answer
+        assert ask("some").is_success
+    eventually(lambda: not limited.busy)
+    got = ask("some")
+    assert got.status_code == 429 and "30 tokens a minute" in got.text
+    assert 1 <= int(got.headers["retry-after"]) <= 30
+    assert ask("free").is_success
+    assert limited.server.limits.limits[salt_of(b"free")] == KeyLimits(requests=1000)
+
+
+def test_a_signal_reads_the_keys_again(engine_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("old\n")
+    words = ["--port", "0", "--api-key-file", str(path), "--log-format", "json"]
+    command = [sys.executable, "-m", "g4ir.cli", "serve", str(engine_folder), *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    lines = (json.loads(line) for line in process.stderr)
+
+    def said(word: str) -> dict[str, Any]:
+        return next(line for line in lines if word in line["message"])
+
+    try:
+        url = said("listening")["message"].removeprefix("listening at ")
+        said("ready")
+
+        def allowed(key: str) -> bool:
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.get(f"{url}/v1/models", headers=headers, timeout=LOADING).is_success
+
+        assert allowed("old") and not allowed("new")
+        path.write_text("new requests=5\nnewer\n")
+        process.send_signal(signal.SIGHUP)
+        assert said("keys read again")["keys"] == 2
+        assert allowed("new") and not allowed("old")
+        path.write_text("new request=5\n")
+        process.send_signal(signal.SIGHUP)
+        line = said("the keys stay as they are")
+        assert line["level"] == "error" and f"{path}: key 1: expected requests=N" in line["message"]
+        assert allowed("newer")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+def test_limits_without_keys() -> None:
+    said = refused("serve", "tiny-ple", "--set", "key_tokens=5")
+    assert "give --api-key-file" in said

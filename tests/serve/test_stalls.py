@@ -22,8 +22,8 @@ from g4ir.errors import InputError
 from g4ir.media import limits, videos
 from g4ir.serve.media_queue import VIDEO
 from tests.serve.running import NAME, Running, chat_engine, eventually, ready
-from tests.serve.test_constraints import AMBIGUOUS
 from tests.serve.test_media import data, image, picture
+from tests.serve.test_schemas import AMBIGUOUS
 
 PATH, JSON = "/v1/chat/completions", {"Content-Type": "application/json"}
 #: seconds between two tokens of a stream, and of a text request, whatever runs beside them: on a

@@ -1,7 +1,9 @@
-"""Exported ONNX files in NVIDIA's parser and builder: TensorRT-RTX's, which need no GPU."""
+"""Exported ONNX files, and what our networks become, in NVIDIA's parser and builder:
+TensorRT-RTX's, which need no GPU."""
 
 from __future__ import annotations
 
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from g4ir.backends.trt import build
 from g4ir.errors import MissingError
 from tests.cases import TABLES
 from tests.configs import short
-from tests.trt.compiled import real
+from tests.trt import fake
+from tests.trt.compiled import TABLE, numbers, real
 
 onnx = pytest.importorskip("onnx")
 try:
@@ -60,3 +63,29 @@ def test_exports(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     g4ir.build(variant, out, backend="onnx", device="cpu", prefill_chunk=CHUNK, **given)
     refused = {f.name: said for f in sorted(out.glob("*.onnx")) if (said := taken(f))}
     assert not refused
+
+
+FULL = [pytest.param(*row, marks=pytest.mark.full) for row in TABLE["full"].items()]
+
+
+@pytest.mark.parametrize(("row", "kept"), [*TABLE["tiny"].items(), *FULL], ids=str)
+def test_numbers_that_may_not_grow(row: str, kept: dict[str, Any]) -> None:
+    found = numbers(row)
+    assert {n: of.keys() for n, of in found.items()} == {n: of.keys() for n, of in kept.items()}
+    grown = [
+        f"{network} {kind}: {now}, at most {kept[network][kind]}"
+        for network, of in found.items()
+        for kind, now in of.items()
+        if any(a > b for a, b in zip(now, kept[network][kind], strict=True))
+    ]
+    assert not grown, "\n".join(grown)
+
+
+def test_the_stand_in_has_the_names_of_the_library() -> None:
+    """Classes, members of enums, methods; but for what tests look at."""
+    own = set[str]()
+    for part in fake.PARTS:
+        names = [m.name for m in part] if isinstance(part, EnumMeta) else vars(part)
+        known = getattr(TRT, part.__name__)
+        own |= {f"{part.__name__}.{n}" for n in names if n[0] != "_" and not hasattr(known, n)}
+    assert own == {"INetworkDefinition.model", "ICudaEngine.parts", "IExecutionContext.capturing"}
