@@ -1,7 +1,7 @@
 """A segment's text -> an ahead-of-time Inductor package.
 
 Compilation is a pure function of (text, device, torch, instruction set, this package's sources),
-so packages are kept under the hash of all that (program_cache.py).
+so packages are cached under the hash of all these (program_cache.py).
 """
 
 from __future__ import annotations

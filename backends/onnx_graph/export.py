@@ -1,7 +1,7 @@
 """A program as ONNX files in an engine directory.
 
 model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
-draft.onnx      a step of the drafter, where there is one
+draft.onnx      a step of the drafter, if there is one
 embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
                 tables
 vision_N.onnx   an image, or a frame of a video, of at most N soft tokens -> its soft tokens

@@ -143,8 +143,8 @@ class Dialect(OnnxEmitter):
         def size() -> str:
             stop = self._min(self._length(x, axis), first + count)
             remaining = self._node("Sub", [stop, begin], Type("i64", (1,)))
-            # A builder bounds each of these alone: without a bound of its own the size would be
-            # taken to be as large as `stop`.
+            # A builder bounds each of these alone: without an explicit bound, it would assume that
+            # the size is `stop`.
             return self._min(remaining, count)
 
         begin = self._once(("start", t.shape[axis]), start)

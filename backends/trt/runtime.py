@@ -129,8 +129,8 @@ class TrtSteps:
         self.communicator, self.unlinked = communicator, [*self.contexts.values()]
 
     def _connect(self) -> None:
-        """Set the communicator of new contexts. TensorRT blocks until all ranks do so, hence at the
-        first step, when no rank can fail any more for a reason of its own."""
+        """Set the communicator of new contexts. TensorRT blocks until all ranks do so. So it is
+        done at the first step, after all checks that could fail on one rank alone."""
         if not self.communicator or not self.unlinked:
             return
         communicator = self.communicator()

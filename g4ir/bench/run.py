@@ -141,8 +141,8 @@ def _runners(
     progress: Progress,
 ) -> Iterator[BenchRunner]:
     """Yield the runners after their first request, in which a baseline compiles and CUDA graphs are
-    captured; its seconds and the peak memory are stored. weights: the model of transformers and the
-    file of llama.cpp, where they are baselines."""
+    captured; its seconds and the peak memory are stored. weights: the transformers model and the
+    llama.cpp file, if these are baselines."""
     names, (model, file) = [e.path.resolve().name for e in engines], weights
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]

@@ -46,8 +46,8 @@ MACHINE = ("cpu", "gpu", "cores", "torch")
 
 
 def read_reports(file: str | Path) -> list[Values]:
-    """Read a report of this version, or those of a sweep; InputError names the file and what is
-    wrong with it."""
+    """Read a report of this version, or those of a sweep; InputError names the file and the
+    problem."""
     try:
         values = json_object(Path(file).read_bytes())
     except ValueError as e:

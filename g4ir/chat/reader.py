@@ -218,7 +218,7 @@ class Reader:
         return end
 
     def _unnamed(self, run: str) -> str:
-        """Strip the `thought` header that opens reasoning, also where its control token is missing;
+        """Strip the `thought` header that opens reasoning, even if its control token is missing;
         buffer a partial header."""
         opened = self._state == OPENING
         named = opened or self._unmarked_reasoning

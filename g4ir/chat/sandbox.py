@@ -90,7 +90,7 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
     except Exception as e:  # a template's expressions may raise anything
         message = str(e)[:400] or type(e).__name__
         error = RenderError(message, getattr(e, "lineno", None))
-    raise error  # not above, where `e` would be its context
+    raise error  # outside of the handler, so that `e` is not its context
 
 
 def check_size(size: int) -> int:

@@ -23,7 +23,7 @@ DEPTHS = tuple((2 * i + 1) / 20 for i in range(10))
 WORDS, CITIES = read_table(Path(__file__).with_suffix(".yaml")).values()
 #: tokens of a key, of a value and of a sentence, for engines without a tokenizer
 RANDOM_KEY, RANDOM_VALUE, RANDOM_SENTENCE = 6, 3, 12
-#: a context is at least so many times as long as its needles
+#: minimum length of a context, as a multiple of its needles' length
 CAPACITY = 2
 
 

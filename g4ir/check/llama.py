@@ -59,7 +59,8 @@ class LlamaSession:
     """A GGUF file in llama.cpp with its defaults: KV cache in float16, activations quantised to 8
     bits; as many threads as torch has. `max_len`: max tokens of each of `batch` sequences.
 
-    It computes on a thread of its own: it sets a thread's AMX tiles once, and torch resets them."""
+    It computes on a separate thread: llama.cpp configures a thread's AMX tiles once, and torch
+    would reset them."""
 
     def __init__(self, file: Path, batch: int, max_len: int, device: str = "cpu") -> None:
         api, errors, _ = binding()

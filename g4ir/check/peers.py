@@ -81,7 +81,7 @@ class EnginePeer:
 
     def other(self, turns: Turns) -> Tensor:
         """Return `logits` in another mode, the same sums in another order: in chunks of OTHER
-        tokens where these give every row, else token by token."""
+        tokens if logits of every token are compared, else token by token."""
         size = OTHER if turns.every else 1
         sizes = [len(t) for t in turns.ids.split(size)]
         return self.logits(Turns(turns.ids, sizes, turns.every))[turns.where]

@@ -42,7 +42,7 @@ from .tokens import STEPS, window_of
 Tensor = torch.Tensor
 #: parts of a document whose mean perplexity and divergence are reported
 BUCKETS = 10
-#: a bucket's KL divergence from the interpreter may be so many times the first bucket's
+#: max KL divergence of a bucket from the interpreter, as a multiple of the first bucket's
 GROWTH = 10.0
 #: max values of logits of the short text: 256 tokens of a vocabulary of 262144
 LOGITS = 1 << 26

@@ -139,9 +139,9 @@ def refusal(text: str, needed: int, device: str, used: int) -> str | None:
 
 
 def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str | None:
-    """Return why a forward pass in float64 over so many tokens, with so many rows of logits, does
-    not fit on a device beside the weights of engine and peer, or None. It is an estimate from the
-    spec, before a peer is loaded."""
+    """Return why a forward pass in float64 over `tokens` tokens and `rows` rows of logits does not
+    fit on a device in addition to the weights of engine and peer, or None. It is an estimate from
+    the spec, before a peer is loaded."""
     types = cache_types(engine.program, 1, engine.limits.max_seq).values()
     caches = sum(t.numel() * (8 if t.dtype in FLOATS else ITEMSIZE[t.dtype]) for t in types)
     needed = float64_bytes(engine.spec, tokens, rows) + caches

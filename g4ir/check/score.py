@@ -81,15 +81,15 @@ class Sums:
 
 
 def perplexity(nll: float | None) -> float | None:
-    """Return exp(nll); infinity where no float is as large."""
+    """Return exp(nll); infinity on overflow."""
     return None if nll is None else math.exp(nll) if nll < 709 else math.inf
 
 
 @dataclass(frozen=True)
 class Score:
     """The scores of a document, or of a window of one that is longer than the engine's context:
-    `logprobs[i]` is the log-probability (nats) of the label of `ids[i]`, None where there is none;
-    <bos> of a window is among them."""
+    `logprobs[i]` is the log-probability (nats) of the label of `ids[i]`, None without a label;
+    `ids` include a window's <bos>."""
 
     document: str | int
     part: int

@@ -157,8 +157,8 @@ def plain_graph(
     drafter: Spec | None = None,
 ) -> Graph:
     """Return a graph before all passes; a tower in the largest size of `media`, or in the variant's
-    own; a step of the drafter, or of the one that is shipped for the variant. Raises InputError
-    where the variant has none."""
+    own; a step of the drafter, or of the one that is shipped for the variant. Raises InputError if
+    the variant has no such graph."""
     if phase == DRAFT:
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:

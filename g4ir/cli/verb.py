@@ -62,9 +62,9 @@ TokenIds = Annotated[list[int], token_ids]
 
 
 def flag(help: str, default: Any = None, metavar: str | None = None, /, **kwargs: Any) -> Any:
-    """Return the field of a flag. `kwargs`: another `name`; the `title` of its group in --help;
-    `one_of`, if exactly one of such flags is required; `each` of the names of its flags, whose
-    values are pairs (name, value); and arguments of add_argument."""
+    """Return the field of a flag. `kwargs`: `name`, if not the field's; `title` of its group in
+    --help; `one_of`: exactly one of such flags is required; `each`: names of several flags that
+    share the field, whose values are pairs (name, value); and arguments of add_argument."""
     default = MISSING if kwargs.get("required") else default
     return field(default=default, metadata={"help": help, "metavar": metavar, **kwargs})
 

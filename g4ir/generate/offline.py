@@ -116,7 +116,7 @@ class Result:
         return replace(c, first_token_s=first, total_s=total)
 
     def output(self) -> dict[str, Any]:
-        """Return what stdout gets; text needs a tokenizer, logprobs to be asked for."""
+        """Return what stdout gets; text is present with a tokenizer, logprobs if requested."""
         read = [{"logprob": p.chosen, "top": p.top} for p in self.logprobs]
         out = {
             "id": self.request.id,
@@ -129,7 +129,7 @@ class Result:
 
     def log(self) -> dict[str, Any]:
         """Return what the log gets; no text of the prompt or the answer. soft_tokens and encode_s
-        come with media, seed where tokens were drawn, drafts where tokens were drafted, notes where
+        are present with media, seed if tokens were sampled, drafts if tokens were drafted, notes if
         there are any."""
         soft, c, tally = counts(self.request.soft), self.counts, self.handle.tally
         some = {

@@ -75,9 +75,9 @@ class rms_norm:
 class norm_residual:
     """h = (residual + rms_norm(x, w_post)) [* scalar]; n_i = rms_norm(h [, w_i])
 
-    One op from the end of a block to the input of the next (rules 6 to 9). Inputs after
-    w_post: the scalar where `scaled`, then one weight for each True in `weighted`, which has
-    an entry per pre-norm that follows. Results: h, then the pre-norms.
+    One op from the end of a block to the input of the next (rules 6 to 9). Inputs after w_post: the
+    scalar if `scaled`, then one weight for each True in `weighted`, which has an entry per pre-norm
+    that follows. Results: h, then the pre-norms.
     """
 
     budget = Budget(2, 16, "norm, sum, scalar and the next norm, each rounded")

@@ -14,8 +14,8 @@ ROTATION = {"kind": "str", "theta": "float", "fraction": "float", "factor": "flo
 
 
 def rotated_pairs(kind: str, dim: int, fraction: float) -> int:
-    """Count the pairs (j, j + dim / 2) that are rotated, the first ones: all of them, or, where the
-    kind is `proportional`, int(fraction * dim // 2) (rule 14)."""
+    """Count the pairs (j, j + dim / 2) that are rotated, the first ones: all of them, or
+    int(fraction * dim // 2) for kind `proportional` (rule 14)."""
     return int(fraction * dim // 2) if kind == "proportional" else dim // 2
 
 

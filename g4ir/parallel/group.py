@@ -77,7 +77,7 @@ class RankProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended; False on other hosts, where that is unknown."""
+        """Whether it has ended; False for processes on other hosts, whose state is unknown."""
         if self.host != socket.gethostname():
             return False
         import psutil

@@ -24,8 +24,8 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: its memory in bytes and, where it is a known card, its peak rates per second and,
-    of NVIDIA's, its compute capability."""
+    """A device: its memory in bytes; for a known card also its peak rates per second; for NVIDIA's
+    also the compute capability."""
 
     name: str
     memory_bytes: int
@@ -110,8 +110,8 @@ def gpu_names() -> str:
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return a card by name (`h100-80gb`; `H100` and `rtx 4090` where that names one), or a device
-    of so many bytes (`24GiB`, `80GB`, `80e9`), of which only the memory is known.
+    """Return a card by name (`h100-80gb`; `H100` and `rtx 4090` if only one matches), or a device
+    of a memory size (`24GiB`, `80GB`, `80e9`), whose rates are unknown.
 
     Raises InputError that names the nearest card.
     """

@@ -80,8 +80,8 @@ def device_of(backend: PlannedBackend, requested: str | None) -> str:
 
 
 def dtype_of(backend: PlannedBackend, requested: str | None, spec: Spec) -> str:
-    """Return the dtype of a build: by default the spec's, where the backend computes in it.
-    InputError for a requested one in which it does not."""
+    """Return the dtype of a build: by default the spec's, if the backend supports it. InputError
+    for an unsupported one."""
     if requested is None:
         chosen = spec.dtype if spec.dtype in backend.dtypes else backend.dtypes[0]
         if (spec.dtype, chosen) == ("f16", "bf16"):

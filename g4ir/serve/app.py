@@ -143,7 +143,7 @@ class Server:
     aliases: tuple[str, ...] = ()
     #: allowed CORS origins; `*`: all
     origins: tuple[str, ...] = ()
-    #: path prefix behind a proxy, which may strip it or not
+    #: path prefix of a reverse proxy, which may strip it or not
     root_path: str = ""
     #: file of API keys, and default limits of keys
     key_file: str | None = None
@@ -152,7 +152,7 @@ class Server:
     adapter_folders: tuple[Path, ...] = ()
     #: callback with the values of a log line for each request
     log: Callable[..., None] | None = None
-    #: name of the embedding model, if there is one: beside the model, or the model itself
+    #: name of the embedding model, if there is one: an additional model, or the served model itself
     embedder: str | None = None
 
     def __post_init__(self) -> None:

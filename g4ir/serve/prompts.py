@@ -103,7 +103,7 @@ class Prompts:
 
     @cached_property
     def codec(self) -> Codec:
-        """The engine's tokenizer; EngineError where it has none."""
+        """The engine's tokenizer; EngineError if it has none."""
         require_tokenizer(self.engine.path)
         return Codec(self.engine)
 

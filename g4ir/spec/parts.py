@@ -105,7 +105,8 @@ class Ple:
     vocab_size: Count | None
 
 
-#: fields of Text that came with other families: a digest counts them where they are set
+#: fields of Text added for later families: a digest includes them only if they are set, so that
+#: older digests stay valid
 LATER_TEXT = (
     *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full"),
 )
@@ -137,7 +138,7 @@ class Text:
     num_kv_shared_layers: Index = 0
     #: layers with shared K and V have twice the intermediate_size
     use_double_wide_mlp: bool = False
-    #: routed experts beside the dense MLP; none by default
+    #: routed experts in addition to the dense MLP; none by default
     moe: Moe | None = None
     #: per-layer embeddings; none by default
     ple: Ple | None = None

@@ -288,8 +288,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
 
 
 def _dense_headers(directory: Path) -> Iterator[Header]:
-    """Yield the headers of an encoder's dense layers, each a file in a folder of its own, with the
-    tensors' names in a spec."""
+    """Yield the headers of an encoder's dense layers, each a file in a separate folder, with
+    the tensors' names in a spec."""
     for i, layer in enumerate(read_modules(directory) or ()):
         where = directory / MODULES
         header = tensorfile.read_header(_inside(directory, f"{layer.folder}/{SINGLE}", where))

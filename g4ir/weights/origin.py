@@ -65,7 +65,7 @@ class CheckpointDirectory:
         return self.path / CONFIG
 
     def spec(self) -> Spec:
-        """Return its spec; SpecError or WeightsError names the file and what is wrong there."""
+        """Return its spec; SpecError or WeightsError names the file and the problem."""
         if not self.stated.is_file():
             if lies_in(self.path):
                 msg = f"a LoRA adapter of {Adapter(self.path).base}, and no model"

@@ -178,7 +178,7 @@ def is_quantised(shape: Shape) -> bool:
 
 def fit_blocks(shape: Shape, block_n: int, block_k: int, pairs: int = 1) -> dict[str, int]:
     """Return the tile of a weight, of `pairs` * block_n rows: whole blocks of its formats, and so
-    few rows that the registers hold what is decoded."""
+    few rows that the decoded values fit the registers."""
     formats = [FORMATS[name] for name in FORMATS.keys() & shape.keys()]
     block_k = max([block_k, *(fmt.block_values for fmt in formats)])
     if any(fmt.block_values > 2 for fmt in formats):

@@ -106,7 +106,8 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def rounded(x, like):
-    """Round fp32 to the element type of the pointer `like`, where the reference rounds."""
+    """Round fp32 to the element type of the pointer `like`, at places where the reference
+    rounds."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 

@@ -3,9 +3,9 @@
 `block_m` chooses the inner loop. 1, for one row: multiply and add in fp32, one reduction at the
 end. 16 to 64, for as many rows: tensor cores, with the weight as the left operand, whose tile may
 be 64 rows and more while x has 16. More rows than `block_m` read the weight again. With `stages`
-above 1 the loads of that many steps are under way at once, by asynchronous copies.
+above 1 the loads of that many steps are in flight at once, by asynchronous copies.
 
-Error budget. Every sum is kept in fp32 and rounded once. For k of some thousand it is within 1e-5
+Error budget. Every sum is in fp32 and rounded once. For k of some thousand it is within 1e-5
 of the rms of the sums, far below the rounding of bf16 (2^-9 relative), so a bf16 result is the
 exact sum's nearest neighbour except where that sum is within this budget of a tie.
 """

@@ -24,7 +24,7 @@ MAX_TEXTS = 8192
 #: scoring method of /v1/rerank, in its answer: similarity of embeddings, no cross-encoder
 METHOD = "cosine similarity of embeddings"
 FLOAT, BASE64 = "float", "base64"
-#: names of a body's texts and of the sizes asked for
+#: fields of a body: its texts, and the requested sizes
 TEXTS, MESSAGES, DOCUMENTS, SIZE = "input", "messages", "documents", "dimensions"
 SIZES = schema.integer(1)
 INPUTS = "a text, token ids or an object with `content`, or a list of these or of lists of parts"

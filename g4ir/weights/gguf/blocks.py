@@ -1,4 +1,4 @@
-"""Dequantises the blocks of GGUF files (ops/layouts.py), and repacks them as codes and scales where
+"""Dequantises the blocks of GGUF files (ops/layouts.py), and repacks them as codes and scales if
 that is lossless.
 
 A block is a row of bytes. Every product is exact in float32. Types with tables of vectors or

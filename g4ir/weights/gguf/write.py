@@ -1,6 +1,6 @@
 """Writes a text model as a GGUF file, for llama.cpp and for `gguf.checkpoint`.
 
-Matrices have one type; quantised ones keep their codes where scales are per 32 values or per row.
+Matrices have one type; quantised ones keep their codes if scales are per 32 values or per row.
 Tables and the head have at least 8 bits; routers and vectors are F32. A spec that GGUF metadata
 cannot express is refused: the metadata are read back and compared before any weight is written.
 """
