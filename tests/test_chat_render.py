@@ -160,13 +160,13 @@ def test_hostile_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MAX_TEXT", 1 << 18)
     monkeypatch.setattr(sandbox, "MAX_MEMORY", 16 << 20)
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(InputError, match=r"own\.jinja.*template") as refused:
         render(HI, None, own(TABLES["hostile"][name]))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(str(refused.value)) < 600
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     assert peak < 2 * sandbox.MAX_MEMORY
     assert render(HI, None, own()).endswith("<|turn>model\n")
 

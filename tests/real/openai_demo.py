@@ -14,11 +14,7 @@ from typing import Any
 
 import openai
 
-PROMPTS = (
-    "Once upon a time, there was a little",
-    "Photosynthesis is the process by which",
-    "def fibonacci(n):",
-)
+PROMPTS = ("Once upon a time, there was a little", "def fibonacci(n):")
 QUESTION = "What is the capital of Italy?"
 AS_TEXT = (
     f"Question: What is the capital of France?\nAnswer: Paris.\n\nQuestion: {QUESTION}\nAnswer:"

@@ -52,7 +52,8 @@ globalThis.timeOfShowing = (text) => Math.min(...[1, 2, 3].map(() => {
   return performance.now() - start;
 }));
 
-// The median time that a piece at the end of a long text takes, in ms.
+// The time that a piece at the end of a long text takes, in ms: that of the fastest quarter, since the
+// machine may do something else meanwhile.
 globalThis.timeOfPiece = (text) => {
   const element = made('div', { class: 'text' });
   log.replaceChildren(made('li', { class: 'assistant' }, element));
