@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,10 +189,7 @@ def _differences(spec: Spec, side_files: Mapping[str, bytes], file: GgufFile) ->
     got = _settings(file.spec(), file.side_files())
     for name in dict.fromkeys((*want, *got)):
         value, other = want.get(name), got.get(name)
-        same = value == other
-        if isinstance(value, float) and isinstance(other, int | float):
-            same = math.isclose(value, other, rel_tol=1e-6)  # stored as float32
-        if not same:
+        if value != other:
             yield f"{name} {_value_text(value)} (in the file: {_value_text(other)})"
 
 
@@ -203,8 +199,10 @@ def _settings(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     defaults = read_defaults(Path(GENERATION), spec.text.vocab_size, raw) if raw else Defaults()
     names = {name: key for key, (name, *_) in SETTINGS.items()}
     stop = spec.tokens.eos if defaults.stop is None else defaults.stop
+    values = ((names[name], value) for name, value in defaults.sampling.items())
     return {
-        **{names[name]: value for name, value in defaults.sampling.items()},
+        # As float32 has them, which a file stores.
+        **{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values},
         **dict.fromkeys(defaults.unused, "set"),
         "eos_token_id": sorted({*stop}),
         "suppress_tokens": sorted({*defaults.suppress}),
