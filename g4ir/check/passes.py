@@ -38,8 +38,9 @@ def verify_each_pass(
     for wrong arguments, PassError if a pass breaks its contract, CheckError if values are NaN or
     infinite before it.
     """
-    plain, unknown = pipeline.plain_params(engine, checkpoint), tuple[str, ...]()
-    series, graphs = list[pipeline.Series](), tuple[str, ...]([ENCODE])
+    plain, series = pipeline.plain_params(engine, checkpoint), list[pipeline.Series]()
+    graphs: tuple[str, ...] = (ENCODE,)
+    unknown: tuple[str, ...] = ()
     if engine.spec.embedding:
         texts = chosen_texts(engine, tokens)
         sizes, series = [*map(len, texts)], [[encode_step(engine, texts)]]
