@@ -255,9 +255,8 @@ def _check_encoder(spec: Spec, o: BuildOptions) -> None:
             values = value if isinstance(value, (list, tuple)) else [value]
             words = " ".join("" if v is True else str(v) for v in values)
             flag = f"--{name.replace('_', '-')} {words}".rstrip()
-            raise InputError(
-                f"{flag}: {spec.name} is an encoder, without KV cache and logits; leave it out"
-            )
+            why = f"{spec.name} is an encoder, without KV cache and logits"
+            raise InputError(f"{why}: {flag} does not apply to it")
     if o.tp != 1:
         raise InputError(f"--tp {o.tp}: an encoder runs as one rank; leave the option out")
 
