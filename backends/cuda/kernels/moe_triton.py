@@ -89,7 +89,7 @@ def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, FP32):
     e = tl.where(live, tl.exp(tl.where(live, _score(chosen, FP32), highest) - highest), 0.0)
     scale = tl.load(per_expert + ids).to(tl.float32)
     weights = tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, 1)[:, None]) * scale
-    return ids, weights, tl.max((key >= best).to(tl.int32), 0)  # the last rank's expert
+    return ids, weights, tl.max((key >= best).to(tl.int32), 0)  # best: the last chosen key
 
 
 @triton.jit
