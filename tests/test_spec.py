@@ -25,7 +25,7 @@ from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
 from g4ir.plan.count import counts
 from g4ir.spec.huggingface_tables import family
 from g4ir.spec.parts import TOWERS
-from g4ir.spec.reader import MAX_ERRORS
+from g4ir.spec.reader import MAX_ERRORS, Length, Where, did_you_mean, plain_value, tree_of
 from g4ir.spec.record import Spec, diff_specs, load_spec, spec_names, spec_path
 from g4ir.spec.rules import canonical
 from tests.cases import TABLES, read_table
@@ -35,6 +35,24 @@ from tests.mutations import junk, mutate
 from tests.refused.cases import put
 
 CASES = read_table("spec_cases.yaml")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | st.text(),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_a_tree_keeps_the_values(value: Any) -> None:
+    assert plain_value(tree_of(value, Where("f", 1))) == value
+
+
+def test_bounds_of_names_and_lengths() -> None:
+    assert did_you_mean("a", ["abcdefgh"]) == "" != did_you_mean("ab", ["abcdefgh"])
+    assert "at least 1 items" in (Length(1).broken(()) or "")
+    assert "1 to 2 items" in (Length(1, 2).broken((1, 2, 3)) or "")
 
 
 # --- shipped files --------------------------------------------------------------------------------
