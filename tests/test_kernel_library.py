@@ -230,7 +230,7 @@ def test_what_binds_an_engine_to_a_machine() -> None:
 
 
 #: what reads and writes at the edges of sizes: products, codes, attention, steps
-FILES = ("kernels", "attention_kernels", "fused_kernels", "step_program")
+FILES = ("kernels", "token_loop")
 HERE = [s.name for s in SETS if s.machine == architecture() and s.flags <= {*cpu_flags()}]
 
 
