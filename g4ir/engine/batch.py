@@ -1,8 +1,7 @@
 """The sequences that decode together, in a session of the smallest bucket with enough slots.
 
 Every row of a session is computed in every step, active or not. So there is one session per bucket
-(1, 2, 4, 8, 16, 24, ... rows), created on first use; those used last are kept, at most
-2 * max_batch slots. Sequences are copied to a larger bucket at once, to a smaller one after
+(1, 2, 4, 8, 16, 24, ... rows), created on first use; at most 2 * max_batch slots are kept. Sequences are copied to a larger bucket at once, to a smaller one after
 `patience` steps in which it would have been enough.
 """
 
@@ -43,7 +42,7 @@ class Batch(Generic[T]):
 
     def __init__(self, engine: EngineParts, sizes: Sequence[int], patience: int) -> None:
         self.engine, self.sizes, self.patience = engine, sizes, patience
-        #: by rows, the one used last at the end
+        #: by rows
         self.sessions: dict[int, Session] = {}
         self.slots: list[T | None] = []
         #: consecutive steps in which a smaller bucket would have been enough
@@ -133,9 +132,10 @@ class Batch(Generic[T]):
         self.sessions.clear()
 
     def _session_of(self, rows: int) -> Session:
-        """Return the session of a bucket; drop those unused for longest, beyond the memory."""
-        self.sessions[rows] = session = self.sessions.pop(rows, None) or Session(self.engine, rows)
-        for other in [n for n in self.sessions if n not in (rows, len(self.slots))]:
+        """Return the session of a bucket; drop the largest others beyond the memory, since a new
+        session of any size takes about as long to record."""
+        self.sessions[rows] = session = self.sessions.get(rows) or Session(self.engine, rows)
+        for other in sorted({*self.sessions} - {rows, len(self.slots)}, reverse=True):
             if sum(self.sessions) > 2 * self.sizes[-1]:
                 del self.sessions[other]
         return session

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 #: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
-#: while other requests wait, the bound is multiplied by this factor per sequence in decode, at
-#: least by 1 and at most by the second: large chunks take less time in total, and steps of many
-#: sequences take long anyway
+#: while other requests wait, the bound is multiplied by this factor per sequence in decode or
+#: waiting for one of its slots, at least by 1 and at most by the second: large chunks take less
+#: time in total, steps of few sequences waste the weights that they read, and steps of many take
+#: long anyway
 QUEUED_FACTOR, MAX_QUEUED_FACTOR = 0.25, 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
@@ -34,7 +35,8 @@ class ChunkSize:
         #: seconds of the last two decode steps without a chunk, 0 until measured; steps with one
         #: since
         self._steps_s, self._mixed_steps = (0.0, 0.0), 0
-        #: sequences in decode, if other requests wait behind this chunk's prompt
+        #: if other requests wait behind this chunk's prompt: sequences in decode with all of those
+        #: that have a slot
         self.queued_rows = 0
 
     @property

@@ -65,7 +65,7 @@ class SchedulerConfig:
     """`buckets`: batch sizes (default 1, 2, 4, 8, 16, ...). One chunk of a prompt, at most
     `chunk_tokens` long (default: --prefill-chunk), is prefilled between two decode steps; with
     `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the time between two
-    tokens of a running sequence, more if many run while others wait: chunks are shortened to meet
+    tokens of a running sequence, more if many run or wait: chunks are shortened to meet
     it, and several short prompts are prefilled if there is time (chunk_size.py). The batch
     shrinks after `patience` steps for which a smaller bucket would have been enough.
     `prefix_bytes`: size of the prefix cache (default: from free memory), `prefix_disk` of the one
@@ -239,7 +239,8 @@ class Scheduler:
         while not probes and (self._prompt or self._can_admit()):
             with self._guard():
                 self._schedule_prefill()
-            self.chunk_size.queued_rows = self.num_running if self.waiting else 0
+            rows = min(self.num_running + len(self.waiting), self.max_batch)
+            self.chunk_size.queued_rows = rows if self.waiting else 0
             more = self.num_running and self.chunk_size.bounded and self.chunk_size.remaining
             if not (self.config.prefill_first or more):
                 break
