@@ -299,7 +299,7 @@ def test_what_prove_refuses(tmp_path: Path, make_engine: Any) -> None:
     with pytest.raises(G4Error, match="without --all-logits"):
         check_contexts(make_engine("tiny-dense", max_seq=64), [64])
     path = engine.path
-    assert "is built already" in refused("prove", path, "--kv-dtype", "int8")
+    assert "--kv-dtype belongs to its build" in refused("prove", path, "--kv-dtype", "int8")
     assert "no such directory" in refused("prove", path, "--html", tmp_path / "no" / "a.html")
     assert "more than 0 seconds" in refused("prove", path, "--time-limit", "0")
     assert torch.equal(haystack(engine, 256).ids, haystack(engine, 256).ids)

@@ -23,7 +23,7 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import cached_property
@@ -64,6 +64,8 @@ LARGEST = 16 << 20
 WEIGHT_FILES = ".safetensors"
 #: maximum number of towers of one kind
 MAX_TOWERS = 64
+#: engine that was built on first use -> the user's name of its model
+LABELS: dict[Path, str] = {}
 
 Seed = Annotated[int, Range(0, (1 << 63) - 1)]
 Count = Annotated[int, Range(0, 1 << 60)]
@@ -225,6 +227,11 @@ class Artefact:
     def spec(self) -> Spec:
         return self.config.spec
 
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return engine_label(self.path)
+
 
 def manifest_text(values: Mapping[str, Any]) -> str:
     """Return JSON with a digest of its own content as the last key."""
@@ -276,6 +283,21 @@ def _errors(path: Path) -> Iterator[None]:
 
 def is_engine(path: Path) -> bool:
     return (path / MANIFEST).is_file()
+
+
+def refuse_options(path: Path, flags: Collection[str]) -> None:
+    """Raise InputError for flags of a build with a model that is an engine."""
+    if flags:
+        belong, them = ("belong", "them") if len(flags) > 1 else ("belongs", "it")
+        fix = f"leave {them} out, or give the model that it was built from"
+        named = ", ".join(sorted(flags))
+        raise InputError(f"{path} is an engine, and {named} {belong} to its build: {fix}")
+
+
+def engine_label(path: Path) -> str:
+    """Return the name of an engine in messages: the user's name of its model if it was built on
+    first use, else its path."""
+    return LABELS.get(path, str(path))
 
 
 def _altered(path: Path, problem: str) -> EngineError:

@@ -52,7 +52,7 @@ def measure_drafts(
     """Return the speed of `new` greedy tokens after a prompt for each kind of draft, measured in
     interleaved rounds: median tokens/s, and the median ratio to decoding without drafts. InputError
     if the engine does not support the source."""
-    draft = resolve_draft(engine, source)
+    draft = resolve_draft(engine.config, engine.label, source)
     text = _generate(Scheduler(engine, SchedulerConfig()), prompt, new)[0]
     kinds = {PLAIN: NO_DRAFT, source: draft}
     for name, right in ((REJECTED, 0.0), (RIGHT, MOSTLY)):

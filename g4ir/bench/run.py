@@ -76,10 +76,10 @@ def run_bench(
     """
     check_options(peers, rounds, warmup)
     for engine in engines:
-        need_decoder(engine, "see the speed that `g4ir embed --input FILE --out FILE.npy` prints")
+        need_decoder(engine.spec, engine.label)
     check_specs({str(e.path): e.spec for e in engines})
     if draft != NONE:
-        resolve_draft(engines[0], draft)
+        resolve_draft(engines[0].config, engines[0].label, draft)
     if any(MODES[name][2] for name in {*peers} & {*MODES}):
         check_all(*find_device(engines[0].device).needs())
     if peers:

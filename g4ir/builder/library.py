@@ -16,20 +16,30 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from g4ir import __version__
-from g4ir.artefact.directory import BUILDING, FORMAT, MANIFEST, is_engine, read_manifest
+from g4ir.artefact.directory import (
+    BUILDING,
+    FORMAT,
+    LABELS,
+    MANIFEST,
+    engine_label,
+    is_engine,
+    read_manifest,
+    refuse_options,
+)
 from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
-from g4ir.plan.options import BuildOptions
+from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.plan.resolve import DEFAULT
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.locks import AT_ONCE, EXCLUSIVE, SHARED, flock
@@ -116,15 +126,16 @@ def find_engine(
     revision: str | None = None,
     download: Consent = False,
     settled: Callable[[BuildOptions], BuildOptions] = lambda options: options,
+    check: Callable[[BuildConfig], None] = lambda config: None,
 ) -> Path:
     """Return the engine directory of a model, building it first if it is not cached; a cached
     engine is locked as in use until the process ends. An unknown name is returned unchanged:
     loading it raises the error. MissingError for weights that are not in the hub's local cache and
     may not be downloaded. `settled`: callback that completes the build options once the checkpoint
-    is available."""
+    is available; `check`: callback that may refuse a model before it is built."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
-        changed = {*_changed_options(options), *(["revision"] if revision else [])}
-        refuse_options(Path(model), changed)
+        changed = [*_changed_options(options), *(["revision"] if revision else [])]
+        refuse_options(Path(model), [f"--{name.replace('_', '-')}" for name in changed])
         return Path(model)
     try:
         model_build = _with_weights(model, options, revision)
@@ -135,7 +146,9 @@ def find_engine(
         return Path(str(model))
     name, spec, options = *model_build[:2], settled(model_build[2])
     path = private(engines_root()) / f"{name}-{_hash(spec, options)}"
-    _take(path, spec, options, str(model), progress)
+    LABELS[path] = model.name if isinstance(model, Spec) else str(model)
+    build = partial(_build, path, spec, options, check, progress)
+    _take(path, _changed_options(options), build, progress)
     if limit is not None:
         keep_below(limit)
     return path
@@ -310,20 +323,11 @@ def version_of(package: str) -> str | None:
     return None
 
 
-def refuse_options(path: Path, options: Set[str]) -> None:
-    """Raise InputError for build options with a model that is an engine."""
-    if options:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(options))
-        belong, them = ("belong", "them") if options - {min(options)} else ("belongs", "it")
-        fix = f"leave {them} out, or give the model that it was built from"
-        raise InputError(f"{path} is an engine, and {flags} {belong} to its build: {fix}")
-
-
 # --- builds and locks -------------------------------------------------------------------------
 
 
 def _take(
-    path: Path, spec: Spec | None, options: BuildOptions, model: str, progress: Progress
+    path: Path, options: Mapping[str, Any], build: Callable[[], None], progress: Progress
 ) -> None:
     """Lock an engine of the cache as in use until the process ends; build it if it is missing."""
     if path in _in_use and is_engine(path):
@@ -339,9 +343,9 @@ def _take(
         os.close(record)
         record = _locked(path, EXCLUSIVE, progress)
         try:
-            _describe(record, {"model": model, "options": _changed_options(options)})
+            _describe(record, {"model": engine_label(path), "options": options})
             if not is_engine(path):
-                _build(path, spec, options, progress)
+                build()
         except BaseException:
             if not is_engine(path):
                 _forget(path)
@@ -360,7 +364,13 @@ def _describe(record: int, facts: Mapping[str, Any]) -> None:
         raise EngineError(f"{problem}; make room there, or move the cache") from None
 
 
-def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progress) -> None:
+def _build(
+    path: Path,
+    spec: Spec | None,
+    options: BuildOptions,
+    check: Callable[[BuildConfig], None],
+    progress: Progress,
+) -> None:
     """Build an engine whose record is locked; remove leftovers of killed builds."""
     _clear(path)
     for folder in path.parent.glob(f".*{BUILDING}*"):
@@ -370,6 +380,7 @@ def _build(path: Path, spec: Spec | None, options: BuildOptions, progress: Progr
     progress(f"building {path.name}")
     prepared = prepare(spec, options)
     try:
+        check(prepared.config)
         write_engine(prepared, path, progress)
     finally:
         prepared.source.close()

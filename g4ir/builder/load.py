@@ -104,7 +104,7 @@ def _adapter_slots(
     if not (adapters or count or rank):
         return None
     if c.ranks > 1:
-        raise MissingError(f"{artefact.path}: adapters by request need an engine of one rank")
+        raise MissingError(f"{artefact.label}: adapters by request need an engine of one rank")
     largest = max((max_rank(Adapter.of(a)) for a in adapters.values()), default=ADAPTER_RANKS[1])
     rank = rank or next((r for r in ADAPTER_RANKS if r >= largest), largest)
     count = max(count or len(adapters), min_slots)
@@ -127,9 +127,10 @@ def engine_of(artefact: Artefact, runtime: Runtime, ple_placement: str | None = 
 def _check_huge_pages(artefact: Artefact) -> None:
     c = artefact.config
     if (c.backend, c.device) != ("torch", "cpu"):
-        raise EngineError(f"{artefact.path} runs by {c.backend} on {c.device}: no huge pages there")
+        why = f"{c.backend} on {c.device} has no huge pages"
+        raise EngineError(f"{artefact.label}: {why}; leave huge_pages out")
     if sys.platform != "linux":
-        raise EngineError(f"{artefact.path}: huge pages are Linux's alone; leave huge_pages out")
+        raise EngineError(f"{artefact.label}: huge pages are Linux's alone; leave huge_pages out")
 
 
 def described(artefact: Artefact) -> Engine:
@@ -144,7 +145,7 @@ def open_for_weights(path: str | Path) -> Engine:
     Seeded weights are computed on the CPU; all ranks' weights are available. EngineError as by
     `load_engine`."""
     artefact = open_artefact(Path(path), check_weights=True)
-    why = f"{artefact.path} was opened for its weights alone"
+    why = f"{artefact.label} was opened for its weights alone"
     return _engine(artefact, Refusing(why, _open_params(artefact, "cpu")), {})
 
 
@@ -169,11 +170,11 @@ def open_runtime(
     if c.device == "cuda" and group and not group.on_gpus:
         why = f"rank {group.rank} has no GPU of its own, or its torch no NCCL"
         fix = "start as many ranks on a machine as it has GPUs"
-        raise MissingError(f"{artefact.path} was built for cuda, and {why}; {fix}")
+        raise MissingError(f"{artefact.label} was built for cuda, and {why}; {fix}")
     backend = check_runnable(artefact, trust)
     params, load_progress = _open_params(artefact, c.device), prefixed(progress, "load")
     if slots:
-        backend.require_adapters(str(artefact.path), c.device, c.settings)
+        backend.require_adapters(artefact.label, c.device, c.settings)
     task = Task(
         program=slots.program if slots else artefact.packing.program,
         limits=c.limits,
@@ -204,7 +205,7 @@ def _of_ranks(artefact: Artefact, here: int) -> str:
     ranks = artefact.config.ranks
     how = f"torchrun --nproc-per-node {ranks} -m g4ir ..." if ranks > 1 else "g4ir ..."
     return (
-        f"{artefact.path} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
+        f"{artefact.label} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
         f"{'are' if here > 1 else 'is'} running; start it by {how}, or build it again with "
         f"--tp {here}"
     )
@@ -246,7 +247,7 @@ def _not_here(artefact: Artefact) -> str:
     backend = _backend_of(artefact)
     again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
     has = "has another GPU" if torch.cuda.is_available() else "sees no CUDA device"
-    why = f"{artefact.path} was built for cuda and this torch {has}"
+    why = f"{artefact.label} was built for cuda and this torch {has}"
     return f"{why}; {again}run it {backend.location}"
 
 
@@ -269,7 +270,7 @@ def _check_machine(artefact: Artefact, backend: Backend) -> None:
     elif backend.of_torch and m.versions.torch != torch.__version__:
         why = f"with torch {m.versions.torch}, this is {torch.__version__}"
     if why:
-        raise EngineError(f"{path} was built {why}; {rebuild(path, m)}")
+        raise EngineError(f"{artefact.label} was built {why}; {rebuild(path, m)}")
 
 
 def _open_params(artefact: Artefact, device: str) -> packings.ParamSource:
@@ -303,7 +304,7 @@ def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkp
     adapters = [Adapter(Path(merged.path), merged.scale) for merged in engine.facts.adapters]
     for adapter, merged in zip(adapters, engine.facts.adapters):
         if not adapter.path.is_dir() or sha256(adapter.weights) != merged.sha256:
-            why = f"is missing or is not the adapter that {engine.path} was built with"
+            why = f"is missing or is not the adapter that {engine.label} was built with"
             raise EngineError(f"{adapter.path} {why}; restore it")
     return with_adapters(source, engine.spec, adapters)
 

@@ -56,7 +56,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         if self.max_seq < 2:
-            raise InputError(f"{self.engine.path} was built with --max-seq 1: nothing to score")
+            raise InputError(f"{self.engine.label} was built with --max-seq 1: nothing to score")
 
     @cached_property
     def _codec(self) -> Codec:

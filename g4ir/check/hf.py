@@ -106,8 +106,8 @@ def hf_origin(engine: Engine, checkpoint: str | Path | None, caller: str) -> Ori
     linked = weights.path if isinstance(weights, LinkedWeights) else None
     if not (path := checkpoint or linked or snapshot_of(engine.spec)):
         raise InputError(
-            f"{caller}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR, "
-            f"or build it again if its weights were random"
+            f"{caller}: {engine.label} does not say where its checkpoint is; give "
+            f"--checkpoint DIR, or build it again if its weights were random"
         )
     origin = find_origin(path)
     agreed_spec(engine.spec, origin, bool(engine.media.kinds))

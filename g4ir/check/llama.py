@@ -49,7 +49,7 @@ def gguf_file(engine: Engine, checkpoint: str | Path | None) -> Path:
     origin = hf_origin(engine, checkpoint, f"bench --peer {LLAMA}")
     if isinstance(origin, GgufFile):
         return origin.path
-    source = origin.path if origin else f"{engine.path} has random weights, which"
+    source = origin.path if origin else f"{engine.label} has random weights, which"
     raise InputError(
         f"--peer {LLAMA}: {source} is no GGUF file; bench one as MODEL, or give --checkpoint FILE"
     )

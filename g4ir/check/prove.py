@@ -155,7 +155,7 @@ def check_contexts(engine: Engine, contexts: Sequence[int]) -> None:
     require_all_logits(engine)
     for length in contexts:
         if length > engine.limits.max_seq:
-            limit = f"{engine.path} was built with --max-seq {engine.limits.max_seq}"
+            limit = f"{engine.label} was built with --max-seq {engine.limits.max_seq}"
             raise InputError(f"--ctx {count_text(length)}: {limit}; give a shorter one")
         haystack(engine, length)
 

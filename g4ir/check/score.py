@@ -142,10 +142,10 @@ def _joined(parts: list[Score]) -> Score:
 
 def require_all_logits(engine: Engine) -> None:
     """Raise InputError, with the command that builds it, for an engine without all_logits."""
-    need_decoder(engine)
+    need_decoder(engine.spec, engine.label)
     if not engine.all_logits:
         again = rebuild(engine.path, engine.configured(all_logits=True).facts)
-        why = f"{engine.path} was built without --all-logits, and scoring needs every token's"
+        why = f"{engine.label} was built without --all-logits, and scoring needs every token's"
         raise InputError(f"{why}; {again}")
 
 

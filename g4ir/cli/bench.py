@@ -18,7 +18,7 @@ from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
 from g4ir.weights.origin import find_model
 
-from .common import Draft, FirstUse, Load, emit, strict
+from .common import Draft, FirstUse, Load, check_decoder, emit, strict
 from .verb import ANY_MODEL, Counts, Verb, argument, flag, flag_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ class Bench(Verb):
         if "max_batch" not in self.explicit and not all(is_engine(Path(m)) for m in self.engines):
             largest = max(options.max_batch, *(self.batch or [1]))
             use = replace(use, options=replace(options, max_batch=largest))
-        return use.engines(self.engines, Draft(draft=self.draft, draft_tokens=None))
+        return use.engines(
+            self.engines, Draft(draft=self.draft, draft_tokens=None), check=check_decoder
+        )
 
     def _check_arguments(self) -> None:
         from g4ir.bench.run import check_options

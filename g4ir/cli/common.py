@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from g4ir.errors import InputError
 from g4ir.generate.jsonl import named
-from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file
-from g4ir.plan.options import BuildOptions
+from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, check_supported
+from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.plan.presets import find_preset
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui import console
@@ -46,6 +46,28 @@ SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for set
 #: build options of an engine that is built on first use
 FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
 FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
+
+
+#: (MODEL, options of its engine) -> InputError if a verb cannot run it
+Check = Callable[[str, BuildConfig], None]
+
+
+def any_model(label: str, config: BuildConfig) -> None:
+    """Accept any model."""
+
+
+def check_decoder(label: str, config: BuildConfig) -> None:
+    """Raise InputError for an encoder."""
+    from g4ir.engine.embeddings import need_decoder
+
+    need_decoder(config.spec, label)
+
+
+def check_encoder(label: str, config: BuildConfig) -> None:
+    """Raise InputError for a model that is no encoder."""
+    from g4ir.engine.embeddings import need_encoder
+
+    need_encoder(config.spec, label)
 
 
 def emit(value: Any, indent: int | None = None) -> None:
@@ -131,7 +153,7 @@ class Load(Programs):
 
         engine = self.engine(path, progress, **how)
         if not encoder:
-            need_decoder(engine)
+            need_decoder(engine.spec, engine.label)
         if note := engine.defaults().note:
             console.say(f"note: {note}")
         return engine
@@ -155,6 +177,13 @@ class Draft(Part, title="speculative decoding"):
         if self.draft_tokens:
             flag_text = f"--draft-tokens {self.draft_tokens}"
             raise InputError(f"{flag_text}: nothing is drafted; give --draft too")
+
+    def check(self, label: str, config: BuildConfig) -> None:
+        """Raise InputError if an engine of this config cannot draft so."""
+        if self.draft != "none" and self.draft_tokens != 0:
+            from g4ir.engine.speculative import resolve_draft
+
+            resolve_draft(config, label, self.draft, self.draft_tokens)
 
     def scheduler(self) -> dict[str, Any]:
         """Return fields of SchedulerConfig; the scheduler checks them against an engine."""
@@ -197,6 +226,11 @@ class MediaFlags(Part, title="media"):
             with named(f"--{kind}"):
                 check_file(kind, path)
 
+    def check_kinds(self, config: BuildConfig) -> None:
+        """Raise InputError for a kind that a model does not take."""
+        for kind, _ in self.files:
+            check_supported(kind, config.media, config.spec)
+
 
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):
     """Build options of engines that are built on first use."""
@@ -213,11 +247,12 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         draft: Draft | None = None,
         all_logits: bool = False,
         progress: Callable[[str], None] | None = None,
+        check: Check = any_model,
     ) -> list[str]:
         """Return the engines of models, built on first use, which may take minutes: flags are
-        checked before. `progress`: default: on stderr."""
-        from g4ir.artefact.directory import is_engine
-        from g4ir.builder.library import find_engine, refuse_options
+        checked before, and models by `check`. `progress`: default: on stderr."""
+        from g4ir.artefact.directory import is_engine, refuse_options
+        from g4ir.builder.library import find_engine
 
         drafts = draft.draft_tokens if draft else None
         if drafts is None and draft and draft.draft == "ngram":
@@ -227,13 +262,23 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         needed = replace(self.options, all_logits=all_logits, draft_tokens=drafts)
         build_options = {*f"{FIRST_USE} {FIRST_USE_SETTINGS} preset revision".split()}
         for engine in filter(is_engine, map(Path, models)):
-            refuse_options(engine, self.explicit & build_options)
+            refuse_options(engine, [*map(flag_of, self.explicit & build_options)])
         how: dict[str, Any] = {"revision": self.revision, "download": self._consent()}
         how["settled"] = partial(of_file, preset=self.preset)
         shown: Any = nullcontext(progress) if progress else console.Progress()
         with shown as callback:
+            how |= {"limit": self.engines_limit, "progress": callback}
+
+            def checked(model: str, config: BuildConfig) -> None:
+                check(model, config)
+                if draft:
+                    draft.check(model, config)
+
             requests = ((m, self.options if is_engine(Path(m)) else needed) for m in models)
-            return [str(find_engine(*m, self.engines_limit, callback, **how)) for m in requests]
+            return [
+                str(find_engine(m, options, check=partial(checked, m), **how))
+                for m, options in requests
+            ]
 
     def _consent(self) -> Callable[[Any], bool] | bool:
         """Return the function that decides on a download after it has printed its size: yes with
@@ -281,8 +326,11 @@ class OnEngine(Verb):
 
     def engine_path(self, draft: Draft | None = None, all_logits: bool = False) -> str:
         """Return the engine of MODEL, built on first use."""
-        (path,) = self.first_use.engines([self.engine], draft, all_logits)
+        (path,) = self.first_use.engines([self.engine], draft, all_logits, check=self.check_model)
         return path
+
+    def check_model(self, label: str, config: BuildConfig) -> None:
+        """Raise InputError for a model that the verb cannot run, before its engine is built."""
 
     @contextmanager
     def opened(

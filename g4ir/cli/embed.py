@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.plan.options import BuildConfig
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 
-from .common import MediaFlags, OnEngine, Programs, output
+from .common import MediaFlags, OnEngine, Programs, check_encoder, output
 from .verb import flag, json_flag
 
 #: ends of --out
@@ -54,6 +55,10 @@ class Embed(OnEngine):
         if (self.input is None) == (not self.text and not self.media.files):
             raise InputError("give either --input, or --text and files of media")
         self.media.check(self.input and "--input", EXAMPLE)
+
+    def check_model(self, label: str, config: BuildConfig) -> None:
+        check_encoder(label, config)
+        self.media.check_kinds(config)
 
     def __call__(self) -> int:
         settings = {k: v for k, v in self.media.settings().items() if v is not None}

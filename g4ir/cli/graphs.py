@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from g4ir.artefact.directory import Artefact
+from g4ir.artefact.directory import Artefact, refuse_options
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.names import layer_of
@@ -28,7 +28,7 @@ from g4ir.spec.record import Spec
 
 from .common import Source
 from .models import Model, named_model
-from .verb import ANY_MODEL, Part, argument, flag, options
+from .verb import ANY_MODEL, Part, argument, flag, flag_of, options
 
 #: part of a model -> kind of media of its towers
 OF_PART = {"vision": "image", "audio": "audio"}
@@ -57,9 +57,9 @@ class NamedGraph(Part):
 
     def check(self) -> None:
         """Check that the model exists; InputError for options that are fixed in an engine."""
-        if self.built and self.explicit & {"quant", *GRAPH_SETTINGS.split()}:
-            flags = "--quant, --set " + ", --set ".join(GRAPH_SETTINGS.split())
-            raise InputError(f"an engine has its own spec: leave out {flags}")
+        if self.built:
+            fixed = self.explicit & {"quant", *GRAPH_SETTINGS.split()}
+            refuse_options(self.built.path, [*map(flag_of, fixed)])
 
     @cached_property
     def model(self) -> Model:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from g4ir.artefact.directory import refuse_options
 from g4ir.backends import find_backend
 from g4ir.errors import InputError
 from g4ir.plan.count import counts
@@ -78,10 +79,7 @@ class PlanModels(Verb):
         ctx, batch, longest = self.ctx, self.batch, model.spec.text.max_position_embeddings
         if model.engine:
             build_options = {"preset", *(f.name for f in fields(BuildOptions))}
-            if names := self.explicit & build_options:
-                flags, path = ", ".join(map(flag_of, sorted(names))), model.engine.path
-                reason = f"{path} is an engine, and has its own settings"
-                raise InputError(f"{reason}: leave out {flags}")
+            refuse_options(model.engine.path, [*map(flag_of, self.explicit & build_options)])
             built = model.engine.config
             backend = find_backend(built.backend)
             return plan_engine(built, backend, ctx=ctx, batch=batch, memory=gpu)

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.artefact.directory import is_engine
+from g4ir.artefact.directory import is_engine, refuse_options
 from g4ir.errors import InputError
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import new_figure
 
-from .common import Draft, OnEngine, Programs, strict
+from .common import Draft, OnEngine, Programs, check_decoder, strict
 from .verb import Counts, flag
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Prove(OnEngine):
         if "kv_dtype" in self.explicit:
             raise InputError("--set kv_dtype: give --kv-dtype")
         if is_engine(Path(self.engine)) and self.kv_formats is not None:
-            raise InputError(f"--kv-dtype: {self.engine} is built already; give its model")
+            refuse_options(Path(self.engine), ["--kv-dtype"])
 
     def __call__(self) -> int:
         from g4ir.check.prove import Proof
@@ -87,7 +87,10 @@ class Prove(OnEngine):
             changes["max_seq"] = max(self.ctx or [4096])
         first_use = replace(self.first_use, options=replace(options, **changes))
         (path,) = first_use.engines(
-            [self.engine], Draft(draft="ngram", draft_tokens=None), all_logits=True
+            [self.engine],
+            Draft(draft="ngram", draft_tokens=None),
+            all_logits=True,
+            check=check_decoder,
         )
         return path
 

@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.model.media import LISTS, encode_options
+from g4ir.plan.options import BuildConfig
 from g4ir.ui import console
 
-from .common import Draft, Load, MediaFlags, OnDisk, OnEngine, emit, folder_drafts, output
+from .common import (
+    Draft,
+    Load,
+    MediaFlags,
+    OnDisk,
+    OnEngine,
+    check_decoder,
+    emit,
+    folder_drafts,
+    output,
+)
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import TokenIds, argument, flag, flag_of, json_flag, setting
 
@@ -72,6 +83,10 @@ class Run(OnEngine):
             raise InputError(f"--dump is for one prompt or --tokens: leave out {first}")
         if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
             raise InputError(f"--dump-to {self.dump_to}: no such directory")
+
+    def check_model(self, label: str, config: BuildConfig) -> None:
+        check_decoder(label, config)
+        self.media.check_kinds(config)
 
     def __call__(self) -> int:
         from g4ir.engine.scheduler import SchedulerConfig

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.plan.options import BuildConfig
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
-from .common import OnEngine, Programs, output
+from .common import OnEngine, Programs, check_decoder, output
 from .score import Documents, report
 from .verb import flag, json_flag, token_ids
 
@@ -38,6 +39,10 @@ class Verify(OnEngine):
             raise InputError(f"--each-pass compares with the interpreter: {flag_text}")
         if self.text and self.against is not None:
             raise InputError("--against is for token ids: with --text leave it out")
+
+    def check_model(self, label: str, config: BuildConfig) -> None:
+        if self.text:
+            check_decoder(label, config)
 
     def __call__(self) -> int:
         from g4ir.check.logits import check_against

@@ -104,7 +104,9 @@ class AsyncEngine:
     def _check_capacity(self, request: Request) -> None:
         """Raise EngineError or BusyError if the request is refused; one may always wait."""
         if self.error is not None:
-            raise EngineError(f"{self.engine.path}: the service ended: {self.error}; start another")
+            raise EngineError(
+                f"{self.engine.label}: the service ended: {self.error}; start another"
+            )
         if self._closing:
             raise BusyError("the server is shutting down; send requests to another one")
         waiting = [handle for handle in self._running if not handle.started]
@@ -158,7 +160,7 @@ class AsyncEngine:
         with self._lock:
             running, self._running = self._running, {}
             self._lock.notify_all()
-        error = EngineError(f"{self.engine.path}: the service ended: {self.error or 'closed'}")
+        error = EngineError(f"{self.engine.label}: the service ended: {self.error or 'closed'}")
         for handle, (callback, unfinished) in running.items():
             for index in sorted(unfinished):
                 with suppress(Exception):

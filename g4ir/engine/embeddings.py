@@ -30,7 +30,6 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.spec.sentence_transformers import PROMPTS
 
 from .multimodal import read_local
-from .parts import EngineParts
 from .prompts import checked_ids
 
 Tensor = torch.Tensor
@@ -49,11 +48,18 @@ WINDOW, MEDIA_WINDOW = 4096, 64
 MAX_CHARACTERS = 64
 
 
-def need_decoder(engine: EngineParts, use: str = "use `g4ir embed`") -> None:
-    """Raise InputError, with what to use, if the engine is an encoder's."""
-    if engine.spec.embedding:
-        why = f"{engine.spec.name} is an encoder: it embeds texts and generates none"
-        raise InputError(f"{engine.path}: {why}; {use}, or give a model that generates")
+def need_decoder(spec: Variant, label: str) -> None:
+    """Raise InputError if the model of this name is an encoder."""
+    if spec.embedding:
+        why = f"{spec.name} is an encoder: it embeds texts and generates none"
+        raise InputError(f"{label}: {why}; use `g4ir embed`, or give a model that generates")
+
+
+def need_encoder(spec: Variant, label: str) -> None:
+    """Raise InputError if the model of this name is no encoder."""
+    if not spec.embedding:
+        why = f"{spec.name} generates text and has no embeddings"
+        raise InputError(f"{label}: {why}; give an encoder, such as embeddinggemma-300m")
 
 
 def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | None]:
@@ -89,10 +95,7 @@ class Embedder:
     """Embeds texts on an encoder's engine; several threads take turns, a chunk each."""
 
     def __init__(self, engine: Any) -> None:
-        if not engine.spec.embedding:
-            why = f"{engine.spec.name} generates text and has no embeddings"
-            fix = "give an encoder, such as embeddinggemma-300m"
-            raise InputError(f"{engine.path}: {why}; {fix}")
+        need_encoder(engine.spec, engine.label)
         self.engine = engine
         self.prompts, self.default_task = read_prompts(engine.path, engine.spec)
         self._state = engine.runtime.new_state(engine.limits.max_batch)

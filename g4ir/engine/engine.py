@@ -54,7 +54,7 @@ class Engine(EngineParts):
     def session(self, batch: int = 1, adapter: str = "") -> Session:
         """Return empty KV caches for `batch` sequences, at most max_batch, which use an adapter."""
         self.check_process()
-        need_decoder(self)
+        need_decoder(self.spec, self.label)
         return Session(self, batch, adapter)
 
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
@@ -65,7 +65,7 @@ class Engine(EngineParts):
         """Return the checkpoint's own tokenizer (library `tokenizers`)."""
         path = self.path / TOKENIZER
         if not path.is_file():
-            why = f"{self.path} has no {TOKENIZER} (the checkpoint had none)"
+            why = f"{self.label} has no {TOKENIZER} (the checkpoint had none)"
             raise EngineError(f"{why}: give token ids")
         return within_vocabulary(
             read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path
@@ -118,8 +118,8 @@ class Engine(EngineParts):
         are nearly equal, since products of several rows may round differently. `tally` counts
         draft tokens. `adapter`: name of a loaded adapter (adapters.py).
         """
-        need_decoder(self)
-        drafts = resolve_draft(self, draft, draft_tokens)
+        need_decoder(self.spec, self.label)
+        drafts = resolve_draft(self.config, self.label, draft, draft_tokens)
         media = list_media(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
             template, words = open_chat(self.path, self.tokenizer(), self.spec.chat)
@@ -225,7 +225,7 @@ class Engine(EngineParts):
         self._idle = None
         vars(self).pop("embedder", None)
         self.runtime.close()
-        closed: Any = Refusing(f"{self.path}: this engine was closed; load it again")
+        closed: Any = Refusing(f"{self.label}: this engine was closed; load it again")
         self.runtime = closed
 
 

@@ -65,7 +65,7 @@ class SessionInputs:
         width, max_tokens = tokens.shape[1], self.engine.draft_tokens + 1
         if width > 1 and max_tokens == 1:
             raise InputError(
-                f"{self.engine.path}: it verifies no drafted tokens; build the engine again with "
+                f"{self.engine.label}: it verifies no drafted tokens; build the engine again with "
                 f"--draft-tokens K"
             )
         if width > max_tokens:

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from g4ir.artefact.directory import Manifest
+from g4ir.artefact.directory import Manifest, engine_label
 from g4ir.backends.base import Runtime
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program, Value
@@ -58,6 +58,11 @@ class EngineParts:
         sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
         where = f"{self.config.backend} on {self.device}, {self.dtype}"
         return f"<Engine {str(self.path)!r}: {self.spec.name}, {where}, {sizes}>"
+
+    @property
+    def label(self) -> str:
+        """Its name in messages: the model that it was built from on first use, or its path."""
+        return engine_label(self.path)
 
     @property
     def config(self) -> BuildConfig:
@@ -140,14 +145,14 @@ class EngineParts:
         """Return the adapters; InputError, which names the requested one, without slots for any."""
         if self.adapters is None:
             fix = "load the engine with adapters={NAME: DIR}, or serve it with --adapter NAME=DIR"
-            raise InputError(f"adapter {name[:40]!r}: {self.path} was loaded without any; {fix}")
+            raise InputError(f"adapter {name[:40]!r}: {self.label} was loaded without any; {fix}")
         return self.adapters
 
     def check_process(self) -> None:
         """Raise InputError in a forked child, which would wait for threads of the parent."""
         if os.getpid() != self._process:
             why = f"loaded by process {self._process}, of which this is a fork"
-            raise InputError(f"{self.path}: {why}; load the engine in the process that uses it")
+            raise InputError(f"{self.label}: {why}; load the engine in the process that uses it")
 
     @property
     def share(self) -> Share:

@@ -74,7 +74,7 @@ class PrefixDisk:
 
     def __init__(self, engine: EngineParts, max_bytes: int) -> None:
         if engine.ranks > 1:
-            why = f"{engine.path} runs on {engine.ranks} ranks"
+            why = f"{engine.label} runs on {engine.ranks} ranks"
             raise MissingError(f"--prefix-disk: {why}, whose KV caches are not kept; leave it out")
         self.root, self.max_bytes = private(cache_root() / "prefixes"), max_bytes
         machine = find_backend(engine.config.backend).machine(engine.device)

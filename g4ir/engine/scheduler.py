@@ -102,7 +102,9 @@ Running = Sequence[SequenceState]
 class Scheduler:
     def __init__(self, engine: EngineParts, config: SchedulerConfig | None = None) -> None:
         config = config or SchedulerConfig()
-        draft = resolve_draft(engine, config.draft.source, config.draft.tokens or None)
+        draft = resolve_draft(
+            engine.config, engine.label, config.draft.source, config.draft.tokens or None
+        )
         draft = replace(draft, proposer=config.draft.proposer)
         self.engine, self.config = engine, replace(config, draft=draft)
         self.max_batch = engine.limits.max_batch
@@ -412,7 +414,7 @@ class Scheduler:
         handle, counts = sequence.handle, sequence.handle.counts
         if not isinstance(choice, Choice):
             num_tokens = counts.prompt + len(sequence.tokens)
-            logits = f"{self.engine.path}: logits after {num_tokens} tokens"
+            logits = f"{self.engine.label}: logits after {num_tokens} tokens"
             error = choice or not_finite(logits, self.engine.dtype)
             self._finish_sequence(sequence, FAILED, error=error, zero=choice is None)
             return

@@ -210,7 +210,7 @@ class Session:
             if {n: (t.dtype, t.shape) for n, t in views.items()} != {
                 n: (t.dtype, t.shape) for n, t in tensors.items()
             }:
-                raise InputError(f"restore: a snapshot of other caches than {self.engine.path}")
+                raise InputError(f"restore: a snapshot of other caches than {self.engine.label}")
             self.state.restore(snapshot.caches)
         self.length, self._written = snapshot.length.clone(), snapshot.written.clone()
         self.hidden = snapshot.hidden.copy(snapshot.length)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from g4ir.errors import InputError
-
-from .parts import EngineParts
+from g4ir.plan.options import BuildConfig
 
 NONE, NGRAM, MTP = "none", "ngram", "mtp"
 #: sources of drafts
@@ -58,25 +57,24 @@ class SpeculativeConfig:
 NO_DRAFT = SpeculativeConfig()
 
 
-def resolve_draft(engine: EngineParts, source: str, tokens: int | None = None) -> SpeculativeConfig:
-    """Return the config of --draft and --draft-tokens; InputError if the engine cannot do it."""
+def resolve_draft(
+    config: BuildConfig, label: str, source: str, tokens: int | None = None
+) -> SpeculativeConfig:
+    """Return the config of --draft and --draft-tokens; InputError if an engine of this config
+    cannot do it. `label`: its name in messages."""
     if source not in DRAFTS:
         raise InputError(f"--draft {source!r}: expected one of {', '.join(DRAFTS)}")
-    max_tokens = engine.draft_tokens
+    max_tokens = config.draft_tokens
     if source == NONE:
         if tokens is not None:
             raise InputError(f"--draft-tokens {tokens}: nothing is drafted; give --draft too")
         return NO_DRAFT
+    again = "build the engine again with"
+    if source == MTP and config.drafter is None:
+        raise InputError(f"--draft {MTP}: {label} has no drafter; {again} --drafter DIR")
     if not max_tokens:
-        raise InputError(
-            f"--draft {source}: {engine.path} verifies no drafted tokens; build the engine again "
-            f"with --draft-tokens K"
-        )
-    if source == MTP and engine.drafter is None:
-        raise InputError(
-            f"--draft {MTP}: {engine.path} has no drafter; build the engine again with "
-            f"--drafter DIR"
-        )
+        why = f"{label} verifies no drafted tokens"
+        raise InputError(f"--draft {source}: {why}; {again} --draft-tokens K")
     if tokens is not None and not 1 <= tokens <= max_tokens:
         raise InputError(
             f"--draft-tokens {tokens}: expected 1 to {max_tokens}, which this engine was built "

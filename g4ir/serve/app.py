@@ -295,12 +295,17 @@ class Server:
 
         return handle
 
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Names of the engine that errors for clients leave out."""
+        engine = self.prompts and self.prompts.engine
+        return (str(engine.path), engine.label) if engine else ()
+
     def _refused(self, error: Exception, request: Request, path: str) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
-        hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
-        refused = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
+        refused = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, self.hidden, wait_s)
         self.metrics.rejected.labels(refused.code or str(refused.status)).inc()
         request.state.said |= {"end": refused.code} if refused.code else {}
         protocol = next((p for p in ERRORS if path.startswith(p)), None)
@@ -723,8 +728,7 @@ class Running:
                     yield "".join(format.frame(v, _text(v)) for v in values)
             yield format.end
         except Exception as e:
-            hidden = str(self.server.prompts and self.server.prompts.engine.path)
-            for value in format.failed(refusal(e, self.fields, hidden)):
+            for value in format.failed(refusal(e, self.fields, self.server.hidden)):
                 yield format.frame(value, _text(value))
 
     async def _pieces(self) -> AsyncIterator[list[Body] | None]:

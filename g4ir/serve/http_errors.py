@@ -7,9 +7,10 @@ import math
 import re
 import secrets
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from g4ir.errors import BusyError, G4Error, InputError, MissingError
@@ -74,13 +75,16 @@ def ending() -> Refused:
 
 
 def refusal(
-    error: BaseException, fields: Collection[str], hidden: str = "", wait_s: float = RETRY_S
+    error: BaseException,
+    fields: Collection[str],
+    hidden: Sequence[str] = (),
+    wait_s: float = RETRY_S,
 ) -> Refused:
     """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
-    `hidden`, the path of the engine, is left out."""
+    `hidden`: names of the engine, which are left out."""
     if isinstance(error, Refused):
         return error
-    text = str(error).replace(hidden, "the engine") if hidden else str(error)
+    text = reduce(lambda t, name: t.replace(name, "the engine"), hidden, str(error))
     if isinstance(error, BusyError):
         return later(429, "queue_full", text, wait_s)
     match = _FIELD.match(text)

@@ -84,11 +84,11 @@ def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def require_tokenizer(path: Path) -> None:
+def require_tokenizer(path: Path, label: str) -> None:
     """Raise EngineError for an engine without a tokenizer."""
     if not (path / TOKENIZER).is_file():
         cure = "build it from a checkpoint that has one, or put one into its folder"
-        raise EngineError(f"{path} has no {TOKENIZER}: it cannot be served; {cure}")
+        raise EngineError(f"{label} has no {TOKENIZER}: it cannot be served; {cure}")
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Prompts:
     @cached_property
     def codec(self) -> Codec:
         """The engine's tokenizer; EngineError if it has none."""
-        require_tokenizer(self.engine.path)
+        require_tokenizer(self.engine.path, self.engine.label)
         return Codec(self.engine)
 
     @cached_property

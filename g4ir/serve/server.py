@@ -253,7 +253,7 @@ def check_engine(path: str | Path, trust: bool = False) -> None:
     artefact = open_artefact(Path(path))
     require_readable(artefact.manifest)
     check_runnable(artefact, trust)
-    require_tokenizer(artefact.path)
+    require_tokenizer(artefact.path, artefact.label)
 
 
 def serve(
