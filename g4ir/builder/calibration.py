@@ -48,6 +48,8 @@ from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 
 #: maximum and minimum tokens of the texts; tokens of one context, without <bos>
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
+#: columns of the inputs' products that are computed together
+PRODUCTS = 512
 #: name of the text that comes with the package
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
 #: folder of quantised layers, in the cache
@@ -191,6 +193,7 @@ class InputProducts:
 
     def __init__(self, weights: Iterable[str]) -> None:
         self.weights = frozenset(weights)
+        #: the upper triangles of the sums
         self.sums: dict[str, Tensor] = {}
         #: weight -> keys in `sums`, one per expert if experts have different inputs; key -> the one
         #: weight whose node updates the sum, if several weights share it
@@ -214,8 +217,10 @@ class InputProducts:
             return
         for key, x in zip(keys, rows(), strict=True):
             parts = column_parts(x.float())
-            products = parts.mT @ parts
-            self.sums[key] = self.sums[key].add_(products) if key in self.sums else products
+            if key not in self.sums:
+                self.sums[key] = torch.zeros(*parts.shape[::2], parts.shape[-1])
+            for total, columns in zip(self.sums[key], parts, strict=True):
+                _add_products(total, columns)
 
     def of(self, weight: str) -> list[Inputs]:
         """Return the sums of a weight's inputs, per expert if these differ; CheckError for NaN. An
@@ -230,8 +235,15 @@ class InputProducts:
         if unused := [i for i, t in enumerate(sums) if not bool(t.any())]:
             whole = torch.stack(sums).sum(0)
             sums = [whole if i in unused else t for i, t in enumerate(sums)]
-        self._inputs[keys[0]] = [Inputs(t) for t in sums]
+        self._inputs[keys[0]] = [Inputs(t.triu() + t.triu(1).mT) for t in sums]
         return self._inputs[keys[0]]
+
+
+def _add_products(total: Tensor, x: Tensor) -> None:
+    """Add x^T x of columns x [T, K] to a total [K, K], in blocks, none of which is below the
+    diagonal: the product is symmetric."""
+    for i in range(0, len(total), PRODUCTS):
+        total[i : i + PRODUCTS, i:].addmm_(x[:, i : i + PRODUCTS].T, x[:, i:])
 
 
 def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[Tensor]:
