@@ -1,8 +1,9 @@
 """The sequences that decode together, in a session of the smallest bucket with enough slots.
 
 Every row of a session is computed in every step, active or not. So there is one session per bucket
-(1, 2, 4, 8, 16, 24, ... rows), created on first use; at most 2 * max_batch slots are kept. Sequences are copied to a larger bucket at once, to a smaller one after
-`patience` steps in which it would have been enough.
+(1, 2, 4, 8, 16, 24, ... rows), created on first use; at most 2 * max_batch slots are kept.
+Sequences are copied to a larger bucket at once, to a smaller one after `patience` steps in which it
+would have been enough.
 """
 
 from __future__ import annotations
