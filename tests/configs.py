@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ ALL_SEEDS = (*RANDOM_SEEDS, *GEMMA3_SEEDS)
 # --- drawing ----------------------------------------------------------------------------------
 
 
+@cache
 def random_spec(seed: int) -> Spec:
     """A legal spec with every structural choice drawn; the same for a seed on every machine."""
     rng = random.Random(seed)
@@ -206,6 +208,7 @@ def fewest(names: Iterable[str]) -> list[Any]:
     return short(*({*(names := [*names])} - spare), of=names)
 
 
+@cache
 def widened(name: str) -> Spec:
     """A tiny spec whose rows are multiples of 256, as blocks of GGUF's K types are; its projections
     of per-layer embeddings are not."""
@@ -221,6 +224,7 @@ def widened(name: str) -> Spec:
     return check_spec(replace(spec, text=text))
 
 
+@cache
 def spec_called(name: str) -> Spec:
     """`e2b-small`, `random-7`, `combined`, or a shipped spec."""
     if name == "combined":

@@ -16,7 +16,6 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from g4ir.chat.special_tokens import ALIASES, CONTROLS
@@ -27,10 +26,11 @@ from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
 from g4ir.weights.gguf.blocks import CODED, REQUANTISED
 from g4ir.weights.random import distribution, random_weights
+from tests.cases import read_table
 
 #: name and shape of a tensor -> its type in the file
 Kind = Callable[[str, tuple[int, ...]], str]
-CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CASES: dict[str, Any] = read_table("gguf_files.yaml")
 BLOCKS: list[str] = CASES["blocks"]
 DRAWN = [*BLOCKS, "Q8_0", "Q4_0"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"

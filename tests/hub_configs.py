@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.cases import read_table
 
-CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CONFIGS = read_table("hub_configs.yaml")
 RELEASED = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 #: variant -> its layers of full attention
 FULL_LAYERS = {name: range(*CONFIGS[name]["full_layers"]) for name in RELEASED}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +18,12 @@ from g4ir.chat import Answer, Piece, Reader, Vocabulary, make_prompt
 from g4ir.chat.prompt import find
 from g4ir.chat.special_tokens import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE
 from g4ir.errors import InputError
+from tests.cases import read_table
 from tests.cli_tools import tokenizer
 
 FOLDER = Path(__file__).parent / "chat"
 CASES, STOPS = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("read", "stop"))
-CALLS = yaml.safe_load((FOLDER / "calls.yaml").read_text())
+CALLS = read_table("chat/calls.yaml")
 CASES += CALLS["cases"]
 CASES += [{"ended": "length", "options": {"stop": case["stop"]}, **case} for case in STOPS]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
@@ -19,10 +18,11 @@ from g4ir.chat import Template, Vocabulary, encode, make_prompt, render, sandbox
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError
+from tests.cases import read_table
 
 FOLDER = Path(__file__).parent / "chat"
 CASES = json.loads((FOLDER / "render.json").read_text())
-TABLES = yaml.safe_load((FOLDER / "render.yaml").read_text())
+TABLES = read_table("chat/render.yaml")
 EMPTY = "<|channel>thought\n<channel|>"
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -28,7 +28,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
@@ -55,7 +54,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui import console
 from g4ir.ui.paths import cache_root, private, state_root
-from tests.cases import TABLES
+from tests.cases import TABLES, read_table
 from tests.cli_tools import BUILD, PROMPT, built, g4ir, ok, refused, text_checkpoint, tokenizer
 from tests.engines import stored_manifest
 
@@ -90,7 +89,7 @@ def text_loaded(text_engine: Path) -> Engine:
 
 # --- transcripts ------------------------------------------------------------------------------
 
-TRANSCRIPTS = yaml.safe_load(Path(__file__).with_name("transcripts.yaml").read_text())
+TRANSCRIPTS = read_table("transcripts.yaml")
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from setuptools.config.pyprojecttoml import load_file
 
 import g4ir
@@ -27,7 +26,7 @@ from g4ir import cli, passes
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec, load_spec
-from tests.cases import TABLES
+from tests.cases import TABLES, read_table
 from tests.cli_tools import g4ir as command
 from tests.media_tools import mp4, png, wav
 from tests.test_imports import ROOMS
@@ -379,7 +378,7 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert first and first[1] == g4ir.__version__ == project["version"]
 
 
-WORDS: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests" / "glossary.yaml").read_text())
+WORDS: list[dict[str, Any]] = read_table("glossary.yaml")
 SUFFIXES = {".py", ".md", ".yaml", ".c", ".h", ".js", ".html"}
 
 

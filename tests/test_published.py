@@ -7,11 +7,9 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from g4ir.ir.graph import Graph, Program
 from g4ir.model.tensors import numel, text_tensors, tower_tensors
@@ -23,8 +21,9 @@ from g4ir.plan.records import Plan
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import quantise
 from g4ir.spec.record import load_spec
+from tests.cases import read_table
 
-TABLES = yaml.safe_load((Path(__file__).parent / "golden" / "published.yaml").read_text())
+TABLES = read_table("golden/published.yaml")
 VARIANTS = TABLES["variants"]
 CONTEXTS = (1024, 8192, 32768, 131072)
 GIB = 2**30

@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -120,6 +120,11 @@ def grouped(w: torch.Tensor, group: int) -> torch.Tensor:
     return w.unflatten(-1, (-1, group or w.shape[-1]))
 
 
+def helpers() -> Any:
+    """compressed-tensors' functions that pack codes; its import takes a second."""
+    return import_module("compressed_tensors.compressors.pack_quantized.helpers")
+
+
 def packed_weight(bits: int, group: int, dtype: str = "float32") -> Pack:
     """pack-quantized, symmetric: scale = absmax / (2^b - 1) * 2."""
 
@@ -128,7 +133,7 @@ def packed_weight(bits: int, group: int, dtype: str = "float32") -> Pack:
         scale = (x.abs().amax(-1) / (top - 0.5)).to(getattr(torch, dtype))
         codes = (x / scale.float()[..., None]).round().clamp(-top, top - 1).flatten(-2)
         return {
-            f"{module}.weight_packed": pack_to_int32(codes.to(torch.int8), bits),
+            f"{module}.weight_packed": helpers().pack_to_int32(codes.to(torch.int8), bits),
             f"{module}.weight_scale": scale,
             f"{module}.weight_shape": torch.tensor(w.shape),
         }
@@ -160,9 +165,11 @@ def zeroed_weight(bits: int, group: int) -> Pack:
         zero = (-top - low / scale).round().clamp(-top, top - 1)
         codes = (x / scale[..., None] + zero[..., None]).round().clamp(-top, top - 1).flatten(-2)
         return {
-            f"{module}.weight_packed": pack_to_int32(codes.to(torch.int8), bits),
+            f"{module}.weight_packed": helpers().pack_to_int32(codes.to(torch.int8), bits),
             f"{module}.weight_scale": scale,
-            f"{module}.weight_zero_point": pack_to_int32(zero.to(torch.int8), bits, packed_dim=0),
+            f"{module}.weight_zero_point": helpers().pack_to_int32(
+                zero.to(torch.int8), bits, packed_dim=0
+            ),
             f"{module}.weight_shape": torch.tensor(w.shape),
         }
 
@@ -329,7 +336,7 @@ def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> 
     if codes is None:
         codes = named["weight"].float()
     else:
-        codes = unpack_from_int32(codes, 32 * codes.shape[1] // shape[1], shape).float()
+        codes = helpers().unpack_from_int32(codes, 32 * codes.shape[1] // shape[1], shape).float()
     scale = scale.view(-1, 1) if scale.dim() < 2 else scale
     spread = scale.repeat_interleave(rows or shape[0], 0)[: shape[0]]
     return codes * spread.repeat_interleave(columns or shape[1], 1)[:, : shape[1]]

@@ -23,7 +23,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +38,7 @@ from g4ir.errors import InputError
 from g4ir.generate.conversation import INTERRUPTED, NOT_RUN, ChatSession
 from g4ir.generate.offline import OfflineEngine
 from g4ir.serve.prompts import Prompts
+from tests.cases import read_table
 from tests.cli_tools import Outcome, g4ir, refused
 from tests.engines import CASES
 from tests.media_tools import png
@@ -327,7 +327,7 @@ def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyP
     assert seen == [{*engine.stop_ids(), *ends}, {7}]
 
 
-TOLD_CASES = yaml.safe_load((ROOT / "tests" / "chat" / "cli.yaml").read_text())
+TOLD_CASES = read_table("chat/cli.yaml")
 WAIT = 60.0
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from g4ir.engine.engine import Engine
+from tests.cases import read_table
 
 #: turns on another way to choose tokens; returns the steps that are prepared for it, or None
 Chooser = Callable[[Engine, pytest.MonkeyPatch], list[Any] | None]
@@ -90,5 +90,5 @@ OF_CODE: dict[str, dict[str, Any]] = {
 }
 FLOWS = {
     name: Flow(name, **given, **OF_CODE.get(name, {}))
-    for name, given in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+    for name, given in read_table("contract/flows.yaml").items()
 }

@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-#: the one in C, where PyYAML has it, takes a tenth of the time
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from tests.cases import LOADER
 
 
 @dataclass(frozen=True)

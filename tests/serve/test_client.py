@@ -6,18 +6,17 @@ It sees no more of a server than `Served` has: g4ir-vllm/tests/ runs the same te
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import yaml
 
+from tests.cases import read_table
 from tests.serve.running import MAX_SEQ, NAME, Served, eventually
 
 HI = [{"role": "user", "content": "Hi"}]
-CASES = yaml.safe_load(Path(__file__).with_name("dictated.yaml").read_text())
+CASES = read_table("serve/dictated.yaml")
 TOOL, CALL = CASES[1]["fields"]["tools"][0], CASES[1]["words"][:-1]
 
 
