@@ -75,6 +75,14 @@ def test_answers_are_those_of_one_row(engine: Engine, single: Engine) -> None:
         assert a.log().keys() - {"seed"} == want[0].log().keys()
 
 
+def test_answers_without_a_length(single: Engine) -> None:
+    """64 tokens, or what fits the engine; the last one's keys are not stored."""
+    offline, bias = OfflineEngine(single), {"logit_bias": {"5": 1e6}}
+    for prompt, count in ((9, 64), (158, 3), (160, 1)):
+        asked, seen = offline.request({"tokens": tokens(prompt), **bias}, "x"), list[int]()
+        assert offline.answer(asked, seen.append).tokens == (5,) * count == tuple(seen)
+
+
 def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
     """In its place."""
     good = requests(3)
