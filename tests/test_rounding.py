@@ -42,7 +42,7 @@ def built(make_engine: Any) -> Callable[..., Engine]:
     """Engines of random weights, one of each kind."""
 
     def build(name: str, dtype: str, seed: int, backend: str = "reference") -> Engine:
-        options = {"backend": backend, "dtype": dtype, "max_seq": 96, "prefill_chunk": 16}
+        options = {"backend": backend, "dtype": dtype, "max_seq": 64, "prefill_chunk": 8}
         return make_engine(name, random_weights=seed, **options)
 
     return build
@@ -75,14 +75,8 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("tiny-moe", "bfloat16", 3, "reference", "hf"),
-        *(pytest.param(case, marks=pytest.mark.full) for case in RIGHT),
-    ],
-    ids=str,
-)
+@FULL
+@pytest.mark.parametrize("case", RIGHT, ids=str)
 def test_right_engines(built: Callable[..., Engine], case: tuple[Any, ...]) -> None:
     """Compiled ones too, which round less than transformers does, and at other places."""
     *engine, against = case
