@@ -28,8 +28,8 @@ PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
 STEPS = 5
 #: weights that ranks have parts of, by rows, by columns and by both
 PARAMS = ("L0.mlp.w_up", "L0.mlp.w_down", "L0.moe.gate_up", "L0.moe.down")
-#: task -> how many tokens go through all passes
-PASSED = {"all": 12, "quick": 3}
+#: task -> how many tokens are verified (None: the default), and go through all passes
+VERIFIED = {"all": (None, 12), "quick": (12, 3)}
 #: said when a prompt or an answer is under way
 BEGUN = "begun"
 
@@ -77,14 +77,15 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
     return {f"{i}": r for i, r in enumerate(rows)} | {n: engine.param(n) for n in weights}
 
 
-def checked(engine: Engine, count: int) -> list[bool]:
+def checked(engine: Engine, task: str) -> list[bool]:
     """Whether an engine of several ranks is sound: what `g4ir verify` does, and pass by pass."""
     if engine.ranks == 1:
         return [True, True]
-    return [verify_engine(engine).ok, verify_each_pass(engine, [*range(5, 5 + count)]).ok]
+    whole, passed = (n and [*range(5, 5 + n)] for n in VERIFIED[task])
+    return [verify_engine(engine, tokens=whole).ok, verify_each_pass(engine, passed).ok]
 
 
-def answers(engine: Engine, count: int = 0) -> dict[str, Any]:
+def answers(engine: Engine, task: str = "quick") -> dict[str, Any]:
     """Tokens that are chosen in all ways, and what the engine says of itself."""
     slots = Scheduler(engine)
     handles = [slots.submit(Request(tuple(p), 6)) for p in (*PROMPTS, PROMPTS[0])]
@@ -95,7 +96,7 @@ def answers(engine: Engine, count: int = 0) -> dict[str, Any]:
         "drawn": engine.generate(PROMPTS, 8, temperature=0.9, top_p=0.95, seed=11),
         "rows": [t.answers[0].tokens for t in handles],
         "cache": engine.session(1).nbytes(),
-        "checked": checked(engine, count),
+        "checked": checked(engine, task),
     }
     if engine.drafter:
         session = engine.session(2)
@@ -110,11 +111,11 @@ def answers(engine: Engine, count: int = 0) -> dict[str, Any]:
     return said
 
 
-def all_of_it(engine: Engine, out: Path, count: int) -> None:
+def all_of_it(engine: Engine, out: Path, task: str) -> None:
     """Write the logits and the answers; load the engine again, as a second one."""
     with torch.no_grad():
         save_file(logits(engine), out.with_suffix(".safetensors"))
-    said = answers(engine, count)
+    said = answers(engine, task)
     with g4ir.load_engine(engine.path) as other:
         said["again"] = other.generate(PROMPTS[1], 4)
     out.write_text(json.dumps(said))
@@ -132,7 +133,7 @@ def decode(engine: Engine) -> None:
 
 def main(path: str, task: str, out: str) -> int:
     with g4ir.join(timeout_s=20) as group:
-        if task in PASSED:
+        if task in VERIFIED:
             check_exchanges(group)
         if task == "memory" and group.rank == 1:  # which finds no room for caches
             ReferenceRuntime.new_state = no_memory  # type: ignore[method-assign, assignment]
@@ -140,9 +141,9 @@ def main(path: str, task: str, out: str) -> int:
             g4ir.follow(group)
             return 0
         with g4ir.load_engine(path, trust=True) as engine:
-            if task not in PASSED:
+            if task not in VERIFIED:
                 decode(engine)
-            all_of_it(engine, Path(out), PASSED[task])
+            all_of_it(engine, Path(out), task)
     return 0
 
 

@@ -73,9 +73,12 @@ DEEP = Workload(input_len=30, output_len=5, context=26)
 FLAGS = ("--input-len", "6", "--output-len", "4", "--rounds", "2", "--warmup", "0")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_bench(monkeypatch)
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """For the fixtures of the module too."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_bench(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -201,21 +204,21 @@ def test_drafts_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.Monke
     # Measured costs decide how many tokens are drafted: on a busy machine any number.
     monkeypatch.setattr(StepCosts, "add", lambda *_: None)
     monkeypatch.setattr(StepCosts, "known", lambda *_: True)
-    options: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 64}
+    options: dict[str, Any] = {"random_weights": 0, "backend": "torch", "max_seq": 64}
     engine = g4ir_.build("tiny-dense", tmp_path / "e", draft_tokens=4, **options)
     words = ("--input-len", "8", "--output-len", "32", "--rounds", "2", "--warmup", "0")
-    outcome = g4ir("bench", engine.path, *words, "--draft", "ngram", "--json", "-")
-    drafts = json.loads(outcome.out)["drafts"]
+    words += ("--draft", "ngram")
+    shown = g4ir("bench", engine.path, *words, "--json", tmp_path / "r.json").out
+    drafts = read_reports(tmp_path / "r.json")[0]["drafts"]
     kinds = drafts["by_kind"]
     assert drafts["same_text"] and drafts["draft_tokens"] == 4
     assert [*kinds] == ["none", "ngram", "rejected", "right_70"]
     assert kinds["rejected"]["tokens_per_round"] == kinds["none"]["tokens_per_round"] == 1
     assert kinds["rejected"]["accepted"][0] == 0 and kinds["right_70"]["tokens_per_round"] > 1.5
     assert all(k["tokens_per_second"] > 0 and k["speedup"] > 0 for k in kinds.values())
-    shown = g4ir("bench", engine.path, *words, "--draft", "ngram").out
     assert re.search(r"tokens/s without; ngram, up to 4 x.*; all rejected x.*70 % right x", shown)
     plain = g4ir_.build("tiny-dense", tmp_path / "p", **options)
-    outcome = g4ir("bench", plain.path, *words, "--draft", "ngram")
+    outcome = g4ir("bench", plain.path, *words)
     assert outcome.code == 2 and "verifies no drafted tokens" in outcome.err
 
 

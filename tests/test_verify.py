@@ -74,7 +74,7 @@ def test_given_tokens(engines: Any) -> None:
 )
 def test_random_weights_against_hf(backend: str, quant: str, tmp_path: Path) -> None:
     """Transformers gets those of the seed, which an engine keeps that stores its weights too."""
-    options: dict[str, Any] = {"backend": backend, "quant": quant, "max_seq": 64}
+    options: dict[str, Any] = {"backend": backend, "quant": quant, "max_seq": 32}
     engine = g4ir.build("tiny-moe", tmp_path / "e", random_weights=3, **options)
     assert engine.manifest["weights"]["seed"] == 3
     report = verify_engine(engine, "hf")
@@ -97,7 +97,7 @@ def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "checkpoint", "tiny-dense")
     options: dict[str, Any] = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 64}
     linked = g4ir.build(None, tmp_path / "linked", link_weights=True, **options)
-    assert verify_engine(linked, "hf").ok
+    assert verify_engine(linked, "hf", tokens=[5, 6, 7]).ok
     packed = g4ir.build(None, tmp_path / "packed", **options)
     with pytest.raises(InputError, match="--checkpoint DIR"):
         verify_engine(packed, "hf")
@@ -107,7 +107,8 @@ def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("param, value, against", TABLES["verify"]["disturbed"])
 def test_disturbed_weight_is_found(engines: Any, against: str, param: str, value: str) -> None:
     engine = disturbed(engines("reference", "tiny-ple"), param)
-    report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
+    checkpoint, ids = engines.checkpoint("tiny-ple"), some_tokens(1, 20)[0].tolist()
+    report = verify_engine(engine, against, ids, checkpoint)
     assert not report.ok
     assert report.first_difference and f"%{value}" in report.first_difference
     assert ("outside the layers" in report.first_difference) == (param == "ple.w")
@@ -264,7 +265,8 @@ def test_bf16_has_the_range(tmp_path: Path) -> None:
     """Of values beyond float16's, as trained models have them."""
     engine = built(tmp_path, 60_000.0)
     assert len(engine.generate([2, 5, 7], max_new_tokens=4)) == 4
-    assert verify_engine(engine).ok and verify_each_pass(engine).ok
+    ids = some_tokens(1, 20)[0].tolist()
+    assert verify_engine(engine, tokens=ids).ok and verify_each_pass(engine, ids).ok
 
 
 def test_no_token_is_drawn_from_nan(overflowing: Engine, tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_no_token_is_drawn_from_nan(overflowing: Engine, tmp_path: Path) -> None
 
 def test_verify_fails_and_names_the_value(overflowing: Engine) -> None:
     """Though the interpreter, on the same weights, makes the same."""
-    report = verify_engine(overflowing)
+    report = verify_engine(overflowing, tokens=some_tokens(1, 20)[0].tolist())
     assert not report.ok and not any(p.ok for p in report.positions)
     assert report.first_difference is not None
     assert report.first_difference.startswith("%L2.out (layer 2) in the chunk at token 0: NaN or")
