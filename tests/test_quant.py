@@ -38,7 +38,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import QuantConfig, Rule, Scheme, built_in_names, find_quant_config
 from g4ir.quant.rewrite import quantise, weights_of
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
@@ -167,6 +167,25 @@ def logits(program: Program, oracle: Oracle, tensors: Any = None) -> torch.Tenso
 
 
 @pytest.mark.covering
+@pytest.mark.parametrize("name", spec_names())
+def test_every_matrix_of_a_spec_is_in_one_rule_of_each_recipe(name: str) -> None:
+    """But for the router, whose rounded logits would choose other experts; `schemes` raises for a
+    weight in two rules."""
+    weights = weights_of(load_spec(name))
+    for recipe in map(recipe_called, built_in_names()):
+        left = weights.keys() - recipe.schemes(weights).keys()
+        assert {weight.partition(".")[2] for weight in left} <= {"moe.router"}, recipe.name
+
+
+def test_groups_leave_out_what_other_rules_name() -> None:
+    weights = weights_of(load_spec("tiny-moe"))
+    rules = (Rule(("layers", "head.w"), "int8"), Rule(("*.wk", "embed.table"), "fp8"))
+    forms = {n: s.form for n, s in QuantConfig(rules).schemes(weights).items()}
+    assert {forms[n] for n in ("L0.attn.wk", "embed.table")} == {"fp8"}
+    assert {forms[n] for n in ("L0.attn.wq", "L0.moe.down")} == {"int8"}
+    assert "L0.moe.router" not in forms
+
+
 @pytest.mark.parametrize("recipe", [*built_in_names(), "mixed"])
 @pytest.mark.parametrize("name", TINY)
 def test_passes_change_nothing(name: str, recipe: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -21,7 +21,7 @@ from g4ir.ir.rewrite import drop_dead
 from g4ir.ops.types import dtype_name
 from g4ir.passes.match import OFF
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.plan.cost import Cost, NodeCost, Roof, floor, graph_costs, total
+from g4ir.plan.cost import Cost, Roof, Step, floor, step_costs
 
 from .measure import LATENCIES, Stat, around, latencies, medians, ratio, speeds
 from .roof import Meter, Rates, median_rates
@@ -86,7 +86,7 @@ def build_report(
         "num_prompts": rounds * requests * w.batch,
         "max_concurrency": w.batch,
         **summary(runs),
-        "speedup": {r.role: _speedup_values(runners[0], r, void) for r in runners[1:]},
+        "speedup": {r.role: _speedup(runners[0], r, void) for r in runners[1:]},
     }
     return dict(plain(values))
 
@@ -97,10 +97,9 @@ def void_roles(agreements: Sequence[Values]) -> set[str]:
     return {a[side] for a in agreements for side in ("role", "base")} - ok
 
 
-def _speedup_values(first: BenchRunner, other: BenchRunner, void: set[str]) -> Values | None:
-    if {first.role, other.role} & void:
-        return None
-    return {"over": other.label, **speedup(first.rounds, other.rounds)}
+def _speedup(first: BenchRunner, other: BenchRunner, void: set[str]) -> Values | None:
+    speedups = {"over": other.label, **speedup(first.rounds, other.rounds)}
+    return None if {first.role, other.role} & void else speedups
 
 
 def _warnings(load_average: float, runs: Sequence[Values]) -> Iterator[str]:
@@ -221,42 +220,19 @@ def metrics(run: Values) -> dict[str, Stat]:
 # --- work of a request ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GraphRun:
-    """One run of a graph: `new` tokens per sequence after `context` in the KV cache."""
-
-    phase: str
-    new: int
-    context: int
-    logits: bool
-
-    def costs(self, engine: Engine, batch: int) -> list[NodeCost]:
-        """Return the costs of the nodes that run: all for logits, else those that the KV cache
-        depends on."""
-        g = engine.program.graphs[self.phase]
-        needed = g if self.logits else drop_dead(replace(g, outputs=()))
-        return graph_costs(needed, B=batch, S=self.new, C=self.context)
-
-
-def request_runs(w: Workload, chunk: int) -> Iterator[GraphRun]:
-    """Yield the runs of a request in an engine of this prefill chunk, those of a session: only the
-    last chunk of a prompt computes logits, and a chunk of one token is a decode step."""
-    end = w.context + w.input_len
-    for at in range(w.context, end, chunk):
-        new = min(chunk, end - at)
-        yield GraphRun("decode" if new == 1 else "prefill", new, at, at + new == end)
-    for at in range(end, w.max_len):
-        yield GraphRun("decode", 1, at, True)
-
-
 def request_costs(engine: Engine, w: Workload) -> dict[str, Cost]:
     """Return the costs by phase: of the prompt, and of a decode step on average. Of experts the
-    expected number for uniform choices is counted (ops/moe.py)."""
-    runs, steps = [*request_runs(w, engine.limits.prefill_chunk)], w.output_len - 1
+    expected number for uniform choices is counted (ops/moe.py).
+
+    Chunks before the last one compute what the KV cache depends on, and no logits; a last chunk of
+    one token is a decode step."""
+    prefill, decode = (engine.program.graphs[phase] for phase in ("prefill", "decode"))
+    end, chunk, steps = w.context + w.input_len, engine.limits.prefill_chunk, w.output_len - 1
+    *early, last = range(w.context, end, chunk)
+    cost, step = step_costs(drop_dead(replace(prefill, outputs=()))), step_costs(decode)
+    prompt = sum((cost(Step(w.batch, chunk, at)) for at in early), Cost())
+    cost = step_costs(prefill) if end - last > 1 else step
     count = min(DECODE_STEPS, steps)
-    decode = [runs[-steps:][i * steps // count] for i in range(count)]
-    prefill, decoded = (
-        sum((total(run.costs(engine, w.batch)) for run in part), Cost())
-        for part in (runs[:-steps], decode)
-    )
-    return {"prefill": prefill, "decode": Cost(*(v // count for v in vars(decoded).values()))}
+    some = (step(Step(w.batch, 1, end + i * steps // count)) for i in range(count))
+    mean = (total // count for total in vars(sum(some, Cost())).values())
+    return {"prefill": prompt + cost(Step(w.batch, end - last, last)), "decode": Cost(*mean)}

@@ -363,13 +363,9 @@ def _manifest(
 
     ignored = {to_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
-    files = {
-        f.relative_to(folder).as_posix(): directory.StoredFile(
-            file_digest(f, digests.get(f)), f.stat().st_size
-        )
-        for f in sorted(folder.rglob("*"))
-        if f.is_file()
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    stored = (directory.StoredFile(file_digest(p, digests.get(p)), p.stat().st_size) for p in paths)
+    files = dict(zip((path.relative_to(folder).as_posix() for path in paths), stored))
     return directory.Manifest(
         g4ir=__version__,
         config=p.config,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.artefact.directory import MANIFEST
+from g4ir.artefact.directory import is_engine, refuse_options
 from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import SETTINGS, Defaults, read_defaults
 from g4ir.errors import InputError
@@ -132,16 +132,14 @@ def export(
     media = media if format == HF else "none"
     if isinstance(model, Spec):
         raise InputError(f"spec {model.name} has no weights; give its checkpoint, with spec=")
-    if isinstance(model, Engine) or (Path(model) / MANIFEST).is_file():
-        if spec or adapters or mmproj:
-            reason = "an engine has its spec, towers and adapters"
-            fix = "leave these options out, or give the checkpoint that it was built from"
-            raise InputError(f"{model}: {reason}; {fix}")
+    where = model.path if isinstance(model, Engine) else Path(model)
+    if is_engine(where):
+        flags = {"--spec": spec, "--adapter": adapters, "--mmproj": mmproj}
+        refuse_options(where, [flag for flag, value in flags.items() if value])
         exported = _of_engine(model, media)
     else:
         exported = _of_checkpoint(model, spec, adapters, mmproj, media)
     if TOKENIZER not in exported.side_files:
-        where = model.path if isinstance(model, Engine) else model
         log.warning("%s has no %s: it is exported without a tokenizer", where, TOKENIZER)
     try:
         return _written(exported, out, format, kind, progress)

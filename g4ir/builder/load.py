@@ -204,11 +204,9 @@ def _of_ranks(artefact: Artefact, here: int) -> str:
     """Return why this number of processes cannot run an engine, and the command that can."""
     ranks = artefact.config.ranks
     how = f"torchrun --nproc-per-node {ranks} -m g4ir ..." if ranks > 1 else "g4ir ..."
-    return (
-        f"{artefact.label} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
-        f"{'are' if here > 1 else 'is'} running; start it by {how}, or build it again with "
-        f"--tp {here}"
-    )
+    built = f"{artefact.label} was built for {ranks} rank{'s' * (ranks > 1)}"
+    running = f"{here} {'are' if here > 1 else 'is'} running"
+    return f"{built}, and {running}; start it by {how}, or build it again with --tp {here}"
 
 
 def _backend_of(artefact: Artefact) -> Backend:

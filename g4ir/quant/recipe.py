@@ -8,9 +8,12 @@
       group: 64                          # values that share a scale; 0: the row
       scale: f16                         # dtype of the scales; `engine`: the engine's dtype
       otherwise: int8                    # if the group size does not divide the row
+    - tensors: [layers]                  # every matrix of the layers that no other rule names
+      form: int8                         # `others`: every matrix outside of layers
 
-A tensor without a rule is not quantised. The built-in configs are such files in this folder. The
-config of a checkpoint that is already quantised describes its weights; nothing is quantised.
+A tensor without a rule is not quantised; the router is part of no group. The built-in configs are
+such files in this folder. The config of a checkpoint that is already quantised describes its
+weights; nothing is quantised.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Annotated
 
 from g4ir.errors import InputError
+from g4ir.ir.names import layer_of
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMATS
 from g4ir.ops.types import Type
@@ -36,6 +40,8 @@ NONE = "none"
 FROM_CHECKPOINT = "checkpoint"
 #: name of a config whose formats were measured (builder/bits.py); file of it in an engine
 MEASURED, QUANT_FILE = "measured", "quant.yaml"
+#: the one matrix that is part of no group: its rounded logits would choose other experts
+ROUTER = "L*.moe.router"
 #: max names per rule: more than a model has weights
 MAX_NAMES = 10_000
 
@@ -101,6 +107,7 @@ class Rule:
     scale: _Scale | None = None
 
     def matches(self, name: str) -> bool:
+        """Whether a name or a pattern of the rule is a weight's."""
         patterns = (p for p in self.tensors if "*" in p or "?" in p)
         return name in self.tensors or any(fnmatchcase(name, p) for p in patterns)
 
@@ -152,8 +159,9 @@ class QuantConfig:
         """Return weight -> scheme. InputError for a rule that matches no weight and for a weight
         with two rules."""
         schemes: dict[str, Scheme] = {}
+        groups = {n: _group_of(n) for n in weights if not any(r.matches(n) for r in self.rules)}
         for rule in self.rules:
-            names = [n for n in weights if rule.matches(n)]
+            names = [n for n in weights if rule.matches(n) or groups.get(n) in rule.tensors]
             if not names:
                 raise InputError(self._says(rule, f"names no weight; {_weight_kinds(weights)}"))
             if twice := sorted(schemes.keys() & set(names)):
@@ -163,6 +171,12 @@ class QuantConfig:
 
     def _says(self, rule: Rule, problem: str) -> str:
         return f"recipe {self.name}: [{', '.join(rule.tensors)}] {problem}"
+
+
+def _group_of(name: str) -> str:
+    """Return the group of a weight: layers, others, or "" for one that belongs to none."""
+    group = "others" if layer_of(name) is None else "layers"
+    return "" if fnmatchcase(name, ROUTER) else group
 
 
 def _flow(rule: Mapping[str, object]) -> str:
