@@ -133,7 +133,7 @@ def export(
     if isinstance(model, Spec):
         raise InputError(f"spec {model.name} has no weights; give its checkpoint, with spec=")
     where = model.path if isinstance(model, Engine) else Path(model)
-    if is_engine(where):
+    if isinstance(model, Engine) or is_engine(where):
         flags = {"--spec": spec, "--adapter": adapters, "--mmproj": mmproj}
         refuse_options(where, [flag for flag, value in flags.items() if value])
         exported = _of_engine(model, media)
