@@ -12,12 +12,12 @@ from typing import Any
 from g4ir.backends.sampling import Logprobs
 from g4ir.chat import Event as ChatEvent
 from g4ir.chat import TokenStream
+from g4ir.chat.prompt import spelled
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import AnswerStream, as_call, is_call
-from g4ir.engine.requests import RequestHandle
+from g4ir.engine.requests import Request, RequestHandle
 from g4ir.media.soft import Soft, counts
 
-from .prompts import ServedRequest
 from .protocols.parts import AnswerFormat
 
 
@@ -25,22 +25,24 @@ from .protocols.parts import AnswerFormat
 class ResponseFormat(AnswerFormat):
     """Format of the answers to a request to /v1/chat/completions or /v1/completions."""
 
-    served: Sequence[ServedRequest]
-    model: str
+    fields: Mapping[str, Any]
+    requests: Sequence[Request]
     original: Mapping[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def chat(self) -> bool:
-        return self.served[0].prompt is not None
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        return self.served[0].fields
+        return "messages" in self.fields
 
     def _echo(self, a: AnswerStream) -> str:
-        return self.served[a.index // self.served[0].n].echo
+        """Return the text of an answer's prompt, if it is to be echoed."""
+        if not self.fields.get("echo"):
+            return ""
+        index = a.index // self.requests[0].n
+        prompt = self.fields["prompt"][index]
+        text = prompt if isinstance(prompt, str) else ""
+        return text or spelled(a.vocabulary, [*self.requests[index].tokens])
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
@@ -51,7 +53,7 @@ class ResponseFormat(AnswerFormat):
         if self.chat:
             prefix, name = "chatcmpl-", "chat.completion.chunk" if chunk else "chat.completion"
         head = {"id": f"{prefix}{self.id}", "object": name}
-        return head | {"created": self.created, "model": self.model}
+        return head | {"created": self.created, "model": self.fields["model"]}
 
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request without `stream`."""

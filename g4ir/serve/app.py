@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
 from g4ir.chat import Event as Said
+from g4ir.chat import Prompt, Reader
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
 from g4ir.engine.output import AnswerStream
@@ -46,7 +47,7 @@ from .media_queue import MediaQueue, wait_for_leaving
 from .media_sources import MediaFolder, encode_media
 from .metrics import Metrics
 from .page import read_assets
-from .prompts import Prompts, ServedRequest
+from .prompts import Prompts, Requests, thinks
 from .protocols import embeddings, messages, ollama, responses, transcriptions
 from .protocols.embeddings import EmbeddingRequest
 from .protocols.parts import AnswerFormat
@@ -63,7 +64,7 @@ ANY_NAME = "*"
 #: bytes from which on bodies are parsed one at a time, to bound memory
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
-Requests = tuple[ServedRequest, ...]
+Fields = Mapping[str, Any]
 #: a context manager that renames fields in errors to the client's protocol
 Named = Callable[[], AbstractContextManager[None]]
 
@@ -74,8 +75,8 @@ class Api:
     format of answers."""
 
     fields: Callable[[Body], Mapping[str, schema.Read]]
-    make: Callable[[Prompts, Mapping[str, Any], str], Requests] = Prompts.chat
-    format: Callable[[Requests, str, Body], AnswerFormat] = ResponseFormat
+    make: Callable[..., Requests] = Prompts.requests
+    format: Callable[[Fields, Requests, Body], AnswerFormat] = ResponseFormat
     read: Callable[[Body], Translation] | None = None
     #: Content-Type of a request without parameters, and the parser of a body
     content_type: str | None = JSON
@@ -96,7 +97,7 @@ EMBEDDINGS = EmbeddingApi(embeddings.read_embeddings, embeddings.embeddings_body
 RERANK = EmbeddingApi(embeddings.read_rerank, embeddings.rerank_body)
 EMBED_OLLAMA = EmbeddingApi(embeddings.read_ollama, embeddings.ollama_body, None)
 CHATS = Api(lambda body: schema.CHAT)
-COMPLETIONS = Api(lambda body: schema.COMPLETIONS, Prompts.completions)
+COMPLETIONS = Api(lambda body: schema.COMPLETIONS)
 RESPONSES = replace(CHATS, format=responses.ResponsesFormat, read=responses.read)
 MESSAGES = replace(CHATS, format=messages.MessageFormat, read=messages.read)
 TRANSCRIPTIONS = replace(
@@ -111,9 +112,6 @@ OLLAMA_CHAT = replace(CHATS, format=ollama.OllamaFormat, read=ollama.chat, conte
 OLLAMA_GENERATE = replace(
     OLLAMA_CHAT,
     fields=lambda body: schema.COMPLETIONS if "prompt" in body else schema.CHAT,
-    make=lambda prompts, fields, salt: (
-        prompts.completions if "prompt" in fields else prompts.chat
-    )(fields, salt),
     read=ollama.generate,
 )
 #: endpoints that only count or return tokens
@@ -488,32 +486,38 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or a conversation."""
-        (served,), _ = await self._requests(request, TOKENIZED)
+        tokens = await self._tokens(request, TOKENIZED)
         size = {"max_model_len": self._ready()[0].engine.limits.max_seq}
-        count = {"count": len(served.tokens), **size}
-        return json_response({**count, "tokens": served.tokens, "token_strs": None})
+        count = {"count": len(tokens), **size}
+        return json_response({**count, "tokens": tokens, "token_strs": None})
 
     async def render(self, request: Request) -> Response:
         """Return the token ids and the text of a conversation."""
-        (served,), _ = await self._requests(request, RENDERED)
-        text = await run_in_threadpool(self._ready()[0].text, served.tokens)
-        return json_response({"prompt": text, "token_ids": served.tokens})
+        tokens = await self._tokens(request, RENDERED)
+        text = await run_in_threadpool(self._ready()[0].text, tokens)
+        return json_response({"prompt": text, "token_ids": tokens})
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation."""
-        (served,), _ = await self._requests(request, COUNTED)
-        return json_response({"input_tokens": len(served.tokens)})
+        tokens = await self._tokens(request, COUNTED)
+        return json_response({"input_tokens": len(tokens)})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
-        (served,), _ = await self._requests(request, DETOKENIZED)
-        return json_response(
-            {"prompt": await run_in_threadpool(self._ready()[0].text, served.tokens)}
-        )
+        tokens = await self._tokens(request, DETOKENIZED)
+        return json_response({"prompt": await run_in_threadpool(self._ready()[0].text, tokens)})
 
-    async def _requests(self, request: Request, api: Api) -> tuple[Requests, Body]:
-        """Read a body; return its requests and the parsed body. It is parsed in a thread (large
-        bodies one at a time, to bound memory and time); media in separate threads."""
+    async def _tokens(self, request: Request, api: Api) -> tuple[int, ...]:
+        """Return the token ids of a body's prompt or conversation."""
+        *_, (one,) = await self._requests(request, api)
+        return one.tokens
+
+    async def _requests(
+        self, request: Request, api: Api
+    ) -> tuple[Body, Fields, Prompt | None, Requests]:
+        """Read a body; return it, its fields, its conversation, if it has one, and the requests to
+        the engine. It is parsed in a thread (large bodies one at a time, to bound memory and time);
+        media in separate threads."""
         prompts, _ = self._ready()
         if api.content_type != JSON:
             self._check_origin(request)
@@ -521,7 +525,7 @@ class Server:
         kind, salt = request.headers.get("content-type", ""), request.state.salt
         named: Named = contextlib.nullcontext
 
-        def parse() -> tuple[Requests, Body]:
+        def parse() -> tuple[Body, Fields, Prompt | None, Callable[..., Requests], Requests]:
             nonlocal named
             body = original = api.parse(raw, kind)
             if api.read:
@@ -530,30 +534,25 @@ class Server:
             with named():
                 fields = schema.read_fields(body, api.fields(body))
                 adapter = self._check_model(fields.get("model"))
-                made = api.make(prompts, fields, salt)
-                return tuple(replace(one, adapter=adapter) for one in made), original
+                prompt = prompts.render(fields)
+                make = partial(api.make, prompts, fields, prompt, salt=salt, adapter=adapter)
+                return original, fields, prompt, make, () if prompt and prompt.media else make()
 
         async with self._large if len(raw) > LARGE else contextlib.nullcontext():
-            served, original = await run_in_threadpool(parse)
-        if served[0].media:
-            served = (await self._with_media(request, prompts, served[0], named),)
-        return served, original
+            original, fields, prompt, make, requests = await run_in_threadpool(parse)
+        if prompt and prompt.media:
 
-    async def _with_media(
-        self, request: Request, prompts: Prompts, served: ServedRequest, named: Named
-    ) -> ServedRequest:
-        """Return a request with the soft tokens of its media; `named` renames fields in errors."""
+            def encoded(limit: Limit) -> tuple[Soft, ...]:
+                with named():
+                    return encode_media(prompts.engine, prompt.media, self.folder, fields, limit)
 
-        def encoded(limit: Limit) -> tuple[Soft, ...]:
-            with named():
-                return encode_media(prompts.engine, served.media, self.folder, served.fields, limit)
+            def made() -> Requests:
+                with named():
+                    return make(soft=soft)
 
-        def filled() -> ServedRequest:
-            with named():
-                return prompts.fill(served, soft)
-
-        soft = await self._media.run(request, served.media, encoded)
-        return await run_in_threadpool(filled)
+            soft = await self._media.run(request, prompt.media, encoded)
+            requests = await run_in_threadpool(made)
+        return original, fields, prompt, requests
 
     def _check_origin(self, request: Request) -> None:
         """Refuse cross-site form posts: browsers send forms without a CORS preflight."""
@@ -567,11 +566,12 @@ class Server:
         """Generate answers to a conversation, or to prompts."""
         _, service = self._ready()
         try:
-            served, original = await self._requests(request, api)
+            original, fields, prompt, requests = await self._requests(request, api)
         except ollama.NothingAsked as e:
             return json_response(e.body)
-        name = served[0].fields.get("model", self.name)
-        running = Running(self, served, api.format(served, name, original), request)
+        fields = {"model": self.name, **fields}
+        format = api.format(fields, requests, original)
+        running = Running(self, request, fields, prompt, requests, format)
         await run_in_threadpool(running.submit, service)
         running.format.submitted(running.handles)
         if running.fields.get("stream"):
@@ -586,13 +586,28 @@ class Running:
     """A request that is being answered."""
 
     def __init__(
-        self, server: Server, served: Requests, format: AnswerFormat, request: Request
+        self,
+        server: Server,
+        request: Request,
+        fields: Fields,
+        prompt: Prompt | None,
+        requests: Requests,
+        format: AnswerFormat,
     ) -> None:
         assert server.prompts
-        self.server, self.served, self.format, self.request = server, served, format, request
-        self.fields, self.n = served[0].fields, served[0].n
-        words, count = server.prompts.vocabulary, self.n * len(served)
-        self.answers = [served[0].answer(words, i) for i in range(count)]
+        self.server, self.request, self.fields = server, request, fields
+        self.requests, self.n, self.format = requests, requests[0].n, format
+        self.answers = [
+            AnswerStream(
+                server.prompts.vocabulary,
+                prompt and _reader(fields, prompt),
+                index=i,
+                stop=fields.get("stop", ()),
+                single=fields.get("parallel_tool_calls") is False,
+                silent=schema.max_new_tokens(fields) == 0,
+            )
+            for i in range(self.n * len(requests))
+        ]
         self.handles: list[RequestHandle] = []
         #: queued events, and whether the event loop was notified
         self._come: deque[tuple[int, Event]] = deque()
@@ -603,8 +618,8 @@ class Running:
     def submit(self, service: AsyncEngine) -> None:
         """Submit its requests to the scheduler: all of them, or none."""
         try:
-            for i, served in enumerate(self.served):
-                self.handles.append(service.submit(served, self._forwarder(i * self.n)))
+            for i, request in enumerate(self.requests):
+                self.handles.append(service.submit(request, self._forwarder(i * self.n)))
         except Exception:
             self.end()
             raise
@@ -696,7 +711,7 @@ class Running:
 
     def _usage(self) -> dict[str, Any]:
         drafts = bool(self.server.scheduler_config.draft)
-        media = [soft for served in self.served for soft in served.soft]
+        media = [soft for request in self.requests for soft in request.soft]
         return usage_of(self.handles, self.answers, drafts, media)
 
     async def complete(self) -> Response:
@@ -764,6 +779,13 @@ class Streamed(StreamingResponse):
             await self.stream_response(send)
         finally:
             self.running.end()
+
+
+def _reader(fields: Fields, prompt: Prompt) -> Reader:
+    """Return the parser of an answer to a conversation."""
+    tools, calls = fields.get("tools") or None, schema.chosen(fields).mode != "none"
+    stop = fields.get("stop", ())
+    return Reader(tools, prompt.tail, stop, calls=calls, thinking=thinks(fields))
 
 
 def _other_kind(message: str) -> Refused:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,8 @@ from typing import Any
 from g4ir.backends.background_mask import BackgroundMask
 from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
-from g4ir.chat.messages import Medium
 from g4ir.chat.prompt import spelled
 from g4ir.engine.engine import Engine
-from g4ir.engine.output import AnswerStream
 from g4ir.engine.prompts import checked_ids, sampling_params
 from g4ir.engine.requests import Request
 from g4ir.errors import EngineError, InputError
@@ -28,52 +26,15 @@ from g4ir.weights.checkpoint import TOKENIZER
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
-from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
+from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of, max_new_tokens
 from .tool_grammar import called
 
+Requests = tuple[Request, ...]
 #: sampling settings whose field has the same name
 SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "ignore_eos", "min_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
-
-
-@dataclass(frozen=True)
-class ServedRequest(Request):
-    """A request, with its `fields` from `read_fields`. A chat has a `prompt`, but no tokens until
-    its `media` are read. `echo`: the prompt's text, if it is to be echoed."""
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    prompt: Prompt | None = None
-    echo: str = ""
-
-    @property
-    def media(self) -> tuple[Medium, ...]:
-        return self.prompt.media if self.prompt else ()
-
-    @property
-    def thinking(self) -> bool | None:
-        """Whether reasoning is on; None: the template's default."""
-        thinking: bool | None = _template_options(self.fields).get("enable_thinking")
-        return thinking
-
-    def answer(self, vocabulary: Vocabulary, index: int) -> AnswerStream:
-        """Create the output stream of one answer."""
-        fields, reader = self.fields, None
-        stop = fields.get("stop", ())
-        if self.prompt is not None:
-            tools, calls = fields.get("tools") or None, chosen(fields).mode != "none"
-            reader = Reader(tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
-        single, silent = fields.get("parallel_tool_calls") is False, max_new(fields) == 0
-        return AnswerStream(
-            vocabulary, reader, index=index, stop=stop, single=single, silent=silent
-        )
-
-
-def max_new(fields: Mapping[str, Any]) -> int | None:
-    """Return a request's maximum number of new tokens, or None."""
-    count: int | None = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    return count
 
 
 def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +43,12 @@ def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "reasoning_effort" in fields:
         options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
     return options
+
+
+def thinks(fields: Mapping[str, Any]) -> bool | None:
+    """Whether reasoning is on; None: the template's default."""
+    thinking: bool | None = _template_options(fields).get("enable_thinking")
+    return thinking
 
 
 def require_tokenizer(path: Path, label: str) -> None:
@@ -118,9 +85,11 @@ class Prompts:
         ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 
-    def chat(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
-        """Create the request of a conversation; `fill` completes it once its media are read.
-        Refused or InputError if it is invalid."""
+    def render(self, fields: Mapping[str, Any]) -> Prompt | None:
+        """Render a conversation; None for fields without one. Refused or InputError if it is
+        invalid."""
+        if "messages" not in fields:
+            return None
         if not self.vocabulary.chats:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
         options = _template_options(fields)
@@ -130,34 +99,53 @@ class Prompts:
         options["continued"] = fields.get("continue_final_message", False)
         prompt = make_prompt(fields["messages"], tools, self.template, **options)
         self._check_length(len(prompt.text), "messages")
-        request = ServedRequest((), fields=fields, prompt=prompt, salt=salt)
-        return (request if prompt.media else self.fill(request, ()),)
+        return prompt
 
     def warm_up(self) -> None:
         """Import and compile what the first conversation needs."""
+        fields = {"messages": [{"role": "user", "content": "Hi"}]}
         with suppress(Refused, InputError):
-            self.chat({"messages": [{"role": "user", "content": "Hi"}]})
+            self.requests(fields, self.render(fields))
 
-    def fill(self, request: ServedRequest, soft: tuple[Soft, ...]) -> ServedRequest:
-        """Complete a chat request with the tokens of its prompt and media."""
-        fields, prompt = request.fields, request.prompt
-        assert prompt
-        expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
-        tokens = self.vocabulary.encode(prompt, expanded)
-        top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
-        request = self._with_tokens(request, tokens, top)
-        system = fields["messages"][0].get("role") in ("system", "developer")
-        marks = self.vocabulary.marks(tokens, system)
-        if mask := self._mask(fields, prompt, request.thinking is True):
-            request = replace(request, sampling=replace(request.sampling, allowed=mask))
-        return replace(request, soft=soft, marks=marks)
+    def requests(
+        self,
+        fields: Mapping[str, Any],
+        prompt: Prompt | None,
+        soft: tuple[Soft, ...] = (),
+        salt: str = "",
+        adapter: str = "",
+    ) -> Requests:
+        """Return the request of a conversation, whose media are `soft`, or one for each prompt."""
+        salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
+        top, marks = fields.get("logprobs"), tuple[int, ...]()
+        if prompt:
+            top = fields.get("top_logprobs", 0) if top else None
+            expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
+            ids = [self.vocabulary.encode(prompt, expanded)]
+            system = fields["messages"][0].get("role") in ("system", "developer")
+            marks = self.vocabulary.marks(ids[0], system)
+        else:
+            ids = [self._ids(one, fields) for one in fields["prompt"]]
+        counts = [self._max_new(tokens, fields) for tokens in ids]
+        sampling = self._sampling(fields, top)
+        if mask := self._mask(fields, prompt):
+            sampling = replace(sampling, allowed=mask)
+        logprobs = fields.get("prompt_logprobs", top if fields.get("echo") else None)
+        n, reuse = fields.get("n", 1), fields.get("cache_prompt", True)
+        return tuple(
+            Request(
+                (*tokens,), count, sampling, soft, n, marks, reuse, salt, logprobs, adapter=adapter
+            )
+            for tokens, count in zip(ids, counts)
+        )
 
-    def _mask(self, fields: Mapping[str, Any], prompt: Prompt, thinking: bool) -> LogitsMask | None:
+    def _mask(self, fields: Mapping[str, Any], prompt: Prompt | None) -> LogitsMask | None:
         """Return the logits mask for a request's tool choice, response format and reasoning."""
         choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
-        inside = Reader(prompt_tail=prompt.tail).thinking
+        thinking = thinks(fields) is True
+        inside = prompt is not None and Reader(prompt_tail=prompt.tail).thinking
         allowed: Mask | None = None
         if functions and (forced or constraint):
             many, calls = choice.many, self.grammars.calls
@@ -172,28 +160,13 @@ class Prompts:
             return BackgroundMask(bounded, allowed.named) if allowed else bounded
         return allowed and BackgroundMask(allowed, allowed.named)
 
-    def completions(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
-        """Create a request per prompt."""
-        top, constraint = fields.get("logprobs"), constraint_of(fields)
-        out, ids = list[ServedRequest](), [self._ids(p, fields) for p in fields["prompt"]]
-        for prompt, tokens in zip(fields["prompt"], ids):
-            echo = prompt if isinstance(prompt, str) else ""
-            echo = (echo or self.text(tokens)) if fields.get("echo") else ""
-            request = ServedRequest((), fields=fields, echo=echo, salt=salt)
-            out.append(self._with_tokens(request, tokens, top))
-        if constraint:
-            allowed = self.grammars.text(constraint, thinking=False, inside=False)
-            masks = (BackgroundMask(allowed, allowed.named) for _ in out)
-            out = [replace(r, sampling=replace(r.sampling, allowed=m)) for r, m in zip(out, masks)]
-        return (*out,)
-
-    def tokens(self, fields: Mapping[str, Any], salt: str = "") -> tuple[ServedRequest, ...]:
-        """Create a request only for its token ids: of a prompt, or of a conversation as it would be
+    def tokens(self, fields: Mapping[str, Any], prompt: Prompt | None, **more: Any) -> Requests:
+        """Return a request only for its token ids: of a prompt, or of a conversation as it would be
         answered."""
-        if "messages" in fields:
-            return self.chat({**fields, "max_completion_tokens": 1})
+        if prompt:
+            return self.requests({**fields, "max_completion_tokens": 1}, prompt, **more)
         ids = fields["tokens"] if "tokens" in fields else self._ids(fields["prompt"], fields)
-        return (ServedRequest(tuple(ids), fields=fields),)
+        return (Request(tuple(ids)),)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return the tokenizer's settings, for clients that tokenise themselves."""
@@ -231,11 +204,10 @@ class Prompts:
         except InputError as e:
             raise as_input(e, "prompt") from None
 
-    def _with_tokens(
-        self, request: ServedRequest, tokens: Sequence[int], top: int | None
-    ) -> ServedRequest:
-        fields, max_seq = request.fields, self.engine.limits.max_seq
-        name, count = "messages" if "messages" in fields else "prompt", max_new(fields)
+    def _max_new(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> int:
+        """Return the maximum number of new tokens; Refused if they do not fit the context."""
+        name, max_seq = "messages" if "messages" in fields else "prompt", self.engine.limits.max_seq
+        count = max_new_tokens(fields)
         count = max(max_seq + 1 - len(tokens), 1) if count is None else count
         if not tokens:
             raise bad(name, "is empty; give at least one token")
@@ -243,16 +215,7 @@ class Prompts:
             sizes = f"the prompt has {len(tokens)} tokens, and {count} new ones are requested"
             message = f"{name}: {sizes}; the context has {max_seq} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")
-        return replace(
-            request,
-            tokens=tuple(tokens),
-            max_new_tokens=max(count, 1),
-            sampling=self._sampling(fields, top),
-            n=fields.get("n", 1),
-            reuse=fields.get("cache_prompt", True),
-            salt=request.salt + (f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""),
-            prompt_logprobs=fields.get("prompt_logprobs", top if fields.get("echo") else None),
-        )
+        return max(count, 1)
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else of the checkpoint."""

@@ -459,6 +459,12 @@ def chosen(fields: Mapping[str, Any]) -> ToolChoice:
     return replace(choice, many=many)
 
 
+def max_new_tokens(fields: Mapping[str, Any]) -> int | None:
+    """Return a request's maximum number of new tokens, or None."""
+    count: int | None = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    return count
+
+
 def as_input(error: InputError, name: str) -> InputError:
     """Return an error that names the field."""
     text = str(error)

@@ -21,8 +21,8 @@ import soundfile
 
 from g4ir.chat.messages import Medium
 from g4ir.errors import InputError
-from g4ir.serve import prompts
 from g4ir.serve.media_sources import MediaFolder, setting
+from g4ir.serve.prompts import Prompts
 from tests.cases import read_table
 from tests.media_tools import wav
 from tests.serve.running import NAME, Running, chat_engine, ready
@@ -191,11 +191,11 @@ def test_hints_are_part_of_the_prompt(
     seen: list[str] = []
     sampling = {"temperature": 0.25, "seed": 7, "top_p": 0.5, "max_completion_tokens": 9}
 
-    def request(*given: Any, fields: Any, **parts: Any) -> None:
+    def request(given: Prompts, fields: Any) -> None:
         seen.append(str(fields["messages"][0]["content"][0]["text"]))
         assert {name: fields[name] for name in sampling} == sampling
 
-    spy(monkeypatch, prompts, "ServedRequest", request)
+    spy(monkeypatch, Prompts, "render", request)
     served.dictate(monkeypatch, "ok", END)
     transcribe(client, language="de", prompt="Ada Lovelace", extra_body={**sampling, "new": "x"})
     assert "language is de." in seen[0] and "Ada Lovelace" in seen[0]

@@ -10,10 +10,10 @@ from typing import Any
 
 from g4ir.chat import Event as ChatEvent
 from g4ir.engine.output import AnswerStream
+from g4ir.engine.requests import Request
 
 from .. import request_schema as schema
 from ..http_errors import Refused, bad, missing
-from ..prompts import ServedRequest
 from .parts import CALL, THOUGHT, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
@@ -186,8 +186,8 @@ class MessageFormat(PartsFormat):
 
     alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
-        self.tokens, self.model = len(served[0].tokens), model
+    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
+        self.tokens, self.model = len(requests[0].tokens), fields["model"]
         self.id = f"msg_{secrets.token_hex(12)}"
         self.content: list[Body] = []
         self._json = ""

@@ -12,7 +12,7 @@ from g4ir.chat import Event as ChatEvent
 from g4ir.chat import Template
 from g4ir.engine.engine import Engine
 from g4ir.engine.output import AnswerStream, is_call
-from g4ir.engine.requests import RequestHandle
+from g4ir.engine.requests import Request, RequestHandle
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.plan.count import counts
 from g4ir.spec.parts import CHAT_FORMATS
@@ -20,7 +20,6 @@ from g4ir.spec.reader import did_you_mean
 
 from .. import request_schema as schema
 from ..http_errors import Refused, bad, missing
-from ..prompts import ServedRequest
 from .parts import AnswerFormat
 from .translation import TABLES, Body, Change, Translation, text_in, translated
 
@@ -173,7 +172,7 @@ class OllamaFormat(AnswerFormat):
     alive, end = " ", ""  # keepalive: a blank before a line of JSON
     content_type = "application/x-ndjson"
 
-    def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
+    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
         self.original, self.chat = original, "messages" in original
         self._started, self._handles = time.perf_counter(), list[RequestHandle]()
 

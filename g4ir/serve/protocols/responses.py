@@ -12,11 +12,11 @@ from g4ir.chat import Event as ChatEvent
 from g4ir.chat import call_id
 from g4ir.chat.messages import PARTS, shown
 from g4ir.engine.output import AnswerStream
+from g4ir.engine.requests import Request
 
 from .. import request_schema as schema
 from ..http_errors import SERVER, Refused, bad, missing
 from ..json_schema import LARK
-from ..prompts import ServedRequest
 from .parts import CALL, CONTENT, JsonText, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
@@ -226,9 +226,9 @@ UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 class ResponsesFormat(PartsFormat):
     """Formats one answer as items, complete or as events with sequence numbers."""
 
-    def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
+    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
         declared = original.get("tools") or []
-        self.model = model
+        self.model = fields["model"]
         tools = [t for t in declared if t["type"] not in IGNORED_TOOLS]
         self.original = {**original, "tools": tools}
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())

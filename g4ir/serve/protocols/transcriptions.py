@@ -10,9 +10,9 @@ from typing import Any
 from g4ir.chat import Event as ChatEvent
 from g4ir.chat.messages import shown
 from g4ir.engine.output import AnswerStream
+from g4ir.engine.requests import Request
 
 from ..http_errors import Refused, bad, missing
-from ..prompts import ServedRequest
 from ..request_schema import CHAT
 from .parts import AnswerFormat
 from .translation import TABLES, Body, Change, Translation, translated
@@ -128,7 +128,7 @@ CHANGES: dict[str, Change] = {
 class TranscriptFormat(AnswerFormat):
     """Formats a transcript: JSON object, plain text, or events."""
 
-    def __init__(self, served: Sequence[ServedRequest], model: str, original: Body) -> None:
+    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
         self.plain = original.get("response_format") == "text"
 
     def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
