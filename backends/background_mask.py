@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,8 +37,8 @@ def lower_priority(thread: int) -> None:
 
 
 class LogitsMask(Protocol):
-    """Returns the tokens allowed at the next position, before each sampling step; for example a
-    grammar."""
+    """Returns the tokens allowed at the next position of one answer, before each sampling step; for
+    example a grammar. Each answer has its own shallow copy of the mask in its settings."""
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
@@ -98,16 +99,16 @@ class BackgroundMask:
 
     inner: LogitsMask
     named: str
-    #: id of the list of generated tokens -> that list and its newest computation
-    _newest: dict[int, tuple[Sequence[int], _Computation]] = field(default_factory=dict, init=False)
+    _newest: _Computation | None = field(default=None, init=False)
+
+    def __copy__(self) -> BackgroundMask:
+        return BackgroundMask(copy(self.inner), self.named)
 
     def start(self, generated: Sequence[int]) -> _Computation:
         """Start to compute the mask of the next token, unless it was started already."""
-        _, newest = self._newest.get(id(generated), (generated, None))
-        if newest is None or newest.count != len(generated):
-            newest = _Computation(self.inner, generated)
-            self._newest[id(generated)] = generated, newest
-        return newest
+        if self._newest is None or self._newest.count != len(generated):
+            self._newest = _Computation(self.inner, generated)
+        return self._newest
 
     def ready(self, generated: Sequence[int], timeout: float) -> bool:
         """Whether `mask` returns (or raises) without waiting; waits up to `timeout` seconds for

@@ -12,6 +12,7 @@ import math
 import secrets
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,6 +167,7 @@ class Sampler:
         self.params, self.prompt, self.stops = params, prompt, frozenset(stops)
         self.seed = random_seed() if params.seed is None else params.seed
         self.generated: list[int] = []
+        self._mask = copy(params.allowed)
         self._never = frozenset(params.suppress)
         self._greedy = params.temperature == 0 and not params.changes
         self._biases = [torch.tensor(column) for column in zip(*params.logit_bias)]
@@ -184,12 +186,12 @@ class Sampler:
 
     def start_mask(self) -> None:
         """Start to compute the next token's mask, if it is computed in a thread."""
-        if isinstance(mask := self.params.allowed, BackgroundMask):
-            mask.start(self.generated)
+        if isinstance(self._mask, BackgroundMask):
+            self._mask.start(self.generated)
 
     def mask_ready(self, timeout: float = 0.0) -> bool:
         """Whether the next token can be sampled without waiting (`BackgroundMask.ready`)."""
-        mask = self.params.allowed
+        mask = self._mask
         return not isinstance(mask, BackgroundMask) or mask.ready(self.generated, timeout)
 
     def takes(self, largest: int) -> bool:
@@ -213,7 +215,7 @@ class Sampler:
         row[self._suppressed.to(row.device)] = -math.inf
         if self._is_short:
             row[self._stopping.to(row.device)] = -math.inf
-        allowed = s.allowed.mask(self.generated) if s.allowed else None
+        allowed = self._mask.mask(self.generated) if self._mask else None
         if allowed is not None:
             row.masked_fill_(~bits(allowed, len(row)).to(row.device), -math.inf)
         if s.penalises:

@@ -375,18 +375,18 @@ class Bounded:
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
-        #: id of the list of generated tokens -> that list, its budget, and how many of its tokens
-        #: are counted
-        self._rows: dict[int, tuple[Sequence[int], ReasoningBudget, int]] = {}
+        #: how many of the generated tokens are counted
+        self._seen = 0
+
+    def __copy__(self) -> Bounded:
+        return Bounded(copy(self.budget), self.size, copy(self.inner))
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return which tokens may follow; None: all."""
-        new = generated, copy(self.budget), 0
-        _, budget, seen = self._rows.get(id(generated), new)
-        for token in generated[seen:]:
-            budget.push(token)
-        self._rows[id(generated)] = generated, budget, len(generated)
-        if (forced := budget.forced()) is None:
+        for token in generated[self._seen :]:
+            self.budget.push(token)
+        self._seen = len(generated)
+        if (forced := self.budget.forced()) is None:
             return self.inner.mask(generated) if self.inner else None
         return np.arange(self.size) == forced
 

@@ -152,50 +152,39 @@ class Grammars:
 
 
 @dataclass
-class _Row:
-    """Grammar state of one answer; without a matcher it is unconstrained."""
-
-    generated: Sequence[int]
-    matcher: Any
-    inside: bool = False
-    started: bool = False
-    read: int = 0
-
-
-@dataclass
 class Mask:
-    """Logits mask of each answer of one request. `named`: the field of its constraint."""
+    """Logits mask of one answer. `initial`: the state at the start of its grammar; `named`: the
+    field of its constraint; `inside`: whether it is in its reasoning."""
 
-    matcher: Any
+    initial: Any
     named: str
-    #: whether an answer begins in its reasoning
     inside: bool = False
-    rows: dict[int, _Row] = field(default_factory=dict, init=False)
-    #: whether answers are constrained from their start
-    constrains_start = False
+    #: state of the grammar; None: the answer is not constrained yet, or any more
+    matcher: Any = field(default=None, init=False)
+    #: number of tokens that were read
+    read: int = field(default=0, init=False)
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return int32 words of bits; None: all tokens may follow."""
-        row = self.rows.get(id(generated))
-        if row is None:  # also references the list, so that its id is not reused
-            matcher = self.matcher.deep_copy() if self.constrains_start else None
-            row = self.rows[id(generated)] = _Row(generated, matcher, self.inside)
-        for token in generated[row.read :]:
-            self._read(row, token)
-        row.read = len(generated)
-        return self._words(row)
+        for token in generated[self.read :]:
+            self._read(token)
+        self.read = len(generated)
+        return self._words()
 
-    def _read(self, row: _Row, token: int) -> None:
+    def _read(self, token: int) -> None:
         raise NotImplementedError
 
-    def _words(self, row: _Row) -> Any:
-        if row.matcher is None:
+    def _words(self) -> Any:
+        if self.matcher is None:
             return None
-        words = words_of(row.matcher)
-        if error := row.matcher.get_error():  # in an error state it allows only the end
-            after = f"after {len(row.generated)} tokens"
+        words = words_of(self.matcher)
+        if error := self.matcher.get_error():  # in an error state it allows only the end
+            after = f"after {self.read} tokens"
             raise InputError(f"{self.named}: the grammar fails {after}: {_short_error(error)}")
         return words
+
+    def _start(self) -> None:
+        self.matcher = self.matcher or self.initial.deep_copy()
 
 
 @dataclass
@@ -207,23 +196,24 @@ class FullMask(Mask):
     thinking: bool = False
     #: mask of the first token, computed in advance so that the scheduler does not wait
     first: Any = None
-    constrains_start = True
 
-    def _read(self, row: _Row, token: int) -> None:
+    def _read(self, token: int) -> None:
         begins, ends = self.channel
-        if row.inside:
-            row.inside, row.started = token != ends, token == ends
-        elif token == begins and not row.started:
-            row.inside = True
+        if self.inside:
+            self.inside = token != ends
+            if not self.inside:
+                self._start()
+        elif token == begins and not self.matcher:
+            self.inside = True
         else:
-            row.started = True
-            row.matcher.consume_token(token)
+            self._start()
+            self.matcher.consume_token(token)
 
-    def _words(self, row: _Row) -> Any:
-        if row.inside:
+    def _words(self) -> Any:
+        if self.inside:
             return self.reasoning
-        words = super()._words(row) if row.started else self.first.copy()
-        if self.thinking and not row.started and self.channel[0] is not None:
+        words = super()._words() if self.matcher else self.first.copy()
+        if self.thinking and not self.matcher and self.channel[0] is not None:
             _set(words, self.channel[0], True)
         return words
 
@@ -235,13 +225,13 @@ class LazyMask(Mask):
     begins: int = -1
     ends: int = -1
 
-    def _read(self, row: _Row, token: int) -> None:
-        if row.matcher is None and token == self.begins:
-            row.matcher = self.matcher.deep_copy()
-        if row.matcher is not None:
-            row.matcher.consume_token(token)
+    def _read(self, token: int) -> None:
+        if token == self.begins:
+            self._start()
+        if self.matcher:
+            self.matcher.consume_token(token)
         if token == self.ends:
-            row.matcher = None
+            self.matcher = None
 
 
 def words_of(matcher: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,7 @@ def tool(name: str, schema: Any, **more: Any) -> dict[str, Any]:
 
 def free(mask: Mask, row: Sequence[int]) -> list[int]:
     """The tokens that may follow."""
-    words = mask.mask(row)
+    words = copy(mask).mask(row)
     if words is None:
         return [*range(SIZE)]
     view = words.view("uint32")
