@@ -116,8 +116,7 @@ def read_part(part: Any, where: str) -> str | Medium:
     if kind := _lookup(an_object(part, where), "type", PARTS, where):
         return Medium(kind, part, where)
     name = part["type"]
-    text: str = expect(part.get(name), str, f"{where}.{name}", "text")
-    return text
+    return expect(part.get(name), str, f"{where}.{name}", "text")
 
 
 def _languages(content: Any, where: str) -> dict[str, str]:
@@ -177,8 +176,7 @@ def expect(
 
 def an_object(value: Any, where: str) -> dict[str, Any]:
     """Return the value as a dict; InputError if it is no JSON object."""
-    obj: dict[str, Any] = expect(value, dict, where, "an object")
-    return obj
+    return expect(value, dict, where, "an object")
 
 
 def kind_of(value: Any) -> str:

@@ -233,8 +233,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Checked().visit(super()._parse(source, name, filename))
-        return tree
+        return _Checked().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = isinstance(left, int | float) and isinstance(right, int | float)

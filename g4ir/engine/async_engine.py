@@ -48,8 +48,8 @@ class AsyncEngine:
         #: exception that ended the thread
         self.error: BaseException | None = None
         self._inbox: deque[RequestHandle] = deque()
-        #: callback of each unfinished request, and the indices of its unfinished answers
-        self._running: dict[RequestHandle, tuple[Callable[[Event], None], set[int]]] = {}
+        #: unfinished requests, in order
+        self._running: dict[RequestHandle, None] = {}
         self._lock = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="g4ir-scheduler", daemon=True)
@@ -68,7 +68,7 @@ class AsyncEngine:
         handle = self.scheduler.handle(request)
         with self._lock:
             self._check_capacity(request)
-            self._running[handle] = callback, {answer.index for answer in handle.answers}
+            self._running[handle], handle.callback = None, callback
             self._inbox.append(handle)
             self._lock.notify_all()
         return handle
@@ -143,17 +143,14 @@ class AsyncEngine:
             return self.scheduler.busy
 
     def _deliver(self, event: Event) -> None:
-        callback, unfinished = self._running[event.handle]
-        if event.finish:
-            unfinished.discard(event.index)
         try:
-            callback(event)
+            event.handle.callback(event)
         except Exception:
             log.exception("a callback failed; its request is cancelled")
             event.handle.cancel()
-        if not unfinished:
+        if event.handle.done:
             with self._lock:
-                del self._running[event.handle]
+                self._running.pop(event.handle, None)
                 self._lock.notify_all()
 
     def _end_all(self) -> None:
@@ -161,7 +158,6 @@ class AsyncEngine:
             running, self._running = self._running, {}
             self._lock.notify_all()
         error = EngineError(f"{self.engine.label}: the service ended: {self.error or 'closed'}")
-        for handle, (callback, unfinished) in running.items():
-            for index in sorted(unfinished):
-                with suppress(Exception):
-                    callback(Event(handle, index, finish=FAILED, error=error))
+        for s in (s for handle in running for s in handle.answers if not s.finish):
+            with suppress(Exception):
+                s.handle.callback(Event(s.handle, s.index, finish=FAILED, error=error))

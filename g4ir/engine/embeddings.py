@@ -234,8 +234,7 @@ class Embedder:
         item, settings = part.part.get(part.part["type"]), encode_options(part.kind, part.part)
         if item is None or isinstance(item, str | dict):
             return read_local(self.engine, part, **settings)
-        soft: Soft = self.engine.encode(part.kind, item, **settings)
-        return soft
+        return self.engine.encode(part.kind, item, **settings)
 
     def _encode(self, texts: list[str], first: int) -> list[list[int]]:
         if not texts:

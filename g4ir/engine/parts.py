@@ -115,8 +115,7 @@ class EngineParts:
     @property
     def manifest(self) -> dict[str, Any]:
         """manifest.json as a dict."""
-        values: dict[str, Any] = json.loads(self.facts.text())
-        return values
+        return json.loads(self.facts.text())
 
     def param(self, name: str) -> torch.Tensor:
         """Return a weight of the model, `L0.mlp.w_gate` say, as the engine computes with it, on the

@@ -128,8 +128,7 @@ def interpreted(engine: EngineParts, kind: str, run: Run | None = None) -> Runti
     backends/reference.py's. `run` runs a node, of an engine without ranks."""
     runtime: Any = engine.runtime
     if isinstance(runtime, Led):
-        interpreted_runtime: Runtime = runtime.interpreter(kind)
-        return interpreted_runtime
+        return runtime.interpreter(kind)
     return interpreter(kind, runtime, engine.program, engine.limits, engine.device, run)
 
 

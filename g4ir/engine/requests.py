@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +133,8 @@ class RequestHandle:
         self.batchable = not request.soft and request.n == 1 and request.prompt_logprobs is None
         #: slot of its adapter, and the function that ends its use
         self.adapter_slot, self.release = -1, lambda: None
+        #: of an AsyncEngine, which calls it with the request's events
+        self.callback: Callable[[Event], None] = lambda event: None
         #: log-probabilities of the prompt tokens computed so far; None for the first
         self.prompt_logprobs: list[Logprobs | None] = [None]
         self._submitted = time.perf_counter()

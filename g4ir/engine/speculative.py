@@ -113,8 +113,7 @@ class NgramProposer:
         if size < MIN_MATCH:
             return []
         start = int(ends[-1]) + 1
-        draft: list[int] = np.resize(ids[start:], count).tolist()
-        return draft
+        return np.resize(ids[start:], count).tolist()
 
 
 class StepCosts:

@@ -120,8 +120,7 @@ def parse_type(text: str) -> Type:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of an IR dtype name."""
-    dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
-    return dtype
+    return getattr(torch, TORCH_NAMES[name])
 
 
 def is_float(t: torch.Tensor) -> bool:

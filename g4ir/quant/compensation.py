@@ -53,8 +53,7 @@ class Grid:
         return Grid(self.step[columns], self.shift[columns], self.form)
 
     def round(self, x: Tensor) -> Tensor:
-        rounded: Tensor = round_to_grid(x, self.step, self.shift, self.form)
-        return rounded
+        return round_to_grid(x, self.step, self.shift, self.form)
 
     def values(self, rounded: Tensor) -> Tensor:
         """Return the values that `round` chose."""

@@ -47,8 +47,7 @@ def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def thinks(fields: Mapping[str, Any]) -> bool | None:
     """Whether reasoning is on; None: the template's default."""
-    thinking: bool | None = _template_options(fields).get("enable_thinking")
-    return thinking
+    return _template_options(fields).get("enable_thinking")
 
 
 def require_tokenizer(path: Path, label: str) -> None:

@@ -311,8 +311,7 @@ def _schema(value: Any, name: str) -> dict[str, Any]:
         raise bad(name, "no UTF-8") from None
     except Refused as e:
         raise bad(name, e.message.replace("the body", "the text")) from None
-    schema: dict[str, Any] = OBJECT(decoded, name)
-    return schema
+    return OBJECT(decoded, name)
 
 
 def _format(value: Any, name: str) -> Constraint | None:
@@ -461,8 +460,7 @@ def chosen(fields: Mapping[str, Any]) -> ToolChoice:
 
 def max_new_tokens(fields: Mapping[str, Any]) -> int | None:
     """Return a request's maximum number of new tokens, or None."""
-    count: int | None = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    return count
+    return fields.get("max_completion_tokens", fields.get("max_tokens"))
 
 
 def as_input(error: InputError, name: str) -> InputError:

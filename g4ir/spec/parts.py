@@ -463,8 +463,7 @@ class Variant:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, defaults included, as JSON values."""
-        out: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return out
+        return json.loads(json.dumps(asdict(self)))
 
 
 _RECORDS = {cls.__name__: cls for cls in (Vision, Audio, UnifiedVision, UnifiedAudio)}

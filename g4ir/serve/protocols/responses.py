@@ -282,8 +282,7 @@ class ResponsesFormat(PartsFormat):
     def _open_text(self) -> Body:
         """Return the object that contains the open item's text."""
         item = self.output[-1]
-        holder: Body = item["content"][0] if "content" in item else item
-        return holder
+        return item["content"][0] if "content" in item else item
 
     def _at(self) -> Body:
         item, index = self.output[-1], len(self.output) - 1

@@ -40,8 +40,7 @@ class Translation:
 
     @property
     def messages(self) -> list[Body]:
-        messages: list[Body] = self.body.setdefault("messages", [])
-        return messages
+        return self.body.setdefault("messages", [])
 
     def add(self, where: str, role: str, content: Any, **more: Any) -> Body:
         """Append a message; `where` is its path in the original."""
@@ -130,5 +129,4 @@ def kind_in(value: Any, kinds: Collection[str], where: str, key: str = "type") -
 
 def text_in(value: Body, key: str, where: str) -> str:
     """Return a string field of an object."""
-    text: str = schema.TEXT(value.get(key), f"{where}.{key}")
-    return text
+    return schema.TEXT(value.get(key), f"{where}.{key}")

@@ -39,10 +39,7 @@ class BlockFormat:
     def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.dense:
             return self.dense(blocks)
-        values: torch.Tensor = dequantize_codes(
-            self.codes(blocks), self.scales(blocks), torch.float32
-        )
-        return values
+        return dequantize_codes(self.codes(blocks), self.scales(blocks), torch.float32)
 
 
 def _coded(kind: str, code_format: str, group: int, scales: Part | None = None) -> BlockFormat:
@@ -57,8 +54,7 @@ def _coded(kind: str, code_format: str, group: int, scales: Part | None = None) 
 
 def _scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     """Return the float16 scales (and minima) of blocks: f16[n, 1 or 2]."""
-    scales: torch.Tensor = LAYOUTS[kind].split(blocks)["scales"].contiguous().view(torch.float16)
-    return scales
+    return LAYOUTS[kind].split(blocks)["scales"].contiguous().view(torch.float16)
 
 
 def _integers(kind: str, blocks: torch.Tensor) -> torch.Tensor:

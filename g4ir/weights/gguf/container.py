@@ -396,8 +396,7 @@ def shortest(value: Any) -> Any:
 
 def architecture(file: Container) -> dict[str, Any]:
     """Return the rules of a file's architecture, a row of tables.yaml; empty if unknown."""
-    row: dict[str, Any] = TABLES["architectures"].get(file.values.get(KIND), {})
-    return row
+    return TABLES["architectures"].get(file.values.get(KIND), {})
 
 
 def checkpoint_names(layers: int, rules: Mapping[str, Any]) -> dict[str, str]:

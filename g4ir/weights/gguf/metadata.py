@@ -472,8 +472,7 @@ def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
 def _ends(file: Container) -> list[str]:
     """Return EOS and end-of-turn tokens; some converters do not mark them as special."""
     chat_format = FAMILIES.get(str(file.values.get(KIND)), {}).get("chat", CHAT_FORMS[0])
-    ends: list[str] = CHAT_FORMATS[chat_format]["ends"]
-    return ends
+    return CHAT_FORMATS[chat_format]["ends"]
 
 
 def side_files(file: Container) -> dict[str, bytes]:

@@ -159,8 +159,7 @@ def _tensors(spec: Spec, source: Checkpoint, kind: str) -> Iterator[_Tensor]:
 
 
 def _rules(spec: Spec) -> dict[str, Any]:
-    rules: dict[str, Any] = TABLES["architectures"][architecture_of(spec)]
-    return rules
+    return TABLES["architectures"][architecture_of(spec)]
 
 
 def _kind(bare: str, shape: tuple[int, ...], kind: str) -> str:
@@ -214,8 +213,7 @@ def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str) -> torch.Tenso
     layout = LAYOUTS[kind]
     data = (codes.reshape(-1, layout.values) + layout.zero).view(torch.uint8)
     scale_bytes = scales.half().reshape(-1, 1).contiguous().view(torch.uint8)
-    blocks: torch.Tensor = layout.write(data, scales=scale_bytes)
-    return blocks
+    return layout.write(data, scales=scale_bytes)
 
 
 # --- metadata ---------------------------------------------------------------------------------
