@@ -47,13 +47,14 @@ from .media_queue import MediaQueue, wait_for_leaving
 from .media_sources import MediaFolder, encode_media
 from .metrics import Metrics
 from .page import read_assets
-from .prompts import Prompts, Requests, thinks
+from .prompts import Prompts, Requests, reasoning_on
 from .protocols import embeddings, messages, ollama, responses, transcriptions
 from .protocols.embeddings import EmbeddingRequest
 from .protocols.parts import AnswerFormat
 from .protocols.translation import Body, Translation
 from .rate_limits import KeyLimits, RateLimits
 from .request_log import HEADERS, RequestLog
+from .request_schema import Fields
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,6 @@ ANY_NAME = "*"
 #: bytes from which on bodies are parsed one at a time, to bound memory
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
-Fields = Mapping[str, Any]
 #: a context manager that renames fields in errors to the client's protocol
 Named = Callable[[], AbstractContextManager[None]]
 
@@ -600,7 +600,7 @@ class Running:
         self.answers = [
             AnswerStream(
                 server.prompts.vocabulary,
-                prompt and _reader(fields, prompt),
+                _reader(fields, prompt) if prompt else None,
                 index=i,
                 stop=fields.get("stop", ()),
                 single=fields.get("parallel_tool_calls") is False,
@@ -785,7 +785,7 @@ def _reader(fields: Fields, prompt: Prompt) -> Reader:
     """Return the parser of an answer to a conversation."""
     tools, calls = fields.get("tools") or None, schema.chosen(fields).mode != "none"
     stop = fields.get("stop", ())
-    return Reader(tools, prompt.tail, stop, calls=calls, thinking=thinks(fields))
+    return Reader(tools, prompt.tail, stop, calls=calls, thinking=reasoning_on(fields))
 
 
 def _other_kind(message: str) -> Refused:

@@ -3,7 +3,7 @@ parsers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from g4ir.weights.checkpoint import TOKENIZER
 
 from .grammar import Grammars, Mask
 from .http_errors import Refused, bad, missing
-from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of, max_new_tokens
+from .request_schema import NO_EFFORTS, Fields, as_input, chosen, constraint_of, max_new_tokens
 from .tool_grammar import called
 
 Requests = tuple[Request, ...]
@@ -37,7 +37,7 @@ SETTINGS = (
 )
 
 
-def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _template_options(fields: Fields) -> dict[str, Any]:
     """Return a request's chat template options."""
     options = dict(fields.get("chat_template_kwargs", {}))
     if "reasoning_effort" in fields:
@@ -45,7 +45,7 @@ def _template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def thinks(fields: Mapping[str, Any]) -> bool | None:
+def reasoning_on(fields: Fields) -> bool | None:
     """Whether reasoning is on; None: the template's default."""
     return _template_options(fields).get("enable_thinking")
 
@@ -84,7 +84,7 @@ class Prompts:
         ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 
-    def render(self, fields: Mapping[str, Any]) -> Prompt | None:
+    def render(self, fields: Fields) -> Prompt | None:
         """Render a conversation; None for fields without one. Refused or InputError if it is
         invalid."""
         if "messages" not in fields:
@@ -108,7 +108,7 @@ class Prompts:
 
     def requests(
         self,
-        fields: Mapping[str, Any],
+        fields: Fields,
         prompt: Prompt | None,
         soft: tuple[Soft, ...] = (),
         salt: str = "",
@@ -138,12 +138,12 @@ class Prompts:
             for tokens, count in zip(ids, counts)
         )
 
-    def _mask(self, fields: Mapping[str, Any], prompt: Prompt | None) -> LogitsMask | None:
+    def _mask(self, fields: Fields, prompt: Prompt | None) -> LogitsMask | None:
         """Return the logits mask for a request's tool choice, response format and reasoning."""
         choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
-        thinking = thinks(fields) is True
+        thinking = reasoning_on(fields) is True
         inside = prompt is not None and Reader(prompt_tail=prompt.tail).thinking
         allowed: Mask | None = None
         if functions and (forced or constraint):
@@ -159,7 +159,7 @@ class Prompts:
             return BackgroundMask(bounded, allowed.named) if allowed else bounded
         return allowed and BackgroundMask(allowed, allowed.named)
 
-    def tokens(self, fields: Mapping[str, Any], prompt: Prompt | None, **more: Any) -> Requests:
+    def tokens(self, fields: Fields, prompt: Prompt | None, **more: Any) -> Requests:
         """Return a request only for its token ids: of a prompt, or of a conversation as it would be
         answered."""
         if prompt:
@@ -194,7 +194,7 @@ class Prompts:
         except InputError as e:
             raise Refused(400, str(e), param=name, code="context_length_exceeded") from None
 
-    def _ids(self, prompt: Any, fields: Mapping[str, Any]) -> list[int]:
+    def _ids(self, prompt: Any, fields: Fields) -> list[int]:
         try:
             if isinstance(prompt, str):
                 self._check_length(len(prompt), "prompt")
@@ -203,7 +203,7 @@ class Prompts:
         except InputError as e:
             raise as_input(e, "prompt") from None
 
-    def _max_new(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> int:
+    def _max_new(self, tokens: Sequence[int], fields: Fields) -> int:
         """Return the maximum number of new tokens; Refused if they do not fit the context."""
         name, max_seq = "messages" if "messages" in fields else "prompt", self.engine.limits.max_seq
         count = max_new_tokens(fields)
@@ -216,7 +216,7 @@ class Prompts:
             raise Refused(400, message, param=name, code="context_length_exceeded")
         return max(count, 1)
 
-    def _sampling(self, fields: Mapping[str, Any], top: int | None) -> SamplingParams:
+    def _sampling(self, fields: Fields, top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else of the checkpoint."""
         sampling = {k: fields[k] for k in SETTINGS if k in fields}
         stop = fields.get("stop_token_ids", frozenset())

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _LOGGED: set[str] = set()
 MAX_LOGGED = 256
 
+#: the fields of a request, as `read_fields` returns them
+Fields = Mapping[str, Any]
 #: (value, name of the field) -> checked value; Refused if it is wrong
 Read = Callable[[Any, str], Any]
 
@@ -354,7 +356,7 @@ MAKERS: dict[str, Callable[..., Read]] = {"whole": integer, "number": number, "l
 MAKERS |= {"one_of": one_of, "unsupported": unsupported, "constrained": constrained}
 
 
-def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
+def constraint_of(fields: Fields) -> Constraint | None:
     """Return a request's constraint; Refused if it has two."""
     constraints = [value for value in fields.values() if isinstance(value, Constraint)]
     for second in constraints[1:]:
@@ -429,7 +431,7 @@ def _log_unknown(names: Iterable[str]) -> None:
         log.warning("ignored a request field that is not known: %s", name)
 
 
-def _check_choice(fields: Mapping[str, Any]) -> None:
+def _check_choice(fields: Fields) -> None:
     """Refuse undeclared functions, and tool choices that exclude a grammar."""
     choice, tools = chosen(fields), fields.get("tools") or ()
     declared = {_name(t, "tools") for t in tools} if choice.names else set()
@@ -450,7 +452,7 @@ def _check_choice(fields: Mapping[str, Any]) -> None:
             raise bad(name, f"cannot be together with {other}, which has its own end")
 
 
-def chosen(fields: Mapping[str, Any]) -> ToolChoice:
+def chosen(fields: Fields) -> ToolChoice:
     """Return the tool choice of a request."""
     requested: ToolChoice | None = fields.get("tool_choice")
     choice = requested or ToolChoice("auto" if fields.get("tools") else "none")
@@ -458,7 +460,7 @@ def chosen(fields: Mapping[str, Any]) -> ToolChoice:
     return replace(choice, many=many)
 
 
-def max_new_tokens(fields: Mapping[str, Any]) -> int | None:
+def max_new_tokens(fields: Fields) -> int | None:
     """Return a request's maximum number of new tokens, or None."""
     return fields.get("max_completion_tokens", fields.get("max_tokens"))
 

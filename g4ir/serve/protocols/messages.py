@@ -186,7 +186,7 @@ class MessageFormat(PartsFormat):
 
     alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
+    def __init__(self, fields: schema.Fields, requests: Sequence[Request], original: Body) -> None:
         self.tokens, self.model = len(requests[0].tokens), fields["model"]
         self.id = f"msg_{secrets.token_hex(12)}"
         self.content: list[Body] = []

@@ -172,7 +172,7 @@ class OllamaFormat(AnswerFormat):
     alive, end = " ", ""  # keepalive: a blank before a line of JSON
     content_type = "application/x-ndjson"
 
-    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
+    def __init__(self, fields: schema.Fields, requests: Sequence[Request], original: Body) -> None:
         self.original, self.chat = original, "messages" in original
         self._started, self._handles = time.perf_counter(), list[RequestHandle]()
 

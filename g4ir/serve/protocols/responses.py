@@ -226,7 +226,7 @@ UNSAID: Mapping[str, Any] = TABLE["unsaid"]
 class ResponsesFormat(PartsFormat):
     """Formats one answer as items, complete or as events with sequence numbers."""
 
-    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
+    def __init__(self, fields: schema.Fields, requests: Sequence[Request], original: Body) -> None:
         declared = original.get("tools") or []
         self.model = fields["model"]
         tools = [t for t in declared if t["type"] not in IGNORED_TOOLS]

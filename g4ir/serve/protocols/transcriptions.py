@@ -13,7 +13,7 @@ from g4ir.engine.output import AnswerStream
 from g4ir.engine.requests import Request
 
 from ..http_errors import Refused, bad, missing
-from ..request_schema import CHAT
+from ..request_schema import CHAT, Fields
 from .parts import AnswerFormat
 from .translation import TABLES, Body, Change, Translation, translated
 
@@ -128,7 +128,7 @@ CHANGES: dict[str, Change] = {
 class TranscriptFormat(AnswerFormat):
     """Formats a transcript: JSON object, plain text, or events."""
 
-    def __init__(self, fields: Body, requests: Sequence[Request], original: Body) -> None:
+    def __init__(self, fields: Fields, requests: Sequence[Request], original: Body) -> None:
         self.plain = original.get("response_format") == "text"
 
     def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
