@@ -21,5 +21,4 @@ def find_backend(name: str) -> Backend:
     """Return the backend of this name; InputError lists them."""
     if name not in BACKENDS:
         raise InputError(f"unknown backend {name!r}; one of {', '.join(BACKENDS)}")
-    backend: Backend = importlib.import_module(BACKENDS[name]).BACKEND
-    return backend
+    return importlib.import_module(BACKENDS[name]).BACKEND

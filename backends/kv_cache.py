@@ -27,8 +27,7 @@ class CaptureCache:
         """Return the object of this class and key; `make` creates it at the first call."""
         if (kind, key) not in self._entries:
             self._entries[kind, key] = make()
-        entry: T = self._entries[kind, key]
-        return entry
+        return self._entries[kind, key]
 
     def keys(self, kind: type) -> set[Hashable]:
         return {key for cls, key in self._entries if cls is kind}

@@ -86,8 +86,7 @@ class ReferenceRuntime(Runtime):
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         outputs, _ = interpret(self.program.graphs[tower], dict(feeds), self.params, {})
-        soft: torch.Tensor = outputs["soft"]
-        return soft
+        return outputs["soft"]
 
     def resident(self, param: str) -> torch.Tensor | None:
         return self.params.get(param)

@@ -71,5 +71,4 @@ class Arena:
 
 def storage_of(t: Tensor) -> int:
     """Return the identity of a tensor's storage."""
-    key: int = t.untyped_storage()._cdata
-    return key
+    return t.untyped_storage()._cdata

@@ -234,8 +234,7 @@ def attend(
     has_kernel = _kernels and keys.dtype in CACHE_DTYPES
     if not has_kernel or q.dtype not in (torch.bfloat16, torch.float32):
         inputs = (q, positions, written, keys, values)
-        result: Tensor = _ATTENTION(*inputs, window=window, scale=scale, softcap=0.0)
-        return result
+        return _ATTENTION(*inputs, window=window, scale=scale, softcap=0.0)
     operands = [t.contiguous() for t in (q, positions, written, keys, values)]
     (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
     out = torch.empty_like(operands[0])
@@ -268,8 +267,7 @@ def attend_chunk(
             dequantize_rows(torch.cat((old.transpose(0, 1), new), 1), q.dtype)
             for old, new in zip(*pairs, strict=True)
         )
-        result: Tensor = attend_all(q, k, v, mask, scale)
-        return result
+        return attend_all(q, k, v, mask, scale)
     operands = [t.contiguous() for t in (q, positions, last, written, *pairs[0], *pairs[1])]
     (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
     out = torch.empty_like(operands[0])

@@ -145,8 +145,7 @@ def _write_ring(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> N
 def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. A custom op,
     since compiled programs support torch's only from 2.12 on."""
-    out: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
-    return out
+    return torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
 
 
 def _grouped_fake(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

@@ -91,8 +91,7 @@ def _mask(
     if chunk:
         key_pos = torch.cat((key_pos, positions.t()))
     last = None if block_ids is None else last_visible(positions, block_ids)
-    mask: Tensor = visible(key_pos, positions, n.whole("window"), last)
-    return mask
+    return visible(key_pos, positions, n.whole("window"), last)
 
 
 def _joined(

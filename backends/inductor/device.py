@@ -96,11 +96,9 @@ class Compiler(Device):
 
 def find_device(name: str) -> Device:
     """Return the record of a device."""
-    device: Device = importlib.import_module(DEVICES[name]).DEVICE
-    return device
+    return importlib.import_module(DEVICES[name]).DEVICE
 
 
 def find_compiler(name: str) -> Compiler:
     """Return the record of a device for compiled programs."""
-    compiler: Compiler = importlib.import_module(DEVICES[name]).COMPILER
-    return compiler
+    return importlib.import_module(DEVICES[name]).COMPILER

@@ -81,5 +81,4 @@ class Run:
 
     @property
     def graph(self) -> Graph:
-        graph: Graph = self.lowered.graph
-        return graph
+        return self.lowered.graph

@@ -200,8 +200,7 @@ def _load_program(path: Path, device: str, index: int = -1) -> Call:
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
     except RuntimeError as e:
         raise EngineError(f"{path} cannot be loaded: {reason(e)}") from e
-    call: Call = loader.run
-    return call
+    return loader.run
 
 
 def reason(error: Exception) -> str:

@@ -120,8 +120,7 @@ def _model(kind: str, graph: Graph, limits: Limits, storage: Any) -> onnx.ModelP
 
 @cache
 def _docs() -> dict[str, str]:
-    docs: dict[str, str] = read_table(Path(__file__).with_name("models.yaml"))
-    return docs
+    return read_table(Path(__file__).with_name("models.yaml"))
 
 
 def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:

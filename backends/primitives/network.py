@@ -107,8 +107,7 @@ class Network:
         if key not in self._shared:
             with self.e.shared_scope():
                 self._shared[key] = make()
-        result: Result = self._shared[key]
-        return result
+        return self._shared[key]
 
     def once(self, kind: str, x: Operand, make: Callable[[], Result]) -> Result:
         """Return a value that the readers of tensor `x` share, created in the first reader's
@@ -116,8 +115,7 @@ class Network:
         key = (kind, x)
         if key not in self._shared:
             self._shared[key] = make()
-        result: Result = self._shared[key]
-        return result
+        return self._shared[key]
 
 
 def logit_rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -184,8 +184,7 @@ class Manifest:
     @property
     def seed(self) -> int | None:
         """The seed of random weights."""
-        seed: int | None = getattr(self.weights, "seed", None)
-        return seed
+        return getattr(self.weights, "seed", None)
 
     @property
     def adapters(self) -> tuple[MergedAdapter, ...]:

@@ -151,8 +151,7 @@ class BenchRunner:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append i64[B, n]; return logits [B, vocab] after the last one, on the runner's device.
         They are valid until the next step."""
-        logits: torch.Tensor = self.session.step(tokens)
-        return logits
+        return self.session.step(tokens)
 
 
 class EngineRunner(BenchRunner):

@@ -174,8 +174,7 @@ class Stages:
                 values[v.name] if v.name in values else self.params.load_input(v) for v in n.inputs
             ]
             values |= zip((v.name for v in n.outputs), run_node(n, tensors), strict=True)
-        out: Tensor = values[self.head[-1].outputs[0].name][0]
-        return out
+        return values[self.head[-1].outputs[0].name][0]
 
     def _operand(self, v: Value, env: Mapping[str, Any], params: dict[str, Any]) -> Any:
         if v.name in env:

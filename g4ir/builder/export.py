@@ -95,8 +95,7 @@ def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor
         return source.rows(v.name, rows)
     if all(part in params for part in parts):
         codes, scales = (source.rows(part, rows) for part in parts)
-        weight: torch.Tensor = dequantize_codes(codes, scales, torch_dtype(engine.dtype))
-        return weight
+        return dequantize_codes(codes, scales, torch_dtype(engine.dtype))
     return engine.param(v.name)[rows]
 
 

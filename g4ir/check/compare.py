@@ -320,8 +320,7 @@ class Comparison:
         step, maker = origin.step, origin.cone[-1]
 
         def valid(t: Tensor) -> Tensor:
-            out: Tensor = to_comparable(step.without_padding(t, origin.value.type))
-            return out
+            return to_comparable(step.without_padding(t, origin.value.type))
 
         got, want = valid(got), valid(want)
         if not want.is_floating_point():

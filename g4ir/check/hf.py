@@ -75,8 +75,7 @@ class HfSession:
             **{self.argument: self.cache, "logits_to_keep": self.rows},
         )
         self.length += n
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        return out.logits[:, -1]
 
 
 def cache_argument(f: Callable[..., Any]) -> str:
@@ -201,8 +200,7 @@ def rounded(x: Tensor, to: str) -> Tensor:
     """Return rows [.., d] after quantisation to a dtype and back."""
     reference = OPS["narrow_row"].reference
     assert reference
-    out: Tensor = dequantize_rows(reference(x, to=to), x.dtype)
-    return out
+    return dequantize_rows(reference(x, to=to), x.dtype)
 
 
 def _rounded_kv(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Tensor, Tensor]:

@@ -106,8 +106,7 @@ class Score:
     def nll(self) -> float | None:
         """Mean negative log-likelihood (nats a token), the loss of transformers with these labels;
         None if every label is ignored."""
-        nll: float | None = self.sums.means()["nll"]
-        return nll
+        return self.sums.means()["nll"]
 
     @property
     def ppl(self) -> float | None:

@@ -74,15 +74,13 @@ class PlainParams:
         rank, name = split_name(v.name)
         if rank is not None:
             return self._of_rank(rank, replace(v, name=name))
-        tensor: Tensor = self.share.join_parts(v, self._of_rank) if self.shards else self.read(v)
-        return tensor
+        return self.share.join_parts(v, self._of_rank) if self.shards else self.read(v)
 
     def _of_rank(self, rank: int, v: Value) -> Tensor:
         if self.shards:
             return self.shards[rank](v)
         share = replace(self.share, rank=rank)
-        tensor: Tensor = share.read_part(v.name, lambda name: self.read(replace(v, name=name)))
-        return tensor
+        return share.read_part(v.name, lambda name: self.read(replace(v, name=name)))
 
 
 def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> PlainParams:

@@ -231,8 +231,7 @@ class Flags:
 
     def make(self, values: Mapping[str, Any]) -> Verb:
         """Return the verb with these values."""
-        verb: Verb = self._make(self.verb, {**values, "explicit": frozenset(values)})
-        return verb
+        return self._make(self.verb, {**values, "explicit": frozenset(values)})
 
     def _make(self, cls: type[Part], values: Mapping[str, Any]) -> Any:
         record = {f.name: values[f.name] for f in fields(cls) if f.name in values}

@@ -99,8 +99,7 @@ def resize(frames: U8, grid: Grid) -> U8:
     resized: torch.Tensor = torch.nn.functional.interpolate(
         source, size, mode="bicubic", align_corners=False, antialias=True
     )
-    out: U8 = resized.permute(0, 2, 3, 1).numpy()
-    return out
+    return resized.permute(0, 2, 3, 1).numpy()
 
 
 def patchify(frames: U8, cell: int) -> F32:

@@ -137,8 +137,7 @@ def _shared(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
 
 
 def _kind(spec: Spec, kind: str) -> AttentionKind:
-    geometry: AttentionKind = getattr(spec.text, kind)
-    return geometry
+    return getattr(spec.text, kind)
 
 
 def shipped_drafter(model: Spec) -> Spec:

@@ -144,8 +144,7 @@ def _flags_of_linux() -> Iterable[str]:
 def _permits_amx() -> bool:
     """Request permission from Linux to use AMX registers; return whether it was granted."""
     arch_prctl, request, registers = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
-    permitted: bool = ctypes.CDLL(None).syscall(arch_prctl, request, registers) == 0
-    return permitted
+    return ctypes.CDLL(None).syscall(arch_prctl, request, registers) == 0
 
 
 def _flags_of_macos() -> Iterable[str]:

@@ -381,13 +381,12 @@ def decode_attention(
     if not takes(q):
         arrivals.zero_()
         both = caches if w is None else keys_values(dequantize_rows(caches[0], q.dtype), w)
-        out: Tensor = attention.reference(
+        return attention.reference(
             *(q, end[:, None] - 1, end, *both),
             window=window,
             scale=scale,
             softcap=softcap,
         )
-        return out
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     slots, b, n, _ = caches[0].shape
     parts, stats, sums = workspace(out, n, splits)

@@ -287,8 +287,7 @@ def prefill_attention(
     if not takes(q):
         dense = caches if w is None else [x for rows in caches for x in keys_values(rows, w)]
         inputs = (q, positions, written, *dense)
-        result: Tensor = attention.reference(*inputs, window=window, scale=scale, softcap=softcap)
-        return result
+        return attention.reference(*inputs, window=window, scale=scale, softcap=softcap)
     cache_k, cache_v, k, v = caches if w is None else (caches[0], caches[0], caches[1], caches[1])
     b, s, heads, d = q.shape
     slots, _, n, _ = cache_k.shape

@@ -86,8 +86,7 @@ def dequantized_rows(
     if not takes(codes):
         typed = codes.view(torch_dtype(FORMATS[form].codes))
         if ids is None:
-            weight: Tensor = dequantize_codes(typed, scales, dtype)
-            return weight
+            return dequantize_codes(typed, scales, dtype)
         gathered = dequantize_codes(codes[ids].view(typed.dtype), scales[ids], dtype)
         return gathered * torch.tensor(factor).to(dtype)
     k, shape = columns(codes, form), codes.shape[:-1] if ids is None else ids.shape
