@@ -176,11 +176,7 @@ def find_peer(
 
 
 def find_anchor(
-    engine: Engine,
-    peer: Peer,
-    turns: Turns,
-    want: Tensor,
-    progress: Progress = no_progress,
+    engine: Engine, peer: Peer, turns: Turns, want: Tensor, progress: Progress = no_progress
 ) -> Anchor | None:
     """Return the anchor from which distances are measured: the reference's logits in float64; if
     float64 does not fit, its own rows `want` and its other mode. None if the other mode is no help:

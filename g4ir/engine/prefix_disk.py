@@ -35,14 +35,7 @@ from g4ir.ui.files import new_version
 from g4ir.ui.locks import EXCLUSIVE
 from g4ir.ui.paths import cache_root, locked, private
 from g4ir.ui.units import size_text
-from g4ir.weights.tensorfile import (
-    FileTensor,
-    bytes_of,
-    file_layout,
-    map_file,
-    read_header,
-    view,
-)
+from g4ir.weights.tensorfile import FileTensor, bytes_of, file_layout, map_file, read_header, view
 
 from .hidden_states import HiddenStates
 from .parts import EngineParts

@@ -174,11 +174,7 @@ def _load_drafter(model: Spec, path: Path) -> Spec:
 
 
 def pass_options(
-    latent: str,
-    kv: str,
-    activations: str | None = None,
-    drafted: int = 0,
-    keep: Sequence[int] = (),
+    latent: str, kv: str, activations: str | None = None, drafted: int = 0, keep: Sequence[int] = ()
 ) -> PassOptions:
     """Return the options of the passes. keep: layers whose cache is K and V, not latent; drafted:
     rejected tokens that a ring cache has room for. InputError for activations that no pass

@@ -42,11 +42,7 @@ class EmbeddingModel:
         return {"max_model_len": self.engine.limits.max_seq, "embedding_sizes": sizes}
 
     def with_soft(
-        self,
-        asked: EmbeddingRequest,
-        media: Sequence[Medium],
-        folder: MediaFolder,
-        limit: Limit,
+        self, asked: EmbeddingRequest, media: Sequence[Medium], folder: MediaFolder, limit: Limit
     ) -> EmbeddingRequest:
         """Return a request with its media replaced by their soft tokens."""
         with named(asked.field):

@@ -162,11 +162,7 @@ Origin = CheckpointDirectory | GgufFile
 
 #: kind of a GGUF file in a folder -> what it is
 MODEL, TOWERS_FILE, DRAFTER_FILE = "model", "mmproj", "drafter"
-_KINDS = {
-    MODEL: "text model",
-    TOWERS_FILE: "file of towers (mmproj)",
-    DRAFTER_FILE: "draft model",
-}
+_KINDS = {MODEL: "text model", TOWERS_FILE: "file of towers (mmproj)", DRAFTER_FILE: "draft model"}
 
 
 @dataclass(frozen=True)

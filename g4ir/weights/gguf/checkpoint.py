@@ -17,13 +17,7 @@ from typing import Any
 from g4ir.errors import WeightsError
 from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import HEAD, NORM, checkpoint_name
-from g4ir.model.tensors import (
-    CLIP_BOUNDS,
-    Shape,
-    dead_tensors,
-    media_tensors,
-    text_tensors,
-)
+from g4ir.model.tensors import CLIP_BOUNDS, Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.codecs import FORMATS
 from g4ir.ops.finite import cast
 from g4ir.ops.types import torch
@@ -267,11 +261,7 @@ _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
 
 
 def with_towers(
-    text: Checkpoint,
-    file: Container,
-    spec: Spec,
-    kinds: Iterable[str],
-    dtype: str,
+    text: Checkpoint, file: Container, spec: Spec, kinds: Iterable[str], dtype: str
 ) -> Checkpoint:
     """Add the towers of these media kinds to a text checkpoint; reads no tensor data."""
     kinds = set(kinds)
