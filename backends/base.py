@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.graph import Program
+from g4ir.ops.types import torch
 from g4ir.parallel.group import Group
 from g4ir.parallel.table import Share
 from g4ir.passes import PassCounts
@@ -21,9 +22,6 @@ from g4ir.plan.options import BuildConfig
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import Packing, ParamSource, local_params
-
-if TYPE_CHECKING:
-    import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
 #: token ids -> the feeds of a text graph
@@ -198,8 +196,6 @@ class Backend(PlannedBackend, ABC):
 
     def has_device(self, device: str) -> bool:
         """Whether this machine has the device."""
-        import torch
-
         return device != "cuda" or torch.cuda.is_available()
 
     def packages(self, device: str) -> tuple[str, ...]:

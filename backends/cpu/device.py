@@ -11,6 +11,7 @@ from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Compiler, Device
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
+from g4ir.ops.types import torch
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.processor import cpu_flags
 
@@ -28,8 +29,6 @@ class Cpu(Device):
         return (lambda: kernels().check(),)
 
     def machine(self) -> str:
-        import torch
-
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{platform.machine()} {capability} {','.join(cpu_flags())}"
 

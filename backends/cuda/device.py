@@ -13,6 +13,7 @@ from g4ir.backends.inductor.device import Compiler
 from g4ir.backends.inductor.programs import phases
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
+from g4ir.ops.types import torch
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplify_formats
 
@@ -35,8 +36,6 @@ class Cuda(Compiler):
         return toolchain(", or build with --device cpu")
 
     def machine(self) -> str:
-        import torch
-
         return f"cuda sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
 
     def target(self, rows: int) -> Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from g4ir.backends.inductor.target import Target
+from g4ir.ops.types import torch
 
 #: default target without a GPU
 HOPPER = "h100"
@@ -25,7 +26,5 @@ def has_large_blocks(gpu: str) -> bool:
 
 def find_target(rows: int) -> Target:
     """Return the target of a build for this machine's GPU."""
-    import torch
-
     name = gpu_name(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     return Target("cuda", name, rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.errors import MissingError
+from g4ir.ops.types import torch
 
 #: the oldest compute capability with bf16
 OLDEST = (8, 0)
@@ -17,8 +18,6 @@ OLDEST = (8, 0)
 def toolchain(otherwise: str = "") -> tuple[Callable[[], object], ...]:
     """Return checks for compiling: a C++ compiler, triton, CUDA's headers, a GPU. Each raises
     MissingError; `otherwise` is appended to the error of a missing or unsupported GPU."""
-    import torch
-
     # Without a GPU only its own error is of use: a CUDA build of torch brings the other parts.
     parts = (_check_triton, check_toolkit) if torch.cuda.is_available() else ()
     return (cpp_compiler, *parts, partial(_check_gpu, otherwise))
@@ -33,8 +32,6 @@ def _check_triton() -> None:
 
 
 def _check_gpu(otherwise: str) -> None:
-    import torch
-
     if not torch.cuda.is_available():
         raise MissingError(
             f"device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "

@@ -21,6 +21,7 @@ from typing import Any
 
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.text import parse_graph
+from g4ir.ops.types import torch
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import keep_inductor_private, setting
 from g4ir.weights.tensorfile import open_regular
@@ -57,8 +58,6 @@ NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_point
 
 def program_name(text: str, target: Target) -> str:
     """Return a hash of everything that a compiled program depends on."""
-    import torch
-
     device = find_compiler(target.device)
     parts = [text, str(target), torch.__version__, device.machine(), _sources(device)]
     parts += [setting(WRAPPER_LEVEL), *device.versions()]
@@ -91,7 +90,6 @@ def compile_program(text: str, target: Target, path: Path) -> None:
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Context with the settings for torch's compiler."""
-    import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     keep_inductor_private(default_cache_dir())
@@ -154,8 +152,6 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
 def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
     """Return a package as bytes in memory: torch's own writer aborts the process on a full disk."""
-    import torch
-
     package = io.BytesIO()
     with _any_size():
         torch._inductor.aoti_compile_and_package(
@@ -214,7 +210,6 @@ def _any_size() -> Any:
 
 def exported(text: str, target: Target) -> Any:
     """Return a segment as an exported program; in a FakeTensorMode the device need not exist."""
-    import torch
     from torch.export import Dim
 
     from .lower import SegmentModule, example

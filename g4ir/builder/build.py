@@ -31,6 +31,7 @@ from g4ir.errors import EngineError, InputError, PlanError, check_all
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import text_graphs
 from g4ir.ops.kv_quant import NARROW
+from g4ir.ops.types import torch
 from g4ir.passes import Dump, PassCounts
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
@@ -359,8 +360,6 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
 def _manifest(
     p: Prepared, compiled: Mapping[str, Any], folder: Path, digests: Mapping[Path, str]
 ) -> directory.Manifest:
-    import torch
-
     ignored = {to_line(k): Line(v) for k, v in p.source.ignored.items()}
     defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.artefact.directory import is_engine, refuse_options
 from g4ir.engine.engine import Engine
@@ -20,7 +20,7 @@ from g4ir.model.tensors import media_tensors
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
 from g4ir.ops.codecs import dequantize_codes
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import torch, torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.parts import DTYPES, Tokens
@@ -36,9 +36,6 @@ from g4ir.weights.write import check_empty, write_checkpoint
 
 from .load import open_for_weights
 from .sources import agreed_spec, checked_side_files
-
-if TYPE_CHECKING:
-    import torch
 
 FORMATS = (HF, GGUF) = ("hf", "gguf")
 

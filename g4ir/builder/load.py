@@ -29,7 +29,7 @@ from g4ir.engine.ranks import lead
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_PARAM
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import torch, torch_dtype
 from g4ir.parallel.group import Group, current
 from g4ir.parallel.table import Share
 from g4ir.plan.backend import checked_settings
@@ -240,8 +240,6 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
 
 def _not_here(artefact: Artefact) -> str:
     """Return why a CUDA engine does not run on this machine, and on which machine it does."""
-    import torch
-
     backend = _backend_of(artefact)
     again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
     has = "has another GPU" if torch.cuda.is_available() else "sees no CUDA device"
@@ -250,8 +248,6 @@ def _not_here(artefact: Artefact) -> str:
 
 
 def _check_machine(artefact: Artefact, backend: Backend) -> None:
-    import torch
-
     path, m, device = artefact.path, artefact.manifest, artefact.config.device
     # Not `backend.needs`, the requirements of a build: loading needs no compiler.
     if device == "cuda" and not torch.cuda.is_available():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from g4ir.errors import InputError
 from g4ir.generate.jsonl import named
 from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, check_supported
+from g4ir.ops.types import torch
 from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.plan.presets import find_preset
 from g4ir.spec.record import Spec, load_spec
@@ -124,8 +125,6 @@ class Programs(Part):
 
     def engine(self, path: str | Path, progress: Callable[[str], None], **how: Any) -> Engine:
         """Load an engine; `how`: further arguments of load_engine."""
-        import torch
-
         from g4ir.builder.load import load_engine
 
         if self.threads:

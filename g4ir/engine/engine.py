@@ -20,6 +20,7 @@ from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import NO_TIMES, check_placeholders, expand_placeholders, lacks_frame_times
 from g4ir.media.soft import Soft
 from g4ir.model.media import list_media, placeholders
+from g4ir.ops.types import torch
 from g4ir.weights.checkpoint import TOKENIZER
 from g4ir.weights.pack import ParamSource
 
@@ -247,8 +248,6 @@ class Refusing:
 
 
 def _prompts(prompt: Any) -> tuple[list[list[int]], bool]:
-    import torch
-
     def plain(x: Any) -> Any:
         if isinstance(x, torch.Tensor | np.ndarray | np.integer):
             return x.tolist()

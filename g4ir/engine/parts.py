@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from g4ir.artefact.directory import Manifest, engine_label
 from g4ir.backends.base import Runtime
@@ -18,6 +18,7 @@ from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
+from g4ir.ops.types import torch
 from g4ir.parallel.table import Share
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildConfig
@@ -28,10 +29,6 @@ from g4ir.weights.pack import UnpackedWeights, params_of_rank
 
 from .adapters import Adapters
 from .prompts import Defaults, read_defaults
-
-if TYPE_CHECKING:
-    import torch
-
 
 Parts = TypeVar("Parts", bound="EngineParts")
 
@@ -121,8 +118,6 @@ class EngineParts:
         """Return a weight of the model, `L0.mlp.w_gate` say, as the engine computes with it, on the
         host and in its dtype: dequantised, and joined from all ranks. InputError for a name that
         the model does not have."""
-        import torch
-
         plain = plain_params(self.spec, self.dtype, self.media, self.drafter)
         if name not in plain:
             near = did_you_mean(name, plain)

@@ -17,18 +17,16 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from g4ir.errors import G4Error, InputError
 from g4ir.model.images import CHANNELS, Grid, ImageSettings, fit_image
+from g4ir.ops.types import torch
 
 from .files import check_size, library, opened
-
-if TYPE_CHECKING:
-    import torch
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
@@ -91,8 +89,6 @@ def resize(frames: U8, grid: Grid) -> U8:
     """[T, H, W, 3] -> [T, grid.height, grid.width, 3], antialiased bicubic (rule 31)."""
     if frames.shape[1:3] == (grid.height, grid.width):
         return frames
-    import torch
-
     # A copy, since torch accepts neither read-only arrays nor negative strides.
     source = torch.from_numpy(np.array(frames, order="C")).permute(0, 3, 1, 2)
     size = [grid.height, grid.width]

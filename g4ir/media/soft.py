@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from g4ir.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
+from g4ir.ops.types import torch
 
 
 @dataclass(frozen=True, eq=False)

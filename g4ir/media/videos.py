@@ -23,6 +23,7 @@ import numpy as np
 
 from g4ir.errors import G4Error, InputError
 from g4ir.model.images import CHANNELS, Grid, ImageSettings, fit_image, frame_budget, image_settings
+from g4ir.ops.types import torch
 from g4ir.spec.record import Spec
 
 from .files import check_size, is_cut, library, opened
@@ -73,8 +74,6 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
     count = min(FRAMES, total) if frames is None else frames
     if type(count) is not int or not 1 <= count <= total:
         raise InputError(f"{name}: {count!r} frames asked for, the video has {total}; 1 to {total}")
-    import torch
-
     # torch's rounding of the steps, as in the reference; one index may be past the end (61 frames,
     # 7 of them), which the reference cannot read either.
     chosen: list[int] = torch.arange(0, total, total / count).int().tolist()

@@ -327,8 +327,6 @@ def rows_from_tiles(x: Any, ids: Any) -> Any:
 
 def _tile_parts(x: Any) -> Any:
     """Return codes as 4-byte words, scales unchanged."""
-    import torch
-
     return x.contiguous().view(torch.int32) if dtype_name(x.dtype) in FORMAT_OF else x.contiguous()
 
 

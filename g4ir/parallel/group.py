@@ -22,17 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from g4ir.ops.base import upcast
-from g4ir.ops.types import dtype_name, torch_dtype
+from g4ir.ops.types import dtype_name, torch, torch_dtype
 from g4ir.ui.console import defer_signals
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 #: default of `--set rank_timeout`
@@ -119,8 +116,6 @@ class Group:
 
     def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Sum tensors of one dtype over ranks, in one collective; see the op."""
-        import torch
-
         flat = torch.cat([x.reshape(-1) for x in parts]) if len(parts) > 1 else parts[0].reshape(-1)
         if flat.nbytes <= GATHERED:
             total = rank_sum(self._all(flat))
@@ -134,8 +129,6 @@ class Group:
 
     def all_gather(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the tensors of all ranks, concatenated along the last dim."""
-        import torch
-
         (x,) = parts
         return (torch.cat(self._all(x), -1),)
 
@@ -150,8 +143,6 @@ class Group:
     ) -> None:
         """Gather each rank's tensor, all of one type; on rank 0 `see(rank, tensor)` may modify it
         in place; then copy each rank's tensor back."""
-        import torch
-
         parts = self._all(_bytes(x))
         if see:
             for rank, part in enumerate(parts):
@@ -163,8 +154,6 @@ class Group:
 
     @cached_property
     def _nccl(self) -> Any:
-        import torch
-
         with self._watched():
             group = self._dist.new_group(backend="nccl")
             self._dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # connects
@@ -174,8 +163,6 @@ class Group:
     def communicator(self) -> int:
         """Return the address of an `ncclComm_t` of all ranks, valid as long as the group. A
         collective call. MissingError if this torch does not expose it."""
-        import torch
-
         backend = self._nccl._get_backend(torch.device("cuda"))
         address = getattr(backend, "_comm_ptr", None)
         if address is None:
@@ -198,8 +185,6 @@ class Group:
 
     def send(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Broadcast a call (JSON values, tensors, ids of objects to drop) to the workers."""
-        import torch
-
         wait = timedelta(seconds=self.timeout_s)
         if call:
             call = [*call, [self.dropped.popleft() for _ in range(len(self.dropped))]]
@@ -215,8 +200,6 @@ class Group:
 
     def receive(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Wait for rank 0's next call and its tensors; an empty call is the last."""
-        import torch
-
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
         text, data = message[:16].view(torch.int64).tolist()
         size = 16 + text + data
@@ -240,8 +223,6 @@ class Group:
 
     def gather_values(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in order of rank."""
-        import torch
-
         words = _words(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self._watched():
@@ -343,7 +324,6 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
 def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     """Create torch's default group: gloo, and NCCL if this rank has a GPU; return whether it has
     one."""
-    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -369,15 +349,11 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor's bytes, in order; also for one element, whose stride is
     arbitrary."""
-    import torch
-
     return x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)
 
 
 def _words(value: Any) -> torch.Tensor:
     """Return a plain value as the bytes of its JSON."""
-    import torch
-
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from g4ir.errors import InputError
 from g4ir.ir.graph import Value
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.types import Type
+from g4ir.ops.types import Type, torch
 from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
@@ -74,8 +74,6 @@ class AxisShard:
 
     def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
         """Return a rank's shard of a tensor, a view if it is contiguous along the axis."""
-        import torch
-
         size = tensor.shape[self.axis]
         pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(size, rank, ranks)]
         return torch.cat(pieces, self.axis) if len(pieces) > 1 else pieces[0]
@@ -203,8 +201,6 @@ class Share:
     def read_part(self, param: str, read: Callable[[str], Any]) -> Any:
         """Return the rank's shard of a param; `read` returns the full model's params."""
         if param == FIRST:
-            import torch
-
             assert self.sharding.spec.text.moe
             return torch.tensor(
                 [self.rank * self.sharding.spec.text.moe.num_experts // self.sharding.ranks]

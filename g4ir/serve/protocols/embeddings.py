@@ -6,16 +6,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.chat.messages import Medium, read_messages, read_part
 from g4ir.errors import InputError
 from g4ir.model.media import MEDIA_SETTINGS
+from g4ir.ops.types import torch
 from g4ir.serve import request_schema as schema
 from g4ir.serve.http_errors import bad, named
-
-if TYPE_CHECKING:
-    import torch
 
 Body = dict[str, Any]
 
