@@ -520,8 +520,8 @@ AMBIGUOUS = "start: s\ns: s s | s s s | /[a-z]/\n"
 def test_slow_mask(client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside masks of half a second each, other answers come as ever."""
 
-    def slow(mask: Any, row: Any) -> None:
-        time.sleep(0.5 if row.started else 0)
+    def slow(mask: grammar.FullMask) -> None:
+        time.sleep(0.5 if mask.matcher else 0)
 
     spy(monkeypatch, grammar.FullMask, "_words", slow)
     with ThreadPoolExecutor(1) as pool:
