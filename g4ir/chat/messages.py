@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.spec.reader import unique
 
 from .special_tokens import CHANNEL, CHANNEL_END
 
@@ -192,7 +193,7 @@ def shown(value: Any) -> str:
 def decoded(text: str, where: str) -> Any:
     """Parse JSON strictly; InputError for duplicate keys, NaN and too deep nesting."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refused)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
     except RecursionError:
         raise InputError(f"{where}: lies deeper than {MAX_DEPTH} levels") from None
     except ValueError as e:
@@ -200,15 +201,9 @@ def decoded(text: str, where: str) -> Any:
     return json_value(value, where)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError("a key is given twice")
-    return out
-
-
-def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number of JSON")
+def no_number(constant: str) -> Any:
+    """Raise ValueError for a constant that JSON does not have, such as NaN."""
+    raise ValueError(f"{constant} is no number")
 
 
 def json_value(value: Any, where: str, depth: int = 0) -> Any:

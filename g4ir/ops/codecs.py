@@ -568,9 +568,7 @@ def _fit_weighted_scales(x: Any, extreme: Any, dtype: Any, moments: Any, plain: 
         scale, gain = best_for(start * inverse)
         best, best_gain = torch.where(gain > best_gain, scale, best), torch.maximum(gain, best_gain)
     best = _round_scales(best_for(1 / _round_scales(best, dtype))[0], dtype)
-    errors = [_squared_error(x, d, moments) for d in (best, plain)]
+    errors = [
+        _on_grid_of(d[..., None], x).sub_(x).square_().mul_(moments).sum(-1) for d in (best, plain)
+    ]
     return torch.where(errors[0] < errors[1], best, plain)
-
-
-def _squared_error(x: Any, scales: Any, moments: Any) -> Any:
-    return _on_grid_of(scales[..., None], x).sub_(x).square_().mul_(moments).sum(-1)

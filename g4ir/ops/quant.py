@@ -311,33 +311,6 @@ class dequantize_tiles:
 
 
 @op
-class embedding_tiles:
-    """embedding_quantized(codes, scales, ids) of codes and scales in tiles"""
-
-    budget = Budget(2, 0, "two products, each rounded once")
-    kind = "embed"
-    rows = (2,)
-    fold = False
-
-    @staticmethod
-    def infer(codes: Type, scales: Type, ids: Type, *, scale: float, to: str) -> Type:
-        require(fits_tiles(codes, scales), f"embedding_tiles: {codes}, {scales} fit no tiles")
-        return embedding_quantized.infer(codes, scales, ids, scale=scale, to=to)
-
-    @staticmethod
-    def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
-        rows = rows_from_tiles(codes, ids), rows_from_tiles(scales, ids)
-        out = dequantize_codes(*rows, torch_dtype(to))
-        return out * torch.tensor(scale).to(out.dtype)
-
-    @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
-        return embedding_quantized.traffic(ins, outs, **attrs)
-
-    samples = cases("u8[32,32]@0:256 f32[32,2] i64[2,3]@0:32", scale=16.0, to="f32")
-
-
-@op
 class embedding_quantized:
     """embedding(dequantize(codes, scales), ids); reads only the gathered rows"""
 
@@ -375,6 +348,30 @@ class embedding_quantized:
         "nl4[11,68]@0:256 bf16[11,1] i64[2,3]@0:11 {scale=16.0}",
         to="f32",
     )
+
+
+@op
+class embedding_tiles:
+    """embedding_quantized(codes, scales, ids) of codes and scales in tiles"""
+
+    budget = Budget(2, 0, "two products, each rounded once")
+    kind = "embed"
+    rows = (2,)
+    fold = False
+
+    @staticmethod
+    def infer(codes: Type, scales: Type, ids: Type, *, scale: float, to: str) -> Type:
+        require(fits_tiles(codes, scales), f"embedding_tiles: {codes}, {scales} fit no tiles")
+        return embedding_quantized.infer(codes, scales, ids, scale=scale, to=to)
+
+    @staticmethod
+    def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
+        rows = rows_from_tiles(codes, ids), rows_from_tiles(scales, ids)
+        out = dequantize_codes(*rows, torch_dtype(to))
+        return out * torch.tensor(scale).to(out.dtype)
+
+    traffic = embedding_quantized.traffic
+    samples = cases("u8[32,32]@0:256 f32[32,2] i64[2,3]@0:32", scale=16.0, to="f32")
 
 
 @op

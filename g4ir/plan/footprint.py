@@ -72,11 +72,8 @@ class Footprint:
 
     def changed(self, **fields: Any) -> Footprint:
         """Return the footprint with other settings that its graphs depend on."""
-        return Footprint.of(replace(self.config, **fields), self.backend, self._absent)
-
-    @property
-    def _absent(self) -> tuple[str, ...]:
-        return () if "decode" in self.packing.program.graphs else NO_MORE
+        without = () if "decode" in self.packing.program.graphs else NO_MORE
+        return Footprint.of(replace(self.config, **fields), self.backend, without)
 
     @cached_property
     def needs(self) -> Needs:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from g4ir.chat.messages import MAX_DEPTH, kind_of, shown
+from g4ir.chat.messages import MAX_DEPTH, kind_of, no_number, shown
 from g4ir.errors import InputError
 from g4ir.ui.files import read_table
 
@@ -48,7 +48,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     """Parse a body to a JSON object. Refused if it is invalid, too large or too deep."""
     _check_counts(raw)
     try:
-        body = json.loads(raw.decode(), parse_constant=_no_number)
+        body = json.loads(raw.decode(), parse_constant=no_number)
     except RecursionError:
         raise Refused(400, DEEP) from None
     except ValueError as e:
@@ -57,10 +57,6 @@ def parsed(raw: bytes) -> dict[str, Any]:
         raise Refused(400, f"the body must be an object, found {kind_of(body)}")
     _check_depth(body)
     return body
-
-
-def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no number")
 
 
 def _check_counts(raw: bytes) -> None:

@@ -455,7 +455,7 @@ def json_object(raw: bytes, kind: type = dict) -> Any:
     """Parse a JSON object, or a list (`kind`). The message of its ValueError continues the file's
     name: `is no JSON object: found a list`, `key 'x' is given twice`."""
     try:
-        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique)
+        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique)
     except _DuplicateKey:
         raise
     except UnicodeDecodeError as err:
@@ -476,7 +476,8 @@ class _DuplicateKey(ValueError):
     pass
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError for a key that is given twice."""
     out = dict(pairs)
     if len(out) < len(pairs):
         names = Counter(k for k, _ in pairs)

@@ -253,30 +253,21 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
 
 
 def _sum(
-    files: Files, low: _Factors, scale: float, base: Part, rows: torch.Tensor | None
-) -> torch.Tensor:
-    """Return values, or `rows` of them, plus B [N, r] @ A [r, K]."""
-    b, a = (files.rows(part).float() for part in low)
-    b = b if rows is None else b.index_select(0, rows)
-    return base(rows).float() + scale * (b @ a)
-
-
-def _sum_of_experts(
     files: Files,
     low: _Factors,
-    count: int,
-    transposed: bool,
     scale: float,
     base: Part,
     rows: torch.Tensor | None,
+    experts: int = 0,
+    transposed: bool = False,
 ) -> torch.Tensor:
-    """Return values [E, N, K], or of some experts, plus each one's B @ A; PEFT stores B [N, r E]
-    and A [E r, K]. `transposed`: weights are [K, N]."""
+    """Return values, or `rows` of them, plus B [N, r] @ A [r, K]; of so many `experts`, [E, N, K],
+    plus each one's, stored as B [N, r E] and A [E r, K]. `transposed`: weights are [K, N]."""
     b, a = (files.rows(part).float() for part in low)
-    b = b.unflatten(1, (-1, count)).permute(2, 0, 1)
-    a = a.unflatten(0, (count, -1))
+    if experts:
+        b, a = b.unflatten(1, (-1, experts)).permute(2, 0, 1), a.unflatten(0, (experts, -1))
     if rows is not None:
-        b, a = b.index_select(0, rows), a.index_select(0, rows)
+        b, a = b.index_select(0, rows), a.index_select(0, rows) if experts else a
     delta = b @ a
     return base(rows).float() + scale * (delta.mT if transposed else delta)
 
@@ -296,7 +287,8 @@ def _change_of_experts(
                 require(a, FLOATS)
                 require(b, FLOATS)
                 scale = adapter.scale(f"{module}.{name}", rank)
-                values = partial(_sum_of_experts, files, low, shape[0], transposed, scale)
+                how = {"experts": shape[0], "transposed": transposed}
+                values = partial(_sum, files, low, scale, **how)
                 return _Change(bare, why, (a, b), values)
     shapes = " or ".join(f"{name} {list(shape)}" for name, shape in shapes_of.items())
     fix = "fix: give an adapter of this model"

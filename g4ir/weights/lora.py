@@ -189,7 +189,8 @@ def _parts(
             yield ""
 
     names = [*leaves(w.name)]
-    if not all(name in plain and _of_layer(name) for name in names):
+    # of the decoder, not its table or head, nor of a tower or draft model
+    if not all(n in plain and (n == "ple.w" or n.startswith("L")) for n in names):
         return ()
     shapes = [plain[name].type.shape for name in names]
     n, k = w.type.shape
@@ -197,8 +198,3 @@ def _parts(
         return ()
     rows = (int(s[0]) for s in shapes)
     return tuple(zip(map(checkpoint_name, names), rows, strict=True))
-
-
-def _of_layer(name: str) -> bool:
-    """Whether a param is of the decoder, not its table or head, nor of a tower or draft model."""
-    return name == "ple.w" or name.startswith("L")

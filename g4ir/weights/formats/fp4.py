@@ -69,9 +69,6 @@ def nvfp4_weight(
         stored = checked_scales(tensor, files.rows(tensor)).flatten()
         return (1 / stored if divides else stored) / 2
 
-    def read_scales(ids: torch.Tensor | None) -> torch.Tensor:
-        return files.rows(scales, ids)
-
     require(scales, ["F8_E4M3"])
     checked = partial(_checked_groups, files, codes, scales, NVFP4_GROUP)
     group = _group_in(codes, scales, NVFP4_GROUP)
@@ -81,7 +78,7 @@ def nvfp4_weight(
 
     def packed(ids: torch.Tensor | None) -> torch.Tensor:
         checked(ids)
-        return _in_blocks(files.rows(codes, ids), read_scales(ids))
+        return _in_blocks(files.rows(codes, ids), files.rows(scales, ids))
 
     def by_row(ids: torch.Tensor | None) -> torch.Tensor:
         return factor().expand(codes[1].shape[0] if ids is None else len(ids), 1).contiguous()
