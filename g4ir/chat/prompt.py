@@ -152,10 +152,18 @@ def find(text: str, strings: Strings) -> Iterator[tuple[int, int]]:
     return (match.span() for match in matches if match[0] in strings)
 
 
-def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+def text_ids(
+    tokenizer: Any, texts: Sequence[str], special: bool = False, label: str = "messages"
+) -> list[list[int]]:
     """Return the ids of each text. Unlike `encode`, `encode_batch_fast` releases the interpreter's
-    lock: other threads run while a long text is tokenised."""
-    return [e.ids for e in tokenizer.encode_batch_fast([*texts], add_special_tokens=special)]
+    lock: other threads run while a long text is tokenised. InputError, which begins with the label,
+    if the tokenizer fails."""
+    try:
+        return [e.ids for e in tokenizer.encode_batch_fast([*texts], add_special_tokens=special)]
+    except BaseException as e:  # a panic of the library is no Exception
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise InputError(f"{label}: tokenizer.json does not take a text: {e}") from e
 
 
 class Vocabulary:

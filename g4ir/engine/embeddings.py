@@ -166,7 +166,9 @@ class Embedder:
         one; `first`: the first text's number in it."""
         spec, limit, kinds = self.engine.spec, self.engine.limits.max_seq, self.engine.media.kinds
         inputs = [self._read(t, first + i, truncate) for i, t in enumerate(texts)]
-        encoded = iter(self._encode([prompt + s for s, _ in inputs if s is not None], first))
+        strings = [prompt + s for s, _ in inputs if s is not None]
+        label = f"texts {first} to {first + len(texts) - 1}"
+        encoded = iter(text_ids(self.tokenizer, strings, True, label) if strings else ())
         out = []
         for i, (text, (string, soft)) in enumerate(zip(texts, inputs, strict=True)):
             name = f"text {first + i}"
@@ -235,17 +237,6 @@ class Embedder:
         if item is None or isinstance(item, str | dict):
             return read_local(self.engine, part, **settings)
         return self.engine.encode(part.kind, item, **settings)
-
-    def _encode(self, texts: list[str], first: int) -> list[list[int]]:
-        if not texts:
-            return []
-        try:
-            return text_ids(self.tokenizer, texts, special=True)
-        except BaseException as e:  # a panic of the library is no Exception
-            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-                raise
-            why = f"tokenizer.json does not take texts {first} to {first + len(texts) - 1}"
-            raise InputError(f"{why}: {e}") from e
 
     def encode(
         self, ids: Sequence[EncoderTokens], first: int = 0

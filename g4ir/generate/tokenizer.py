@@ -33,7 +33,7 @@ class Codec:
             text.encode()
         except UnicodeEncodeError as e:
             raise InputError(f"{name}: not UTF-8 at character {e.start}") from None
-        ids = self._ids(text, name, bos)
+        ids = text_ids(self.tokenizer, [text], bos, name)[0]
         if self.bos is None or not bos:
             return ids
         if ids[:1] != [self.bos]:
@@ -46,16 +46,7 @@ class Codec:
 
     def plain(self, text: str) -> list[int]:
         """Return token ids of a part of a text, without special tokens."""
-        return self._ids(text, "a part of the prompt", False)
-
-    def _ids(self, text: str, name: str, special: bool) -> list[int]:
-        try:
-            (ids,) = text_ids(self.tokenizer, [text], special)
-        except BaseException as e:  # a panic of the library is no Exception
-            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-                raise
-            raise InputError(f"{name}: tokenizer.json does not take this text: {e}") from e
-        return ids
+        return text_ids(self.tokenizer, [text], False, "a part of the prompt")[0]
 
     def spell(self, token: int) -> str:
         """Return the string of a special token, which encodes to this one token."""
