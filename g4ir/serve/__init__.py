@@ -1,7 +1,8 @@
 """HTTP server: the endpoints and fields of the OpenAI and Anthropic APIs.
 
-    body --request_schema--> fields --prompts--> chat.Prompt, Request --scheduler--> RequestHandle
-    RequestHandle, its sequences --step--> Event --AnswerStream--> chat.Event --answers--> chunks
+    body --request_schema--> fields --prompts--> chat.Prompt, then engine.Request
+    Request --scheduler--> its RequestHandle, SequenceStates --prefill--> TokenBatch
+    SequenceStates --step--> Event --AnswerStream--> chat.Event --answers, protocols--> body
 
 `app` has the endpoints, `auth` the access checks, `server` the process. A request is fully
 validated before the first byte of its response.
