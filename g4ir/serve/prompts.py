@@ -129,14 +129,11 @@ class Prompts:
         sampling = self._sampling(fields, top)
         if mask := self._mask(fields, prompt):
             sampling = replace(sampling, allowed=mask)
-        logprobs = fields.get("prompt_logprobs", top if fields.get("echo") else None)
-        n, reuse = fields.get("n", 1), fields.get("cache_prompt", True)
-        return tuple(
-            Request(
-                (*tokens,), count, sampling, soft, n, marks, reuse, salt, logprobs, adapter=adapter
-            )
-            for tokens, count in zip(ids, counts)
-        )
+        shared: dict[str, Any] = {"soft": soft, "marks": marks, "salt": salt, "adapter": adapter}
+        shared |= {"n": fields.get("n", 1), "reuse": fields.get("cache_prompt", True)}
+        echoed = top if fields.get("echo") else None
+        shared["prompt_logprobs"] = fields.get("prompt_logprobs", echoed)
+        return tuple(Request((*t,), n, sampling, **shared) for t, n in zip(ids, counts))
 
     def _mask(self, fields: Fields, prompt: Prompt | None) -> LogitsMask | None:
         """Return the logits mask for a request's tool choice, response format and reasoning."""
