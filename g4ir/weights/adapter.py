@@ -287,8 +287,7 @@ def _change_of_experts(
                 require(a, FLOATS)
                 require(b, FLOATS)
                 scale = adapter.scale(f"{module}.{name}", rank)
-                how = {"experts": shape[0], "transposed": transposed}
-                values = partial(_sum, files, low, scale, **how)
+                values = partial(_sum, files, low, scale, experts=shape[0], transposed=transposed)
                 return _Change(bare, why, (a, b), values)
     shapes = " or ".join(f"{name} {list(shape)}" for name, shape in shapes_of.items())
     fix = "fix: give an adapter of this model"
