@@ -125,12 +125,7 @@ class Runtime(Protocol):
         """Return the soft tokens [1, N, hidden] of a tower's graph."""
 
     def token_loop(
-        self,
-        embed: Embed,
-        state: Any,
-        batch: int,
-        choice: DeviceChoice,
-        tables: Mapping[str, Any],
+        self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, tables: Mapping[str, Any]
     ) -> Any:
         """Return a decode loop that samples on the device (cuda/token_loop.py, cpu/step_loop.py),
         or None. `tables`: the tables of `embed`."""

@@ -21,12 +21,7 @@ from .pyops import DTYPES
 
 
 def quantized(
-    w: torch.Tensor,
-    *,
-    form: str,
-    group: int,
-    scale: str,
-    moments: torch.Tensor | None = None,
+    w: torch.Tensor, *, form: str, group: int, scale: str, moments: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
     """Quantise a weight like `quantize.reference`, which also is the fallback: for other formats,
     weights beyond 4096, infinities, NaN, and machines without the kernel."""

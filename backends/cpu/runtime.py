@@ -28,14 +28,7 @@ from . import pyops
 from .arena import ROWS, Arena
 from .lowerings import lowered
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
-from .step_program import (
-    CHUNKS,
-    NoInstruction,
-    StepProgram,
-    of_tokens,
-    record_step,
-    step_arena,
-)
+from .step_program import CHUNKS, NoInstruction, StepProgram, of_tokens, record_step, step_arena
 
 Tensor = torch.Tensor
 
@@ -95,12 +88,7 @@ class CpuRuntime(ProgramRuntime):
         return outputs if logits else None
 
     def _run_program(
-        self,
-        phase: str,
-        feeds: Tensors,
-        state: Caches,
-        watch: Watch | None,
-        logits: bool = True,
+        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None, logits: bool = True
     ) -> Tensors:
         """Run a step program over the full caches; it reads only the slots in use.
 

@@ -38,13 +38,7 @@ def attention(
 
 
 def attention_latent(
-    m: Run,
-    n: Node,
-    q: Tensor,
-    positions: Tensor,
-    written: Tensor,
-    w: Tensor,
-    *operands: Tensor,
+    m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *operands: Tensor
 ) -> Tensor:
     """Attend over rows that are both keys and values (MLA latents)."""
     if n.attrs["softcap"]:

@@ -26,11 +26,7 @@ PRINTED_LINES = 200
 
 
 def compile_all(
-    texts: Sequence[str],
-    target: Target,
-    out: Path,
-    jobs: int,
-    progress: Callable[[str], None],
+    texts: Sequence[str], target: Target, out: Path, jobs: int, progress: Callable[[str], None]
 ) -> dict[str, str]:
     """Compile each distinct text of a program into `out`; return text -> file name.
 

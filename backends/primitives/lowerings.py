@@ -13,15 +13,7 @@ from g4ir.ir.graph import Node
 from . import attention, audio, encoder, moe, vision
 from .emitter import Operand
 from .network import Lowering, Network
-from .pointwise import (
-    activate,
-    capped,
-    layer_norm,
-    normed,
-    times,
-    weighed,
-    weight_like,
-)
+from .pointwise import activate, capped, layer_norm, normed, times, weighed, weight_like
 from .weights import linear, quantized_weight
 
 

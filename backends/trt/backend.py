@@ -22,14 +22,7 @@ from g4ir.ui.progress import Progress
 
 from .build import estimate, weight_bytes
 from .dry_run import dry_run
-from .host import (
-    Api,
-    Host,
-    installed,
-    logger,
-    recorded_by_all,
-    require_target,
-)
+from .host import Api, Host, installed, logger, recorded_by_all, require_target
 from .interface import ENGINE, files, interface, networks
 from .kernel_cache import SUFFIX, KernelCache
 from .lowerings import SETTINGS, score_bytes

@@ -194,10 +194,7 @@ class Dialect(OnnxEmitter):
 
 
 def emitted(
-    graph: Graph,
-    limits: Limits,
-    storage: Any,
-    settings: Mapping[str, str],
+    graph: Graph, limits: Limits, storage: Any, settings: Mapping[str, str]
 ) -> tuple[Dialect, list[str]]:
     """Return a graph (primitives/graph.py) in the dialect, and notes for the user. LowerError names
     the op and the value."""

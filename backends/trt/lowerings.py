@@ -319,7 +319,7 @@ SETTINGS: Mapping[str, Setting] = {
         "TensorRT's own attention layer in bf16 for heads of at most 256, else products and a "
         "softmax (auto); these alone; these with the softmax in plain layers; or TensorRT's own "
         "layer alone, in towers too",
-    ),
+    )
 }
 
 

@@ -28,10 +28,7 @@ class Library:
 
 
 TENSORRT = Library(
-    name="TensorRT",
-    module="tensorrt",
-    supported=((11,), (12,)),
-    requirements=("tensorrt>=11,<12",),
+    name="TensorRT", module="tensorrt", supported=((11,), (12,)), requirements=("tensorrt>=11,<12",)
 )
 RTX = Library(
     name="TensorRT-RTX",

@@ -71,11 +71,7 @@ def parse_once(api: Api, graph: Graph, limits: Limits, settings: Mapping[str, st
 
 
 def compile_once(
-    api: Api,
-    graph: Graph,
-    limits: Limits,
-    settings: Mapping[str, str],
-    target: Target,
+    api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str], target: Target
 ) -> Trial:
     """Compile a network with fake params. LowerError if it is refused."""
     with tempfile.TemporaryDirectory() as folder:

@@ -50,11 +50,7 @@ def _attention(
 
     latent = n.op == "attention_latent"
     w, caches = (operands[0], operands[1:]) if latent else (None, operands)
-    return decode_attention(
-        *(q, written, w, list(caches), zeros_of(q)),
-        **masking(n),
-        **choice.use,
-    )
+    return decode_attention(*(q, written, w, list(caches), zeros_of(q)), **masking(n), **choice.use)
 
 
 def _use(splits: int, block_n: int = 4) -> dict[str, int]:

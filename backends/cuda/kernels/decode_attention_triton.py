@@ -176,17 +176,7 @@ def _no_keys(M, DP, N):
 
 
 @triton.jit
-def _attended(
-    query,
-    caches,
-    share,
-    sums,
-    factors,
-    CAPPED,
-    D,
-    N,
-    ROW: tl.constexpr,
-):
+def _attended(query, caches, share, sums, factors, CAPPED, D, N, ROW: tl.constexpr):
     """Attend to the keys of a split; return o [M, DP], maximum [M] and sums [M, N]. share: lo, hi,
     the slot of key 0, and the number of slots."""
     keys, values, by_slot = caches
@@ -310,8 +300,7 @@ def _decode(
             o, top, total = _attended(query, caches, share, sums, factors, CAPPED, D, N, ROW)
         else:
             o, top, total = _attended_latent(
-                *(q, w, keys, by_slot, share, factors),
-                *(CAPPED, GROUP, D, P, PP, M, DP, N, ROW),
+                *(q, w, keys, by_slot, share, factors), *(CAPPED, GROUP, D, P, PP, M, DP, N, ROW)
             )
         work, pair = (parts, stats, arrivals), row * tl.num_programs(1) + head
         sums = (o, top, tl.sum(total, 1))
@@ -382,10 +371,7 @@ def decode_attention(
         arrivals.zero_()
         both = caches if w is None else keys_values(dequantize_rows(caches[0], q.dtype), w)
         return attention.reference(
-            *(q, end[:, None] - 1, end, *both),
-            window=window,
-            scale=scale,
-            softcap=softcap,
+            *(q, end[:, None] - 1, end, *both), window=window, scale=scale, softcap=softcap
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     slots, b, n, _ = caches[0].shape

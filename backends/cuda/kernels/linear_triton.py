@@ -75,8 +75,7 @@ def _skinny(
     row = i + r // BLOCK_N * N
     x += m.to(tl.int64) * K
     sums = sums_of(
-        *(x, m < rows, w, scales, row, live, K),
-        *(BLOCK_M, BLOCK_K, R, STAGES, FORMAT, GROUP),
+        *(x, m < rows, w, scales, row, live, K), *(BLOCK_M, BLOCK_K, R, STAGES, FORMAT, GROUP)
     )
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (i < N)[:, None] & (m < rows)[None, :]
