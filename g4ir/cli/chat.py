@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
-from g4ir.model.media import KINDS, check_file, check_supported
-from g4ir.plan.options import BuildConfig
+from g4ir.model.media import KINDS, check_file
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.files import read_table
 
 from . import talking
-from .common import Draft, Load, OnDisk, OnEngine, check_decoder, emit, folder_drafts
+from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts
 from .verb import flag, json_flag
 
 if TYPE_CHECKING:
@@ -46,18 +45,13 @@ class Chat(OnEngine):
     draft: Draft
     disk: OnDisk
 
-    def check_model(self, label: str, config: BuildConfig) -> None:
-        check_decoder(label, config)
-        for kind, _ in self.media:
-            check_supported(kind, config.media, config.spec)
-
     def __call__(self) -> int:
         if sys.stdin is None:
             raise InputError("stdin is closed, and messages are read from it")
         for kind, path in self.media:
             check_file(kind, path)
         draft = folder_drafts(self.engine, self.draft)
-        path = self.engine_path(draft)
+        path = self.engine_path(draft, media=self.media)
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -49,28 +49,6 @@ FIRST_USE = "backend device dtype quant max_batch max_seq random_weights setting
 FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
 
 
-#: (MODEL, options of its engine) -> InputError if a verb cannot run it
-Check = Callable[[str, BuildConfig], None]
-
-
-def any_model(label: str, config: BuildConfig) -> None:
-    """Accept any model."""
-
-
-def check_decoder(label: str, config: BuildConfig) -> None:
-    """Raise InputError for an encoder."""
-    from g4ir.engine.embeddings import need_decoder
-
-    need_decoder(config.spec, label)
-
-
-def check_encoder(label: str, config: BuildConfig) -> None:
-    """Raise InputError for a model that is no encoder."""
-    from g4ir.engine.embeddings import need_encoder
-
-    need_encoder(config.spec, label)
-
-
 def emit(value: Any, indent: int | None = None) -> None:
     """Print JSON on stdout; records are objects, NaN and infinities null."""
     print(json.dumps(strict(value), indent=indent, default=vars), flush=True)
@@ -95,6 +73,14 @@ def strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [strict(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_model(label: str, spec: Spec, encoder: bool | None) -> None:
+    """Raise InputError unless a model is an encoder, or generates; None: either."""
+    from g4ir.engine.embeddings import need_decoder, need_encoder
+
+    if encoder is not None:
+        (need_encoder if encoder else need_decoder)(spec, label)
 
 
 class Source(Part):
@@ -148,11 +134,8 @@ class Load(Programs):
     ) -> Engine:
         """Load an engine and log its checkpoint's unsupported generation settings. InputError for
         an encoder, unless `encoder`."""
-        from g4ir.engine.embeddings import need_decoder
-
         engine = self.engine(path, progress, **how)
-        if not encoder:
-            need_decoder(engine.spec, engine.label)
+        check_model(engine.label, engine.spec, None if encoder else False)
         if note := engine.defaults().note:
             console.say(f"note: {note}")
         return engine
@@ -225,11 +208,6 @@ class MediaFlags(Part, title="media"):
             with named(f"--{kind}"):
                 check_file(kind, path)
 
-    def check_kinds(self, config: BuildConfig) -> None:
-        """Raise InputError for a kind that a model does not take."""
-        for kind, _ in self.files:
-            check_supported(kind, config.media, config.spec)
-
 
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):
     """Build options of engines that are built on first use."""
@@ -246,10 +224,12 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         draft: Draft | None = None,
         all_logits: bool = False,
         progress: Callable[[str], None] | None = None,
-        check: Check = any_model,
+        encoder: bool | None = False,
+        media: Iterable[tuple[str, str]] = (),
     ) -> list[str]:
         """Return the engines of models, built on first use, which may take minutes: flags are
-        checked before, and models by `check`. `progress`: default: on stderr."""
+        checked before, and that a model is an encoder or not (None: either), drafts so, and takes
+        these media. `progress`: default: on stderr."""
         from g4ir.artefact.directory import is_engine, refuse_options
         from g4ir.builder.library import find_engine
 
@@ -269,7 +249,9 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
             how |= {"limit": self.engines_limit, "progress": callback}
 
             def checked(model: str, config: BuildConfig) -> None:
-                check(model, config)
+                check_model(model, config.spec, encoder)
+                for kind, _ in media:
+                    check_supported(kind, config.media, config.spec)
                 if draft:
                     draft.check(model, config)
 
@@ -323,22 +305,19 @@ class OnEngine(Verb):
     engine: str = argument(f"{ANY_MODEL}, built on first use", "MODEL")
     first_use: FirstUse
 
-    def engine_path(self, draft: Draft | None = None, all_logits: bool = False) -> str:
-        """Return the engine of MODEL, built on first use."""
-        (path,) = self.first_use.engines([self.engine], draft, all_logits, check=self.check_model)
+    def engine_path(self, draft: Draft | None = None, **how: Any) -> str:
+        """Return the engine of MODEL, built on first use; `how`: as of FirstUse.engines."""
+        (path,) = self.first_use.engines([self.engine], draft, **how)
         return path
-
-    def check_model(self, label: str, config: BuildConfig) -> None:
-        """Raise InputError for a model that the verb cannot run, before its engine is built."""
 
     @contextmanager
     def opened(
-        self, load: Programs, all_logits: bool = False
+        self, load: Programs, all_logits: bool = False, **how: Any
     ) -> Iterator[tuple[Engine, console.Progress]]:
         """A context with the loaded engine of MODEL, and progress."""
         from g4ir.check.score import require_all_logits
 
-        path = self.engine_path(all_logits=all_logits)
+        path = self.engine_path(all_logits=all_logits, **how)
         with console.Progress() as progress, closing(load.engine(path, progress)) as engine:
             if all_logits:
                 require_all_logits(engine)

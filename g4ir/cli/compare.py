@@ -16,7 +16,7 @@ from g4ir.ui import console
 from g4ir.ui.plots import check_plot
 from g4ir.weights.checkpoint import GGUF
 
-from .common import FIRST_USE_SETTINGS, FirstUse, Load, check_decoder, emit
+from .common import FIRST_USE_SETTINGS, FirstUse, Load, emit
 from .models import named_model
 from .verb import ANY_MODEL, Count, Verb, argument, flag, json_flag, options
 
@@ -97,8 +97,7 @@ class CompareFormats(Verb):
         """Return the engines of a format, with all_logits and without."""
         options = replace(self.first_use.options, quant=quant, requantize=requantize)
         use = replace(self.first_use, options=options)
-        engines = partial(use.engines, [model], check=check_decoder)
-        return engines(all_logits=True)[0], engines()[0]
+        return use.engines([model], all_logits=True)[0], use.engines([model])[0]
 
 
 def _name(model: str) -> str:

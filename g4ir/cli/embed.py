@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.plan.options import BuildConfig
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 
-from .common import MediaFlags, OnEngine, Programs, check_encoder, output
+from .common import MediaFlags, OnEngine, Programs, output
 from .verb import flag, json_flag
 
 #: ends of --out
@@ -56,15 +55,11 @@ class Embed(OnEngine):
             raise InputError("give either --input, or --text and files of media")
         self.media.check(self.input and "--input", EXAMPLE)
 
-    def check_model(self, label: str, config: BuildConfig) -> None:
-        check_encoder(label, config)
-        self.media.check_kinds(config)
-
     def __call__(self) -> int:
         settings = {k: v for k, v in self.media.settings().items() if v is not None}
         files = [{"type": kind, kind: path, **settings} for kind, path in self.media.files]
         texts: list[Any] = [*self.text, *files] if self.input is None else read_texts(self.input)
-        with self.opened(self.load) as (engine, progress):
+        with self.opened(self.load, encoder=True, media=self.media.files) as (engine, progress):
             engine.embedder.check(self.task, self.dims)
 
             def parts() -> Iterator[Any]:

@@ -15,7 +15,7 @@ from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import new_figure
 
-from .common import Draft, OnEngine, Programs, check_decoder, strict
+from .common import Draft, OnEngine, Programs, strict
 from .verb import Counts, flag
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ class Prove(OnEngine):
             [self.engine],
             Draft(draft="ngram", draft_tokens=None),
             all_logits=True,
-            check=check_decoder,
         )
         return path
 

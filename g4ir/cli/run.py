@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.model.media import LISTS, encode_options
-from g4ir.plan.options import BuildConfig
 from g4ir.ui import console
 
 from .common import (
@@ -19,7 +18,6 @@ from .common import (
     MediaFlags,
     OnDisk,
     OnEngine,
-    check_decoder,
     emit,
     folder_drafts,
     output,
@@ -84,10 +82,6 @@ class Run(OnEngine):
         if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
             raise InputError(f"--dump-to {self.dump_to}: no such directory")
 
-    def check_model(self, label: str, config: BuildConfig) -> None:
-        check_decoder(label, config)
-        self.media.check_kinds(config)
-
     def __call__(self) -> int:
         from g4ir.engine.scheduler import SchedulerConfig
         from g4ir.generate.offline import OfflineEngine, check_flags
@@ -101,7 +95,7 @@ class Run(OnEngine):
             lines = sys.stdin.buffer if self.input_jsonl == "-" else None
             if lines is None and self.input_jsonl is not None:  # before the engine is built
                 lines = opened.enter_context(Path(self.input_jsonl).open("rb"))
-            path = self.engine_path(draft)
+            path = self.engine_path(draft, media=self.media.files)
             progress = opened.enter_context(console.Progress())
             engine = opened.enter_context(closing(self.load.to_generate(path, progress)))
             if self.chat:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.plan.options import BuildConfig
 from g4ir.ui import console
 from g4ir.ui.table import Columns, aligned, cells
 
-from .common import OnEngine, Programs, check_decoder, emit
+from .common import OnEngine, Programs, emit
 from .verb import Count, flag, json_flag
 
 if TYPE_CHECKING:
@@ -40,9 +39,6 @@ class ScoreTexts(OnEngine):
     tokens: Count | None = flag("maximum number of tokens, such as 4K (default: all)", None, "N")
     json: bool = json_flag()
     load: Programs
-
-    def check_model(self, label: str, config: BuildConfig) -> None:
-        check_decoder(label, config)
 
     def __call__(self) -> int:
         documents = Documents(self.text, self.jsonl, self.tokens)

@@ -23,7 +23,7 @@ from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.origin import AbsentWeights
 
 from . import USUAL
-from .common import Draft, FirstUse, Load, OnDisk, check_encoder, folder_drafts
+from .common import Draft, FirstUse, Load, OnDisk, folder_drafts
 from .models import named_model
 from .verb import ANY_MODEL, Bytes, Size, Verb, argument, flag, parse_pairs, setting
 
@@ -123,9 +123,11 @@ class Serve(Verb):
                     if app.draining:  # cancels the build, which removes its files
                         raise console.Ended(signal.SIGTERM)
 
-                engines = self.first_use.engines([*named.values()], self.draft, progress=report)
+                engines = self.first_use.engines(
+                    [*named.values()], self.draft, progress=report, encoder=None
+                )
                 for name, model in named_embedder(self.embed).items():
-                    (path,) = self.first_use.engines([model], progress=report, check=check_encoder)
+                    (path,) = self.first_use.engines([model], progress=report, encoder=True)
                     app.embeddings = EmbeddingModel(name, self.load.engine(path, report))
                 for engine in engines:
                     server.check_engine(engine, self.load.trust)

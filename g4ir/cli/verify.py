@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.plan.options import BuildConfig
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
-from .common import OnEngine, Programs, check_decoder, output
+from .common import OnEngine, Programs, output
 from .score import Documents, report
 from .verb import flag, json_flag, token_ids
 
@@ -40,10 +39,6 @@ class Verify(OnEngine):
         if self.text and self.against is not None:
             raise InputError("--against is for token ids: with --text leave it out")
 
-    def check_model(self, label: str, config: BuildConfig) -> None:
-        if self.text:
-            check_decoder(label, config)
-
     def __call__(self) -> int:
         from g4ir.check.logits import check_against
 
@@ -53,7 +48,7 @@ class Verify(OnEngine):
         against = self.against or "reference"
         check_against(against)
         how = against, tokens, self.checkpoint, self.each_pass
-        return compared(self.engine_path(), self.load, self.json, *how)
+        return compared(self.engine_path(encoder=None), self.load, self.json, *how)
 
     def _on_texts(self) -> int:
         """Compare an engine with its unquantised weights on texts."""
