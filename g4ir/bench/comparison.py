@@ -82,25 +82,11 @@ class Size(NamedTuple):
     elements: int
 
 
-@dataclass(frozen=True)
-class Text:
-    """UTF-8 files, or the sample; `tokens`: how many of them at most."""
-
-    files: Sequence[str] = ()
-    tokens: int = 1 << 62
-
-    def windows(self, engine: Engine, max_seq: int) -> list[Window]:
-        """Return the text as windows; random tokens if the sample cannot be tokenised."""
-        reader = Reader(engine, max_seq, self.tokens)
-        if self.files or (engine.path / TOKENIZER).is_file():
-            return [*reader.files(self.files or [str(SAMPLE)])]
-        return [*reader.values(random_ids(engine, (min(RANDOM_TOKENS, max_seq),)).tolist())]
-
-
 def compare_formats(
-    formats: Sequence[Format], text: Text, load: Load, progress: Progress
+    formats: Sequence[Format], files: Sequence[str], tokens: int, load: Load, progress: Progress
 ) -> Values:
-    """Measure formats, the first of which is the baseline; return the report.
+    """Measure formats, the first of which is the baseline, on at most so many tokens of text files,
+    by default of the sample, or on random tokens if that cannot be tokenised; return the report.
 
     Rows have bytes, elements and bits_per_weight; NLL (nats a token) and perplexity of the text,
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);
@@ -108,30 +94,34 @@ def compare_formats(
     """
     start, others = load_average(), formats[1:]
     with closing(load(formats[0].scored)) as engine:
-        windows = text.windows(engine, engine.limits.max_seq)
+        reader, notes = Reader(engine, engine.limits.max_seq, tokens), list[str]()
+        if files or (engine.path / TOKENIZER).is_file():
+            windows = [*reader.files(files or [str(SAMPLE)])]
+        else:
+            count, notes = min(RANDOM_TOKENS, engine.limits.max_seq), [NO_TOKENIZER]
+            windows = [*reader.values(random_ids(engine, (count,)).tolist())]
         rows = _qualities(engine, formats, windows, load, progress)
         env = environment(engine.device)
         facts: Values = {"kind": "g4ir compare", "model_id": engine.spec.name}
-        notes = [] if text.files or (engine.path / TOKENIZER).is_file() else [NO_TOKENIZER]
     with closing(load(formats[0].timed)) as engine:
         w = plan_workload([engine.limits])
         w = replace(w, output_len=min(w.output_len, MAX_OUTPUT))
-        tokens, baseline = draw_tokens(w, engine), EngineRunner(engine, w.batch)
+        ids, baseline = draw_tokens(w, engine), EngineRunner(engine, w.batch)
         rounds = [baseline.rounds]
         for f in others:
             progress(f"timing {f.name}")
             with f.runner(load, f.timed, w, engine.device) as runner:
-                measure_rounds([baseline, runner], w, tokens, ROUNDS)
+                measure_rounds([baseline, runner], w, ids, ROUNDS)
                 rounds.append(runner.rounds)
         if not others:
-            measure_rounds([baseline], w, tokens, ROUNDS)
+            measure_rounds([baseline], w, ids, ROUNDS)
     for row, timings in zip(rows, rounds, strict=True):
         rates = speeds(w, timings)
         row |= {rate: rates[key] for rate, key in RATES.items()}
     noisy = any(row[rate].noisy for row in rows for rate in RATES)
     busy = busy_text(start) or (NOISY if noisy else None)
     count = sum(len(window.ids) for window in windows)
-    facts |= {"text": [*text.files] or SAMPLE.name, "tokens": count, "workload": vars(w)}
+    facts |= {"text": [*files] or SAMPLE.name, "tokens": count, "workload": vars(w)}
     facts |= {"env": env, "rows": rows, "notes": notes, "warnings": [busy] if busy else []}
     return dict(plain(facts))
 

@@ -113,13 +113,11 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 def check_specs(specs: Mapping[str, Spec]) -> None:
     """Raise InputError for models of different specs; files of one model may have other names."""
-    path, spec = next(iter(specs.items()))
-    for file, other in specs.items():
+    (path, spec), *others = specs.items()
+    for file, other in others:
         if replace(other, name=spec.name, hub=spec.hub).digest() != spec.digest():
-            raise InputError(
-                f"bench: {path} is {spec.name} and {file} is {other.name}, with "
-                f"another spec: their outputs cannot agree"
-            )
+            why = f"{path} is {spec.name} and {file} is {other.name}, with another spec"
+            raise InputError(f"bench: {why}: their outputs cannot agree")
 
 
 def _runners(

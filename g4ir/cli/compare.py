@@ -50,7 +50,7 @@ class CompareFormats(Verb):
     load: Load
 
     def __call__(self) -> int:
-        from g4ir.bench.comparison import Text, compare_formats, comparison_table, plot_comparison
+        from g4ir.bench.comparison import compare_formats, comparison_table, plot_comparison
         from g4ir.chat.text_files import check_files
 
         check_files(self.text, "--text")
@@ -59,8 +59,8 @@ class CompareFormats(Verb):
         formats = [*self._formats()]
         with console.Progress() as progress:
             load = partial(self.load.engine, progress=progress)
-            text = Text(self.text, self.tokens or sys.maxsize)
-            report = compare_formats(formats, text, load, progress)
+            tokens = self.tokens or sys.maxsize
+            report = compare_formats(formats, self.text, tokens, load, progress)
         emit(report) if self.json else print(comparison_table(report))
         for kind in ("notes", "warnings"):
             for line in report[kind]:
