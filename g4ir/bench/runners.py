@@ -72,10 +72,9 @@ def plan_workload(
     inputs = input_len or max(1, min(DEFAULT_INPUT, free - outputs + 1))
     w = Workload(inputs, outputs, batch, context, text)
     if w.max_len > max_seq:
-        raise InputError(
-            f"bench: --context {context}, --input-len {inputs} and --output-len {outputs} are "
-            f"{w.max_len} tokens a row; the engine was built with --max-seq {max_seq}"
-        )
+        lengths = f"--context {context}, --input-len {inputs} and --output-len {outputs}"
+        limit = f"the engine was built with --max-seq {max_seq}"
+        raise InputError(f"bench: {lengths} are {w.max_len} tokens a row; {limit}")
     return w
 
 

@@ -24,12 +24,9 @@ PACKAGES = ("transformers", "triton")
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Return CPU or GPU model, clocks if they can be read, threads, versions, commit, date."""
-    gpu = {}
-    if device == "cuda":
-        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    clock = psutil.cpu_freq()
+    on_gpu, clock = device == "cuda", psutil.cpu_freq()
     return {
-        **gpu,
+        **({"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if on_gpu else {}),
         "cpu": _cpu_model(),
         "cpu_mhz": round(clock.current) if clock else None,
         "cores": torch.get_num_threads(),
@@ -73,10 +70,8 @@ def busy_text(load: float) -> str | None:
     cores = os.cpu_count() or 1
     if load <= cores + SPARE:
         return None
-    return (
-        f"the machine is busy (load average {load:.1f} on {cores} cores at the start): times are "
-        f"too long; run again when it is quiet"
-    )
+    why = f"the machine is busy (load average {load:.1f} on {cores} cores at the start)"
+    return f"{why}: times are too long; run again when it is quiet"
 
 
 def reset_peak(device: str) -> None:

@@ -60,10 +60,8 @@ def _checked(report: Any, file: str | Path) -> Values:
     if not isinstance(report, dict) or report.get("kind") != KIND:
         raise InputError(f'{file}: no report of g4ir bench (key "kind" is not {KIND!r})')
     if report.get("schema") != VERSION:
-        raise InputError(
-            f"{file}: report of schema version {report.get('schema')!r}, expected {VERSION}; "
-            f"run `g4ir bench` again with this g4ir"
-        )
+        why = f"report of schema version {report.get('schema')!r}, expected {VERSION}"
+        raise InputError(f"{file}: {why}; run `g4ir bench` again with this g4ir")
     report = plain(report)
     try:  # reads every key that is used
         text(report), markdown([report])
@@ -114,11 +112,9 @@ def _head(r: Values) -> Iterator[str]:
 
 def _workload_text(r: Values) -> str:
     w = r["workload"]
+    size = f"{w['batch']} x {w['input_len']} tokens in, {w['output_len']} out"
     source = w["text"] or "random tokens"
-    return (
-        f"{r['model_id']}: {w['batch']} x {w['input_len']} tokens in, {w['output_len']} out, "
-        f"{w['context']} cached before ({source})"
-    )
+    return f"{r['model_id']}: {size}, {w['context']} cached before ({source})"
 
 
 def machine(env: dict[str, Any]) -> str:
