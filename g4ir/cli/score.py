@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
@@ -16,7 +15,6 @@ from .common import OnEngine, Programs, emit
 from .verb import Count, flag, json_flag
 
 if TYPE_CHECKING:
-    from g4ir.check.documents import Window
     from g4ir.engine.engine import Engine
 
 #: of the table, those of a baseline only with one
@@ -41,53 +39,38 @@ class ScoreTexts(OnEngine):
     load: Programs
 
     def __call__(self) -> int:
-        documents = Documents(self.text, self.jsonl, self.tokens)
-        documents.check()
-        with self.opened(self.load, all_logits=True) as (engine, progress):
-            return report(documents, [engine], self.json, progress)
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Files of text, or one of JSON lines; and the maximum number of tokens."""
-
-    text: Sequence[str]
-    jsonl: str | None = None
-    tokens: int | None = None
-
-    def check(self) -> None:
-        """Check files before an engine is loaded."""
         from g4ir.chat.text_files import check_files
 
         check_files(*(([self.jsonl], "--jsonl") if self.jsonl else (self.text, "--text")))
-
-    def windows(self, engines: Sequence[Engine]) -> Iterator[Window]:
-        from g4ir.check.documents import Reader
-
-        longest = min(e.limits.max_seq for e in engines)
-        reader = Reader(engines[0], longest, self.tokens or sys.maxsize)
-        return reader.lines(self.jsonl) if self.jsonl else reader.files(self.text)
+        with self.opened(self.load, all_logits=True) as (engine, progress):
+            return report([engine], self.json, progress, self.text, self.jsonl, self.tokens)
 
 
 def report(
-    documents: Documents,
     engines: Sequence[Engine],
     as_json: bool,
     progress: console.Progress,
+    text: Sequence[str],
+    jsonl: str | None = None,
+    tokens: int | None = None,
     head: Mapping[str, Any] | None = None,
 ) -> int:
-    """Print the scores and their totals, below a `head` without those of tokens; exit code 1 if one
-    is not finite."""
+    """Print the scores of files of text, or of one of JSON lines, at most so many tokens, and their
+    totals, below a `head` without those of tokens; exit code 1 if one is not finite."""
+    from g4ir.check.documents import Reader
     from g4ir.check.score import Sums, score_windows
 
+    longest = min(e.limits.max_seq for e in engines)
+    reader = Reader(engines[0], longest, tokens or sys.maxsize)
+    windows = reader.lines(jsonl) if jsonl else reader.files(text)
     total, rows, table = Sums(), list[dict[str, Any]](), list[dict[str, Any]]()
-    for one in score_windows(engines, documents.windows(engines), progress):
+    for one in score_windows(engines, windows, progress):
         total += one.sums
-        means, tokens = one.sums.means(), {"token_ids": one.ids, "logprobs": one.logprobs}
-        rows.append({"id": one.document, "part": one.part, **means, **({} if head else tokens)})
+        means, scores = one.sums.means(), {"token_ids": one.ids, "logprobs": one.logprobs}
+        rows.append({"id": one.document, "part": one.part, **means, **({} if head else scores)})
         table.append({"name": one.name, **means})
     if not rows:
-        raise InputError(f"{documents.jsonl}: no documents among its lines")
+        raise InputError(f"{jsonl}: no documents among its lines")
     if as_json:
         emit({"documents": rows, **(head or {}), **total.means()})
     else:

@@ -13,7 +13,7 @@ from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
 from .common import OnEngine, Programs, output
-from .score import Documents, report
+from .score import report
 from .verb import flag, json_flag, token_ids
 
 UNQUANTISED = "the unquantised weights"
@@ -52,12 +52,12 @@ class Verify(OnEngine):
 
     def _on_texts(self) -> int:
         """Compare an engine with its unquantised weights on texts."""
+        from g4ir.chat.text_files import check_files
         from g4ir.check.reference import unquantised
         from g4ir.check.stage_report import engine_name
 
         max_tokens = None if self.tokens is None else parse_count(self.tokens, "--tokens")
-        documents = Documents(self.text, tokens=max_tokens)
-        documents.check()
+        check_files(self.text, "--text")
         with self.opened(self.load, all_logits=True) as (engine, progress):
             progress("opening the unquantised weights")
             with unquantised(engine, self.checkpoint) as other:
@@ -67,7 +67,7 @@ class Verify(OnEngine):
                 else:
                     engines, against = [engine, other], UNQUANTISED
                 head = {"engine": engine_name(engine), "against": against}
-                return report(documents, engines, self.json, progress, head)
+                return report(engines, self.json, progress, self.text, tokens=max_tokens, head=head)
 
 
 def compared(
