@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from operator import add
 from typing import Any
 
@@ -104,8 +105,8 @@ def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCos
 
 
 def step_costs(g: Graph) -> Callable[[Step], Cost]:
-    """Return a function from a step to the cost of the whole graph."""
-    return _Meter(g).total
+    """Return a cached function from a step to the cost of the whole graph."""
+    return cache(_Meter(g).total)
 
 
 class _Meter:

@@ -63,6 +63,7 @@ class Footprint:
         graphs are reused."""
         other = replace(self, config=replace(self.config, **fields))
         vars(other).update({n: v for n, v in vars(self).items() if n in OF_GRAPHS})
+        vars(other)["_step_costs"] = self._step_costs
         return other
 
     def without_media(self) -> Footprint:
@@ -149,13 +150,12 @@ class Footprint:
     def step(self, batch: int, ctx: int) -> Cost | None:
         """Return the cost of a decode step, which is that of a prompt of one token; None for an
         encoder."""
-        if "prefill" not in self.packing.program.graphs:
-            return None
-        return self._step_costs(Step(batch, 1, ctx - 1))
+        return self._step_costs and self._step_costs(Step(batch, 1, ctx - 1))
 
     @cached_property
-    def _step_costs(self) -> Callable[[Step], Cost]:
-        return step_costs(self.packing.program.graphs["prefill"])
+    def _step_costs(self) -> Callable[[Step], Cost] | None:
+        g = self.packing.program.graphs.get("prefill")
+        return g and step_costs(g)
 
     def need_at(self, batch: int, ctx: int) -> int:
         """Return bytes in the device's memory, without the reserve."""
