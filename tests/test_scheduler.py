@@ -44,6 +44,8 @@ from g4ir.engine.session import Session
 from g4ir.engine.speculative import NGRAM, SpeculativeConfig
 from g4ir.errors import CheckError, InputError, RankError
 from g4ir.media.soft import Soft
+from g4ir.spec.parts import FULL, SLIDING
+from g4ir.spec.record import load_spec
 from tests.engines import CASES, some_tokens
 from tests.spies import spy
 
@@ -547,8 +549,11 @@ TOKENS, REQUESTS = 9, 6
 
 @pytest.fixture(scope="module")
 def ahead_engine(make_engine: Any) -> Iterator[Engine]:
-    """Its steps run ahead of the host, as on a GPU."""
-    made: Engine = make_engine("tiny-ple", **DRAFTING)
+    """Of a layer of each kind; its steps run ahead of the host, as on a GPU."""
+    spec = load_spec("tiny-ple")
+    text = {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "pattern": (SLIDING, FULL)}
+    spec = replace(spec, name="two-layers", text=replace(spec.text, **text))
+    made: Engine = make_engine(spec, **DRAFTING)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(made), "chooses_on_device", True)
         patch.setattr(made.runtime, "token_loop", ahead(made))
