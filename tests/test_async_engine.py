@@ -23,7 +23,7 @@ FREE = SamplingParams(ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine(make_engine: Any) -> Engine:
-    return make_engine("tiny-ple", max_seq=400, prefill_chunk=16, max_batch=4)
+    return make_engine("tiny-ple", backend="torch", max_seq=400, prefill_chunk=16, max_batch=4)
 
 
 @pytest.fixture

@@ -27,12 +27,12 @@ LIMITS = {"max_seq": 160, "prefill_chunk": 32}
 
 @pytest.fixture(scope="module")
 def engine(make_engine: Any) -> Engine:
-    return make_engine("tiny-ple", max_batch=ROWS, **LIMITS)
+    return make_engine("tiny-ple", backend="torch", max_batch=ROWS, **LIMITS)
 
 
 @pytest.fixture(scope="module")
 def single(make_engine: Any) -> Engine:
-    return make_engine("tiny-ple", max_batch=1, **LIMITS)
+    return make_engine("tiny-ple", backend="torch", max_batch=1, **LIMITS)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

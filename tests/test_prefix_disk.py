@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def engine(make_engine: Any) -> Engine:
-    return make_engine("tiny-ple", **LIMITS)
+    return make_engine("tiny-ple", backend="torch", **LIMITS)
 
 
 def restarted(engine: Engine, request: Request, limit: int = GIB, **config: Any) -> int:
@@ -73,7 +73,7 @@ def test_a_conversation_goes_on_after_a_restart(
         (replace(turn, reuse=False), 0),
     ):
         assert restarted(engine, request, prefix_bytes=memory) == cached
-    other = make_engine("tiny-ple", **LIMITS, random_weights=1)
+    other = make_engine("tiny-ple", backend="torch", **LIMITS, random_weights=1)
     assert restarted(other, turn) == 0
     assert len({f.parent for f in files(own_home)}) == 3
 
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_not_used(
 
 def test_a_snapshot_of_other_caches_is_not_used(engine: Engine, make_engine: Any) -> None:
     with pytest.raises(InputError, match="a snapshot of other caches than"):
-        make_engine("tiny-moe", **LIMITS).session().restore(snapshot_of(engine))
+        make_engine("tiny-moe", backend="torch", **LIMITS).session().restore(snapshot_of(engine))
 
 
 def test_a_full_disk(engine: Engine, own_home: Path, caplog: Any, monkeypatch: Any) -> None:

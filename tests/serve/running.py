@@ -48,7 +48,7 @@ def chat_engine(
 ) -> Path:
     """An engine directory with it, that takes pictures and sounds."""
     limits: dict[str, Any] = {"prefill_chunk": 128, "max_batch": 4, "image_budgets": [70]}
-    limits |= {"max_seq": max_seq, "backend": "reference", **options}
+    limits |= {"max_seq": max_seq, "backend": "torch", **options}
     g4ir.build(spec, folder, random_weights=0, **limits).close()
     return add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
 

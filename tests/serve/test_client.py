@@ -274,5 +274,5 @@ def test_a_reader_that_leaves_frees_its_row(client: openai.OpenAI, served: Serve
 
 def test_a_client_without_a_stream_that_leaves(client: openai.OpenAI, served: Served) -> None:
     with pytest.raises(openai.APITimeoutError):
-        ask(client, max_tokens=500, extra_body={"ignore_eos": True}, timeout=0.3)
+        ask(client, max_tokens=500, extra_body={"ignore_eos": True}, timeout=0.05)
     eventually(lambda: not served.busy)

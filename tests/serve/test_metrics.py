@@ -8,13 +8,16 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from g4ir.engine.scheduler import Scheduler
 from tests.serve.running import NAME, Running, eventually
+from tests.spies import spy
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -64,8 +67,9 @@ def test_the_board_asks_for_metrics_that_exist(served: Running) -> None:
     assert len(named) > 15 and named <= known
 
 
-def test_the_kv_cache_and_responses(served: Running) -> None:
+def test_the_kv_cache_and_responses(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream's tokens are in use while it runs; responses count by path and status."""
+    spy(monkeypatch, Scheduler, "step", lambda *_: time.sleep(0.005))
     with served.client() as client:
         before = values(served, "g4ir_http_responses")
         client.post("/no/such/path")

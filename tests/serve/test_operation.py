@@ -197,7 +197,7 @@ def test_what_tools_ask(operated: Running) -> None:
     with operated.client(headers=BEARER) as client:
         info = client.get("/server_info").json()
         assert info["names"] == [NAME, "other"] and info["limits"]["max_batch"] == 4
-        assert info["build"]["backend"] == "reference" and info["media"]
+        assert info["build"]["backend"] == "torch" and info["media"]
         tokens = client.get("/tokenizer_info").json()
         assert (tokens["bos_token"], tokens["vocab_size"]) == ("<bos>", 512)
         rendered = client.post("/render", json={"messages": CHAT["messages"]}).json()

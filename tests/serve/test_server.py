@@ -337,6 +337,7 @@ def test_missing_libraries(engine_folder: Path, name: str, monkeypatch: pytest.M
 def test_stop_strings_free_rows(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on: they are not cancelled, and say what they would have said."""
     rows, service = list[int](), served.service
+    monkeypatch.setattr(Engine, "chooses_on_device", False)
     spy(monkeypatch, Session, "verify", lambda *given: rows.append(int((given[-1] > 0).sum())))
     body = LONG | {"n": 3, "seed": 5, "temperature": 1.5, "max_tokens": 120}
     cancelled = service.totals.ended["cancelled"]
@@ -378,6 +379,7 @@ def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
 def test_a_row_that_fails(
     client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Engine, "chooses_on_device", False)
     monkeypatch.setattr(Session, "verify", Mock(side_effect=RuntimeError("secret words")))
     with pytest.raises(openai.APIError) as e:
         [*ask(client, stream=True)] if stream else ask(client)
