@@ -30,7 +30,9 @@ WORDS = yaml.safe_load((HERE / "words.yaml").read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with ready(chat_engine(tmp_path_factory.mktemp("clients") / "engine", 1024)) as r:
+    with ready(
+        chat_engine(tmp_path_factory.mktemp("clients") / "engine", 1024, backend="reference")
+    ) as r:
         yield r
 
 
@@ -45,7 +47,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("clients") / "long"
-    with ready(chat_engine(folder, 1 << 16, HERE / "long.yaml", prefill_chunk=1024)) as r:
+    with ready(
+        chat_engine(folder, 1 << 16, HERE / "long.yaml", backend="reference", prefill_chunk=1024)
+    ) as r:
         yield r
 
 
@@ -76,7 +80,7 @@ def evaluated(r: Running, folder: Path, tokenizer: Path, *checkpoint: Path) -> A
 def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-likelihoods are those of `score`, of ids without <bos>, which the tiny tokenizer does not
     add; and it generates."""
-    folder = chat_engine(tmp_path / "engine", 1024, all_logits=True)
+    folder = chat_engine(tmp_path / "engine", 1024, backend="reference", all_logits=True)
     with ready(folder) as r:
         r.dictate(monkeypatch, "hello", "<turn|>")
         found = evaluated(r, tmp_path, folder)
