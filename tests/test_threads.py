@@ -48,7 +48,7 @@ def test_no_scheduler_is_lent_twice(engines: Any, monkeypatch: pytest.MonkeyPatc
     assert one is not other
 
 
-THREADS, STEPS, ROUNDS = 8, 12, 2
+THREADS, STEPS, ROUNDS = 8, 6, 2
 
 
 def work(engine: Engine, steps: int, i: int) -> tuple[list[torch.Tensor], list[int]]:

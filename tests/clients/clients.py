@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build"
 PYTHON, EVALUATOR = (BUILD / f"{name}-env" / "bin" / "python" for name in ("clients", "evaluators"))
 MODEL = BUILD / "real" / "gemma-3-270m-q4_k_m.gguf"
+#: an answer is under way for long enough to be left
+SLOW = {"backend": "reference"}
 WORDS = yaml.safe_load((HERE / "words.yaml").read_text(encoding="utf-8"))
 
 
@@ -47,9 +49,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("clients") / "long"
-    with ready(
-        chat_engine(folder, 1 << 16, HERE / "long.yaml", backend="reference", prefill_chunk=1024)
-    ) as r:
+    with ready(chat_engine(folder, 1 << 16, HERE / "long.yaml", prefill_chunk=1024, **SLOW)) as r:
         yield r
 
 
@@ -80,7 +80,7 @@ def evaluated(r: Running, folder: Path, tokenizer: Path, *checkpoint: Path) -> A
 def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-likelihoods are those of `score`, of ids without <bos>, which the tiny tokenizer does not
     add; and it generates."""
-    folder = chat_engine(tmp_path / "engine", 1024, backend="reference", all_logits=True)
+    folder = chat_engine(tmp_path / "engine", 1024, all_logits=True, **SLOW)
     with ready(folder) as r:
         r.dictate(monkeypatch, "hello", "<turn|>")
         found = evaluated(r, tmp_path, folder)
