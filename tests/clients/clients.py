@@ -32,9 +32,7 @@ WORDS = yaml.safe_load((HERE / "words.yaml").read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with ready(
-        chat_engine(tmp_path_factory.mktemp("clients") / "engine", 1024, backend="reference")
-    ) as r:
+    with ready(chat_engine(tmp_path_factory.mktemp("clients") / "engine", 1024, **SLOW)) as r:
         yield r
 
 

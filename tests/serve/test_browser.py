@@ -22,7 +22,7 @@ from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import later
 from tests.cases import read_table
 from tests.serve.chromium import SHIFT, Page, chromium, find_chromium
-from tests.serve.running import Running, eventually, running
+from tests.serve.running import Running, chat_engine, eventually, ready, running
 from tests.serve.test_media import data, sound
 
 MISSING = "no Chromium: apt-get install chromium"
@@ -42,6 +42,18 @@ globalThis.click = (s, label) => [...document.querySelectorAll(`${s} button`)]
 """
 #: what axe-core's report has of a violation
 SEEN = "({ id, impact, nodes: [{ html }] }) => ({ id, impact, html })"
+
+
+@pytest.fixture(scope="session")
+def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slow enough to be looked at while it answers."""
+    return chat_engine(tmp_path_factory.mktemp("browser") / "engine", backend="reference")
+
+
+@pytest.fixture(scope="session")
+def served(engine_folder: Path) -> Iterator[Running]:
+    with ready(engine_folder) as r:
+        yield r
 
 
 @pytest.fixture(scope="module")
