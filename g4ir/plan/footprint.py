@@ -155,7 +155,7 @@ class Footprint:
     @cached_property
     def _step_costs(self) -> Callable[[Step], Cost] | None:
         g = self.packing.program.graphs.get("prefill")
-        return g and step_costs(g)
+        return step_costs(g) if g else None
 
     def need_at(self, batch: int, ctx: int) -> int:
         """Return bytes in the device's memory, without the reserve."""
