@@ -209,12 +209,6 @@ def built_in_names() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in paths if p.suffix == ".yaml"))
 
 
-@cache
-def _built_in(name: str) -> QuantConfig:
-    data = (files(__package__) / f"{name}.yaml").read_bytes()
-    return QuantConfig(build(QuantConfig, parse_tree(data, f"{name}.yaml")).rules, name)
-
-
 def find_quant_config(name_or_path: str | Path | None) -> QuantConfig | None:
     """Read a built-in config or a file; None for `none` or None. InputError lists the names,
     SpecError has file, line and key."""
@@ -222,7 +216,8 @@ def find_quant_config(name_or_path: str | Path | None) -> QuantConfig | None:
         return None
     name = str(name_or_path)
     if name in built_in_names():
-        return _built_in(name)
+        data = (files(__package__) / f"{name}.yaml").read_bytes()
+        return QuantConfig(build(QuantConfig, parse_tree(data, f"{name}.yaml")).rules, name)
     if not name.endswith(SUFFIXES):
         names = ", ".join((NONE, *built_in_names()))
         raise InputError(f"--quant {name}: expected {names}, or a file that ends in .yaml")
