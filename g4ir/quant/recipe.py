@@ -11,9 +11,9 @@
     - tensors: [layers]                  # every matrix of the layers that no other rule names
       form: int8                         # `others`: every matrix outside of layers
 
-A tensor without a rule is not quantised; the router is part of no group. The built-in configs are
-such files in this folder. The config of a checkpoint that is already quantised describes its
-weights; nothing is quantised.
+A tensor without a rule is not quantised, and a router never is: rounded logits would choose other
+experts. The built-in configs are such files in this folder. The config of a checkpoint that is
+already quantised describes its weights; nothing is quantised.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ NONE = "none"
 FROM_CHECKPOINT = "checkpoint"
 #: name of a config whose formats were measured (builder/bits.py); file of it in an engine
 MEASURED, QUANT_FILE = "measured", "quant.yaml"
-#: the one matrix that is part of no group: its rounded logits would choose other experts
-ROUTER = "L*.moe.router"
 #: max names per rule: more than a model has weights
 MAX_NAMES = 10_000
 
@@ -159,7 +157,8 @@ class QuantConfig:
         """Return weight -> scheme. InputError for a rule that matches no weight and for a weight
         with two rules."""
         schemes: dict[str, Scheme] = {}
-        groups = {n: _group_of(n) for n in weights if not any(r.matches(n) for r in self.rules)}
+        unnamed = (n for n in weights if not any(r.matches(n) for r in self.rules))
+        groups = {n: "others" if layer_of(n) is None else "layers" for n in unnamed}
         for rule in self.rules:
             names = [n for n in weights if rule.matches(n) or groups.get(n) in rule.tensors]
             if not names:
@@ -171,12 +170,6 @@ class QuantConfig:
 
     def _says(self, rule: Rule, problem: str) -> str:
         return f"recipe {self.name}: [{', '.join(rule.tensors)}] {problem}"
-
-
-def _group_of(name: str) -> str:
-    """Return the group of a weight: layers, others, or "" for one that belongs to none."""
-    group = "others" if layer_of(name) is None else "layers"
-    return "" if fnmatchcase(name, ROUTER) else group
 
 
 def _flow(rule: Mapping[str, object]) -> str:
