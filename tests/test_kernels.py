@@ -162,14 +162,16 @@ def test_long_rows_of_int8() -> None:
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
-@pytest.mark.parametrize(
-    ("n", "k"), [(1, 64), (7, 96), (5, 40), (37, 704), (48, 704), (16, 12288), (130, 1024)]
-)
-def test_codes(dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int) -> None:
+def test_codes(dtype: torch.dtype, form: str, group: int, scale: str) -> None:
+    for n, k in ((1, 64), (7, 96), (5, 40), (37, 704), (48, 704), (16, 12288), (130, 1024)):
+        check_codes(dtype, (form, group, scale), n, k)
+
+
+def check_codes(dtype: torch.dtype, form: tuple[str, int, str], n: int, k: int) -> None:
     """Of rows with outliers (coded_products.py): what is lost
     of them is 2^-13 of the largest product of their block, less than its rounding to bf16. Rows of
     no whole blocks go another way, and so do many: a part of the weight is made first, rounded."""
-    x, codes, scales, exact = with_outliers(40, n, k, (form, group, scale), dtype)
+    x, codes, scales, exact = with_outliers(40, n, k, form, dtype)
     want, size = x.double() @ exact.t(), x.double().square() @ exact.square().t()
     blocks = [pad(t.double(), (0, -t.shape[1] % 32)).unflatten(1, (-1, 32)) for t in (x, exact)]
     largest, each = blocks[0].square().amax(2), blocks[1].square().sum(2)
@@ -181,7 +183,7 @@ def test_codes(dtype: torch.dtype, form: str, group: int, scale: str, n: int, k:
         got = pyops.linear_coded(x[None, :rows], *weight)
         assert got.dtype == dtype and got.shape == (1, rows, n)
         most = 1 if rows <= 8 and k % 32 == 0 else 16
-        assert ((got[0].double() - want[:rows]).abs() <= most * budget[:rows]).all(), rows
+        assert ((got[0].double() - want[:rows]).abs() <= most * budget[:rows]).all(), (n, k, rows)
 
 
 PRODUCTS = (pyops.linear_coded, pyops.linear_rounded)
@@ -241,7 +243,7 @@ def test_linear_on_other_cpus(other_cpu: None, dtype: torch.dtype, n: int, k: in
 def test_codes_on_other_cpus(
     other_cpu: None, dtype: torch.dtype, form: str, group: int, scale: str
 ) -> None:
-    test_codes(dtype, form, group, scale, 48, 704)
+    check_codes(dtype, (form, group, scale), 48, 704)
     test_decoded_codes_are_the_definition(dtype, form)
     for bad, product in itertools.product((float("nan"), -float("inf")), PRODUCTS):
         test_what_is_no_number_stays_none(form, bad, product)
@@ -500,13 +502,15 @@ def test_rows_as_they_are(form: str, to: str, taken: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
-@pytest.mark.parametrize(("n", "k"), [(37, 704), (48, 704), (16, 12288), (128, 64)])
-def test_rounded_rows(
-    dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
-) -> None:
+def test_rounded_rows(dtype: torch.dtype, form: str, group: int, scale: str) -> None:
     """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight,
     where the CPU multiplies no such codes."""
-    x, codes, scales, exact = with_outliers(37, n, k, (form, group, scale), dtype)
+    for n, k in ((37, 704), (48, 704), (16, 12288), (128, 64)):
+        check_rounded_rows(dtype, (form, group, scale), n, k)
+
+
+def check_rounded_rows(dtype: torch.dtype, form: tuple[str, int, str], n: int, k: int) -> None:
+    x, codes, scales, exact = with_outliers(37, n, k, form, dtype)
     rows = fake_quantize_values(x.double(), "int8")
     # A difference of a scaled code and a minimum is rounded by the size of both.
     lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
@@ -517,7 +521,7 @@ def test_rounded_rows(
         exactly = tiled and (count <= 8 or pyops._takes_gemm(x[:count], *weight, True))
         unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
         budget = unit * (want.abs() + 2 * size) + lost
-        assert ((got - want[:count]).abs() <= budget[:count]).all()
+        assert ((got - want[:count]).abs() <= budget[:count]).all(), (n, k, count)
 
 
 @pytest.mark.parametrize("form", ROUNDED)
