@@ -295,9 +295,10 @@ class Server:
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """Names of the engine that errors for clients leave out."""
+        """Paths of the engine and its model, which errors for clients leave out."""
         engine = self.prompts and self.prompts.engine
-        return (str(engine.path), engine.label) if engine else ()
+        names = (str(engine.path), engine.label) if engine else ()
+        return tuple(name for name in names if "/" in name or "\\" in name)
 
     def _refused(self, error: Exception, request: Request, path: str) -> Response:
         if isinstance(error, BusyError) and self.draining:

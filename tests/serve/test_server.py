@@ -28,7 +28,7 @@ from g4ir.backends.reference import ReferenceBackend
 from g4ir.builder.load import load_engine
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
-from g4ir.errors import CheckError, MissingError, TrustError
+from g4ir.errors import CheckError, InputError, MissingError, TrustError
 from g4ir.serve import server
 from g4ir.serve.auth import Auth, allowed_hosts
 from g4ir.serve.http_errors import refusal
@@ -191,6 +191,12 @@ def test_errors(
     assert (found.status, found.headers.get("x-should-retry")) == (status, again)
     assert "xyzzy" not in found.message + caplog.text
     assert f": {logged}\n" in caplog.text or not logged
+
+
+def test_errors_name_no_file_of_the_server() -> None:
+    error = InputError("/home/a/m.gguf: no adapters; /cache/m-1: see it")
+    hidden = ("/cache/m-1", "/home/a/m.gguf")
+    assert refusal(error, {}, hidden).message == "the engine: no adapters; the engine: see it"
 
 
 def test_extra_tokens(
