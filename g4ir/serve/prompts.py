@@ -25,8 +25,8 @@ from g4ir.media.soft import Soft
 from g4ir.weights.checkpoint import TOKENIZER
 
 from .grammar import Grammars, Mask
-from .http_errors import Refused, bad, missing
-from .request_schema import NO_EFFORTS, Fields, as_input, chosen, constraint_of, max_new_tokens
+from .http_errors import Refused, bad, missing, named
+from .request_schema import NO_EFFORTS, Fields, chosen, constraint_of, max_new_tokens
 from .tool_grammar import called
 
 Requests = tuple[Request, ...]
@@ -192,13 +192,11 @@ class Prompts:
             raise Refused(400, str(e), param=name, code="context_length_exceeded") from None
 
     def _ids(self, prompt: Any, fields: Fields) -> list[int]:
-        try:
+        with named("prompt"):
             if isinstance(prompt, str):
                 self._check_length(len(prompt), "prompt")
                 return self.codec.encode(prompt, "prompt", fields.get("add_special_tokens", True))
             return checked_ids(prompt, self.engine.spec.text.vocab_size, "prompt")
-        except InputError as e:
-            raise as_input(e, "prompt") from None
 
     def _max_new(self, tokens: Sequence[int], fields: Fields) -> int:
         """Return the maximum number of new tokens; Refused if they do not fit the context."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.chat.messages import MAX_DEPTH, kind_of, no_number, shown
-from g4ir.errors import InputError
 from g4ir.ui.files import read_table
 
 from .http_errors import Refused, bad, missing
@@ -459,9 +458,3 @@ def chosen(fields: Fields) -> ToolChoice:
 def max_new_tokens(fields: Fields) -> int | None:
     """Return a request's maximum number of new tokens, or None."""
     return fields.get("max_completion_tokens", fields.get("max_tokens"))
-
-
-def as_input(error: InputError, name: str) -> InputError:
-    """Return an error that names the field."""
-    text = str(error)
-    return error if text.startswith(name) else InputError(f"{name}: {text}")
