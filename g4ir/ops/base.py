@@ -226,6 +226,10 @@ def nothing(ins: Types, outs: Types, **attrs: Any) -> Traffic:
     return (0,) * len(ins), (0,) * len(outs)
 
 
+#: flops and traffic of a view, or of an op that is counted with another
+VIEW = free, nothing
+
+
 def gathered(ins: Types, outs: Types, **attrs: Any) -> Traffic:
     """Return the traffic of a gather: it reads only those rows of its first input that it returns,
     and the indices."""

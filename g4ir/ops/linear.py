@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import cases, dot_products, free, nothing, op, require
+from .base import VIEW, cases, dot_products, free, op, require
 from .budgets import MOVES, PRODUCT, Budget
 from .types import Type, Types, torch
 
@@ -115,8 +115,7 @@ class split:
     def reference(x: Any, *, sizes: tuple[int, ...]) -> Any:
         return tuple(x.split(list(sizes), -1))
 
-    flops = free
-    traffic = nothing
+    flops, traffic = VIEW
     samples = cases("f32[2,3,12]", sizes=(6, 4, 2))
 
 
@@ -138,8 +137,7 @@ class heads:
     def reference(x: Any, *, n: int) -> Any:
         return x.unflatten(-1, (n, -1))
 
-    flops = free
-    traffic = nothing
+    flops, traffic = VIEW
     samples = cases("f32[2,3,12]", n=4)
 
 
@@ -160,6 +158,5 @@ class merge_heads:
     def reference(x: Any) -> Any:
         return x.flatten(-2)
 
-    flops = free
-    traffic = nothing
+    flops, traffic = VIEW
     samples = cases("f32[2,3,4,8]")

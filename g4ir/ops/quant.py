@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, Traffic, cases, free, nothing, op, require, upcast
+from .base import VIEW, Sample, Traffic, cases, free, op, require, upcast
 from .budgets import MOVES, Budget
 from .codecs import (
     ACTIVATIONS,
@@ -134,8 +134,7 @@ class dequantize:
         return dequantize_codes(codes, scales, torch_dtype(to))
 
     # Counted with the matmul that reads it (plan/cost.py).
-    flops = free
-    traffic = nothing
+    flops, traffic = VIEW
     samples = cases(
         "i8[6,64]@-127:128 f32[6,1]",
         "u8[2,3,16]@0:256 f32[2,3,1]",
@@ -249,8 +248,7 @@ class dequantize_columns:
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
         return dequantize_codes(by_rows(codes), scales.mT, torch_dtype(to))
 
-    flops = free
-    traffic = nothing
+    flops, traffic = VIEW
     samples = cases(
         "i8[64,6]@-127:128 f32[1,6]",
         "u8[2,32,3]@0:256 f32[2,2,6]",
@@ -300,8 +298,7 @@ class dequantize_tiles:
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
         return dequantize_codes(from_tiles(codes), from_tiles(scales), torch_dtype(to))
 
-    flops = free
-    traffic = nothing
+    flops, traffic = VIEW
     samples = cases(
         "i8[16,64]@-127:128 f32[16,1]",
         "u8[2,32,32]@0:256 f32[2,32,2]",
