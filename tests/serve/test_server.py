@@ -270,7 +270,7 @@ import sys, time
 from g4ir.cli import main
 from g4ir.cli.common import FirstUse
 
-def engines(self, models, draft=None, all_logits=False, progress=None):
+def engines(self, models, draft=None, progress=None, **how):
     while True:
         progress("building tiny: weights")
         time.sleep(0.01)
