@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -200,20 +200,26 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
 
 
 def test_drafts_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench/drafts.py: beside n-grams, drafts that are all rejected, and 70 % right ones."""
+    """Beside those of the source: drafts that are all rejected, and 70 % right ones."""
     # Measured costs decide how many tokens are drafted: on a busy machine any number.
     monkeypatch.setattr(StepCosts, "add", lambda *_: None)
     monkeypatch.setattr(StepCosts, "known", lambda *_: True)
-    monkeypatch.syspath_prepend(BENCH)
-    drafts = importlib.import_module("drafts")
     options: dict[str, Any] = {"random_weights": 0, "backend": "torch", "max_seq": 64}
-    args = SimpleNamespace(tokens=(4,), new=32, rounds=2, drawn=False, bounds=True)
-    with g4ir_.build("tiny-dense", tmp_path / "e", draft_tokens=4, **options) as engine:
-        kinds = drafts.compared(engine, [2, 5, 7, 9, 11, 5, 7, 3], args)
-    assert [*kinds] == ["none", "K 4", "0% right", "70% right"]
-    sizes = {kind: size for kind, (*_, size) in kinds.items()}
-    assert sizes["0% right"] == sizes["none"] == 1 and sizes["70% right"] > 1.5
-    assert all(rate > 0 and gain > 0 for rate, gain, _ in kinds.values())
+    engine = g4ir_.build("tiny-dense", tmp_path / "e", draft_tokens=4, **options)
+    words = ("--input-len", "8", "--output-len", "32", "--rounds", "2", "--warmup", "0")
+    words += ("--draft", "ngram")
+    shown = g4ir("bench", engine.path, *words, "--json", tmp_path / "r.json").out
+    drafts = read_reports(tmp_path / "r.json")[0]["drafts"]
+    kinds = drafts["by_kind"]
+    assert drafts["same_text"] and drafts["draft_tokens"] == 4
+    assert [*kinds] == ["none", "ngram", "rejected", "right_70"]
+    assert kinds["rejected"]["tokens_per_round"] == kinds["none"]["tokens_per_round"] == 1
+    assert kinds["rejected"]["accepted"][0] == 0 and kinds["right_70"]["tokens_per_round"] > 1.5
+    assert all(k["tokens_per_second"] > 0 and k["speedup"] > 0 for k in kinds.values())
+    assert re.search(r"tokens/s without; ngram, up to 4 x.*; all rejected x.*70 % right x", shown)
+    plain = g4ir_.build("tiny-dense", tmp_path / "p", **options)
+    outcome = g4ir("bench", plain.path, *words)
+    assert outcome.code == 2 and "verifies no drafted tokens" in outcome.err
 
 
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:

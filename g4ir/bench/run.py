@@ -14,12 +14,14 @@ from g4ir.builder.module import need_transformers
 from g4ir.check.llama import LLAMA, LlamaSession, binding, gguf_file
 from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import Engine
+from g4ir.engine.speculative import NONE, resolve_draft
 from g4ir.errors import InputError, check_all
 from g4ir.ir.distance import row_errors
 from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
 from g4ir.ui.progress import Progress, no_progress, prefixed
 
+from .drafts import measure_drafts
 from .measure import measure_rounds, timed_request
 from .report import Values, build_report
 from .roof import Meter
@@ -58,6 +60,7 @@ def run_bench(
     rounds: int = 5,
     warmup: int = 2,
     checkpoint: str | None = None,
+    draft: str = NONE,
     progress: Progress = no_progress,
 ) -> list[Values]:
     """Measure one engine, or two of the same variant, and baselines (keys of BASELINES); return the
@@ -65,7 +68,8 @@ def run_bench(
 
     workloads: from `plan_workload`. rounds: at least 2, each runner takes its turn in each
     (A-B-A-B). warmup: requests of each before them, after the one that its outputs are compared on.
-    checkpoint: what baselines load if the engine does not refer to one.
+    checkpoint: what baselines load if the engine does not refer to one. draft: source of drafts
+    that are measured after the rounds, on one sequence of the first engine.
 
     Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
     report marks their speeds void.
@@ -74,6 +78,8 @@ def run_bench(
     for engine in engines:
         need_decoder(engine.spec, engine.label)
     check_specs({str(e.path): e.spec for e in engines})
+    if draft != NONE:
+        resolve_draft(engines[0].config, engines[0].label, draft)
     if any(MODES[name][2] for name in {*peers} & {*MODES}):
         check_all(*find_device(engines[0].device).needs())
     if peers:
@@ -94,6 +100,10 @@ def run_bench(
         measure_rounds(runners, w, tokens, rounds, warmup, stage, meter.measure)
         facts = {"env": env, "agreement": agreements[compared], "warmup": warmup}
         reports.append(build_report(engines[0], w, runners, meter, facts))
+        if draft != NONE:
+            prompt = tokens[0, : w.context + w.input_len].tolist()
+            drafts = measure_drafts(engines[0], prompt, w.output_len, draft, rounds, stage)
+            reports[-1]["drafts"] = drafts
     return reports
 
 

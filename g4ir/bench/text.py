@@ -80,6 +80,8 @@ def text(report: Values) -> str:
         speedups = ", ".join(f"{phase} x{stat_text(Stat(**ratios[phase]))}" for phase in phases)
         over = f"{first} over {names[role]}"
         lines.append(f"{over:25} {speedups or 'void: the outputs disagree'}")
+    if report.get("drafts"):
+        lines.append(_draft_text(report["drafts"]))
     lines.append("")
     for run in report["runs"]:
         floors = (f"{k} {_short(run['work'][k]['floor_ms'])} ms" for k in PANELS if run["work"])
@@ -108,6 +110,23 @@ def _head(r: Values) -> Iterator[str]:
             f"cosine at least {cosine:.6f}, relative error at most {relative:.1e}: "
             f"{'ok' if a['ok'] else 'DISAGREES'}"
         )
+
+
+def _draft_text(drafts: Values) -> str:
+    """Return the speed-up by drafts of the source, and by those of `KnownText`."""
+    kinds = drafts["by_kind"]
+    names = {
+        drafts["source"]: f"{drafts['source']}, up to {drafts['draft_tokens']}",
+        "rejected": "all rejected",
+        "right_70": "70 % right",
+    }
+    parts = (
+        f"{name} x{kinds[kind]['speedup']:.2f} ({kinds[kind]['tokens_per_round']:.2f} a round)"
+        for kind, name in names.items()
+    )
+    other = "" if drafts["same_text"] else "; texts differ, as more rows round otherwise"
+    rate = f"{kinds['none']['tokens_per_second']:.1f} tokens/s without"
+    return f"drafts   {rate}; {'; '.join(parts)}{other}"
 
 
 def _workload_text(r: Values) -> str:

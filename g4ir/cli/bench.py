@@ -18,7 +18,7 @@ from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
 from g4ir.weights.origin import find_model
 
-from .common import FirstUse, Load, emit, strict
+from .common import Draft, FirstUse, Load, emit, strict
 from .verb import ANY_MODEL, Counts, Verb, argument, flag, flag_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Bench(Verb):
     peer: list[str] = flag("baseline: hf, hf-static, hf-compile or llama.cpp (GGUF)", (), "NAME")
     checkpoint: str | None = flag("checkpoint of the baseline (default: MODEL's)", None, "DIR|FILE")
     text: str | None = flag("take prompts from a text, not random tokens", None, "FILE")
+    draft: str = flag("also measure drafts: ngram, or mtp (draft model)", "none", "SOURCE")
     rounds: int = flag("measured rounds (default 5)", 5, "N")
     warmup: int = flag("warm-up requests (default 2)", 2, "N")
     json: str | None = flag(
@@ -81,7 +82,7 @@ class Bench(Verb):
         if "max_batch" not in self.explicit and not all(is_engine(Path(m)) for m in self.engines):
             largest = max(options.max_batch, *(self.batch or [1]))
             use = replace(use, options=replace(options, max_batch=largest))
-        return use.engines(self.engines)
+        return use.engines(self.engines, Draft(draft=self.draft, draft_tokens=None))
 
     def _check_arguments(self) -> None:
         from g4ir.bench.run import check_options
@@ -105,7 +106,7 @@ class Bench(Verb):
         lengths: Sequence[int | None] = self.input_len or [None]
         pairs = product(self.batch or [1], lengths)
         workloads = [plan_workload(limits, n, batch=batch, **sizes) for batch, n in pairs]
-        options = {name: vars(self)[name] for name in ("rounds", "warmup")}
+        options = {name: vars(self)[name] for name in ("rounds", "warmup", "draft")}
         with console.Progress() as progress, ExitStack() as opened:
             engines = [
                 opened.enter_context(closing(self.load.engine(path, progress))) for path in paths

@@ -1,0 +1,97 @@
+"""Benchmark of speculative decoding: a text generated without draft tokens, with those of a source,
+and with drafts that are all rejected or mostly right. The last two, derived from the text itself,
+bound the cost and the gain of drafts on this machine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from g4ir.backends.sampling import SamplingParams
+from g4ir.engine.engine import Engine
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.speculative import (
+    NGRAM,
+    NO_DRAFT,
+    AcceptanceStats,
+    SpeculativeConfig,
+    resolve_draft,
+)
+from g4ir.ui.progress import Progress
+
+from .measure import median
+from .report import Values
+
+#: share of right draft tokens of `KnownText`
+MOSTLY = 0.7
+PLAIN, REJECTED, RIGHT = "none", "rejected", "right_70"
+
+
+class KnownText:
+    """Proposer that drafts the known text; each token is right with probability `right`."""
+
+    def __init__(
+        self, text: Sequence[int], right: float, vocab: int, prompt: Sequence[int]
+    ) -> None:
+        rng, self._at = random.Random(0), 0
+        self._drafts = [t if rng.random() < right else (t + 1) % vocab for t in text]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._at += len(tokens)
+
+    def propose(self, count: int) -> list[int]:
+        return self._drafts[self._at : self._at + count]
+
+
+def measure_drafts(
+    engine: Engine, prompt: Sequence[int], new: int, source: str, rounds: int, progress: Progress
+) -> Values:
+    """Return the speed of `new` greedy tokens after a prompt for each kind of draft, measured in
+    interleaved rounds: median tokens/s, and the median ratio to decoding without drafts. InputError
+    if the engine does not support the source."""
+    draft = resolve_draft(engine.config, engine.label, source)
+    text = _generate(Scheduler(engine, SchedulerConfig()), prompt, new)[0]
+    kinds = {PLAIN: NO_DRAFT, source: draft}
+    for name, right in ((REJECTED, 0.0), (RIGHT, MOSTLY)):
+        proposer = partial(KnownText, text, right, engine.spec.text.vocab_size)
+        kinds[name] = SpeculativeConfig(NGRAM, draft.tokens, proposer)
+    schedulers = {k: Scheduler(engine, SchedulerConfig(draft=d)) for k, d in kinds.items()}
+    rates: dict[str, list[float]] = {k: [] for k in kinds}
+    tallies = {k: AcceptanceStats() for k in kinds}
+    same = True
+    for number in range(rounds + 1):  # the first warms up, and measures the cost of steps
+        progress(f"drafts, round {number} of {rounds}")
+        for kind, scheduler in schedulers.items():
+            tokens, rate, tally = _generate(scheduler, prompt, new)
+            same &= tokens == text
+            if number:
+                rates[kind].append(rate)
+                tallies[kind].join(tally)
+    by_kind = {k: _values(rates[PLAIN], rates[k], tallies[k]) for k in kinds}
+    facts = {"source": source, "draft_tokens": draft.tokens, "new_tokens": new}
+    return {**facts, "same_text": same, "by_kind": by_kind}
+
+
+def _generate(
+    scheduler: Scheduler, prompt: Sequence[int], new: int
+) -> tuple[list[int], float, AcceptanceStats]:
+    """Return the generated tokens, tokens/s after the first, and the acceptance statistics."""
+    params, times, tokens = SamplingParams(ignore_eos=True), list[float](), list[int]()
+    handle = scheduler.submit(Request(tuple(prompt), new, params, reuse=False))
+    for event in scheduler.run(handle):
+        if event.error:
+            raise event.error
+        times.append(time.perf_counter())
+        if event.token is not None:
+            tokens.append(event.token)
+    return tokens, (len(times) - 1) / max(1e-9, times[-1] - times[0]), handle.tally
+
+
+def _values(plain: Sequence[float], rates: Sequence[float], tally: AcceptanceStats) -> Values:
+    speedups = [b / a for a, b in zip(plain, rates, strict=True)]
+    facts = {"tokens_per_second": median(rates), "speedup": median(speedups)}
+    per_round = tally.tokens / tally.rounds if tally.rounds else 1.0
+    return {**facts, **tally.to_dict(), "tokens_per_round": per_round}
