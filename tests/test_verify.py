@@ -23,7 +23,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.stage_report import describe_value
-from g4ir.check.tokens import Turns, random_ids
+from g4ir.check.tokens import Turns, plain_ids, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, InputError, MissingError, SpecError, WeightsError
 from g4ir.ir.distance import TOLERANCES, Tolerance, row_errors
@@ -195,7 +195,7 @@ class Fixed:
     def __init__(self, *tokens: int) -> None:
         self.tokens = [*tokens, *[1] * 30]
 
-    def greedy(self, prompt: torch.Tensor, count: int, readable: int) -> Any:
+    def greedy(self, prompt: torch.Tensor, count: int, ids: torch.Tensor) -> Any:
         logits = torch.zeros(count, 512)
         logits[:, 1], logits[:, 2] = 1.0, 1.0 - 1e-3
         return self.tokens[:count], logits
@@ -206,8 +206,20 @@ def test_close_calls_may_go_either_way(
     tokens: list[int], budget: dict[str, float], equal: int, differs: int | None
 ) -> None:
     both: Any = Fixed(*tokens), Fixed()
-    found = compare._compare_greedy(*both, torch.arange(9), 40, 512, Tolerance(**budget))
+    found = compare._compare_greedy(
+        *both, torch.arange(9), 40, torch.arange(512), Tolerance(**budget)
+    )
     assert (found.equal, found.differs) == (equal, differs)
+
+
+def test_greedy_tokens_are_no_placeholders_of_media(make_engine: Any) -> None:
+    """Their embeddings are those of media: transformers' text model has others."""
+    engine = make_engine("tiny-media")
+    ids, image = plain_ids(engine), engine.spec.tokens.image
+    assert image not in ids.tolist() and len(ids) == engine.spec.text.readable_ids - 3
+    logits = torch.arange(512.0)[None] + 1e3 * (torch.arange(512) == image)
+    tokens, chosen = peers._greedy(logits, lambda token: logits, 2, ids)
+    assert tokens == [int(ids[-1])] * 2 and chosen.shape == (2, len(ids))
 
 
 def test_checkpoint_of_another_shape(engines: Any) -> None:
@@ -221,7 +233,7 @@ def test_last_rows_of_layers_that_share_keys_without_per_layer_embeddings() -> N
     oracle = find_oracle(spec_called("random-14"))
     text, prompt = oracle.spec.text, oracle.tokens[0, :9]
     assert text.num_kv_shared_layers and not text.ple
-    tokens, _ = peers.HfPeer(oracle.model).greedy(prompt, 3, text.vocab_size)
+    tokens, _ = peers.HfPeer(oracle.model).greedy(prompt, 3, torch.arange(text.vocab_size))
     whole = oracle.run(torch.cat((prompt, torch.tensor(tokens)))[None])
     assert tokens == whole[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     for mode in ("hf", "hf-static"):

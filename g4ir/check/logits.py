@@ -37,7 +37,7 @@ from .peers import EnginePeer, HfPeer, Peer, find_anchor, find_peer, rounding_er
 from .reference import coarse, reference_engine
 from .report import Greedy, VerifyReport, positions_of
 from .stage_report import engine_name
-from .tokens import Turns, chosen_tokens, default_count, plan_turns
+from .tokens import Turns, chosen_tokens, default_count, plain_ids, plan_turns
 
 Tensor = torch.Tensor
 AGAINST = ("reference", "hf")
@@ -114,31 +114,31 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
         budget, engine.dtype, [got, rounds], want, anchor=anchor, rounding=rounding
     )
     progress("greedy tokens")
-    limit, readable = engine.limits.max_seq, engine.spec.text.readable_ids
+    limit, choices = engine.limits.max_seq, plain_ids(engine)
     return VerifyReport(
         engine_name(engine),
         peer.name,
         plain.tolerance,
         tuple(turns.sizes),
         positions_of(where, plain),
-        _compare_greedy(local, peer, turns.ids, limit, readable, plain.tolerance),
+        _compare_greedy(local, peer, turns.ids, limit, choices, plain.tolerance),
         rounds=positions_of(where, again)[len(where) - steps :],
         float64=graphs,
     )
 
 
 def _compare_greedy(
-    local: Peer, peer: Peer, ids: Tensor, max_seq: int, readable: int, tolerance: Tolerance
+    local: Peer, peer: Peer, ids: Tensor, max_seq: int, choices: Tensor, tolerance: Tolerance
 ) -> Greedy:
     prompt = ids[: max(1, max_seq - GREEDY + 1)]
     count = min(GREEDY, max_seq - len(prompt) + 1)
-    got, _ = local.greedy(prompt, count, readable)
-    want, logits = peer.greedy(prompt, count, readable)
+    got, _ = local.greedy(prompt, count, choices)
+    want, logits = peer.greedy(prompt, count, choices)
     first = next((i for i in range(count) if got[i] != want[i]), count)
     if first == count:
         return Greedy(count, first, None)
-    token = torch.tensor(got[first : first + 1], device=logits.device)
-    _, close = compare_choices(token, logits[first : first + 1], tolerance)
+    chosen = (choices == got[first]).nonzero()[0].to(logits.device)
+    _, close = compare_choices(chosen, logits[first : first + 1], tolerance)
     return Greedy(count, first, None if close else first)
 
 

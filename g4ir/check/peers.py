@@ -86,11 +86,10 @@ class EnginePeer:
         sizes = [len(t) for t in turns.ids.split(size)]
         return self.logits(Turns(turns.ids, sizes, turns.every))[turns.where]
 
-    def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
-        """Return (tokens, logits f32[count, readable]) of greedy decoding over ids below
-        `readable`."""
+    def greedy(self, prompt: Tensor, count: int, ids: Tensor) -> tuple[list[int], Tensor]:
+        """Return (tokens, logits f32[count, N]) of greedy decoding over some ids i64[N]."""
         session = self.engine.session()
-        return _greedy(session.prefill(prompt[None]), session.decode, count, readable)
+        return _greedy(session.prefill(prompt[None]), session.decode, count, ids)
 
 
 @dataclass(frozen=True)
@@ -129,24 +128,25 @@ class HfPeer:
         with other_attention(self.model):
             return self.logits(turns)
 
-    def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
+    def greedy(self, prompt: Tensor, count: int, ids: Tensor) -> tuple[list[int], Tensor]:
         """As in EnginePeer."""
         from transformers import DynamicCache
 
         new_cache = self.caches or partial(DynamicCache, config=self.model.config)
         step = HfSession(self.model, new_cache).step
-        return _greedy(step(prompt[None]), lambda t: step(t[:, None]), count, readable)
+        return _greedy(step(prompt[None]), lambda t: step(t[:, None]), count, ids)
 
 
 def _greedy(
-    first: Tensor, step: Callable[[Tensor], Tensor], count: int, readable: int
+    first: Tensor, step: Callable[[Tensor], Tensor], count: int, ids: Tensor
 ) -> tuple[list[int], Tensor]:
     """Decode greedily after the logits [1, vocab] of a prompt."""
-    rows = [first[:, :readable].float()]
+    ids = ids.to(first.device)
+    rows = [first[:, ids].float()]
     while len(rows) < count:
-        rows.append(step(rows[-1].argmax(-1))[:, :readable].float())
+        rows.append(step(ids[rows[-1].argmax(-1)])[:, ids].float())
     logits = torch.cat(rows)
-    return logits.argmax(-1).tolist(), logits
+    return ids[logits.argmax(-1)].tolist(), logits
 
 
 def _verify(draft: Tensor, right: int, session: Session) -> Tensor:

@@ -44,16 +44,16 @@ def check_no_media(engine: Engine, ids: Sequence[int], source: str) -> None:
             )
 
 
+def plain_ids(engine: Engine) -> torch.Tensor:
+    """Return the ids i64[N] that have a row in every table and are no placeholders of media."""
+    excluded = {*placeholders(engine.spec.tokens).values()}
+    return torch.tensor([i for i in range(engine.spec.text.readable_ids) if i not in excluded])
+
+
 def random_ids(engine: Engine, shape: Sequence[int], seed: int = SEED) -> torch.Tensor:
-    """Return random ids i64 of this shape: each has a row in every table, and none is a placeholder
-    of media."""
-    top = engine.spec.text.readable_ids
-    excluded = sorted({i for i in placeholders(engine.spec.tokens).values() if i < top})
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, top - len(excluded), tuple(shape), generator=generator)
-    for i in excluded:
-        ids += ids >= i
-    return ids
+    """Return random `plain_ids` of this shape."""
+    ids, generator = plain_ids(engine), torch.Generator().manual_seed(seed)
+    return ids[torch.randint(0, len(ids), tuple(shape), generator=generator)]
 
 
 def default_count(engine: Engine) -> int:

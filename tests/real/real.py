@@ -27,6 +27,7 @@ from g4ir.check.hf import hf_model
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import HfPeer
 from g4ir.check.score import Score, Sums, score_windows
+from g4ir.check.tokens import plain_ids
 from g4ir.cli import main
 from g4ir.engine.engine import Engine
 from g4ir.weights.checkpoint import read_side_files
@@ -67,7 +68,7 @@ def test_prompts(engine: Engine, peer: HfPeer, prompt: str) -> None:
     ids = engine.tokenizer().encode(prompt, add_special_tokens=False).ids
     assert ids == expected["ids"]
     given = torch.tensor([2, *ids])
-    want, logits = peer.greedy(given, COUNT, engine.spec.text.readable_ids)
+    want, logits = peer.greedy(given, COUNT, plain_ids(engine))
     got = engine.generate(given, max_new_tokens=COUNT, stop_ids=())
     differs = next((i for i in range(COUNT) if got[i] != want[i]), None)
     if differs is not None:
