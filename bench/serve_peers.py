@@ -7,9 +7,9 @@ with the same number of threads.
 PROGRAM is `llama-server`, with a slot for each client of the highest level; the engine needs
 as large a batch. Clients are a closed loop: each sends a request (random prompt tokens, so no
 prefix cache hits; greedy; no end of sequence) when its last one has been answered, `--requests` of
-them a round. The servers take turns, in alternating order, after one discarded request each per
-level. tokens/s is answers x output length / seconds; TTFT is until the first event with text, ITL
-between two of them.
+them a round. The servers take turns with the same prompts, in alternating order, after one
+discarded request each per level. tokens/s is answers x output length / seconds; TTFT is until the
+first event with text, ITL between two of them, several tokens if one alone is no text.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     flags: dict[str, Any] = {"clients": (1, 8, 32), "requests": 2, "rounds": 2, "threads": 2}
     flags |= {"input_len": 128, "output_len": 64}
     args = arguments(__doc__, "engine", "file", "program", **flags)
-    most, room, drawn = max(args.clients), args.input_len + args.output_len, random.Random(0)
+    most, room = max(args.clients), args.input_len + args.output_len
     threads = ("--threads", str(args.threads))
     peer = [args.program, "-m", args.file, "--log-disable"]
     peer += ["--parallel", str(most), "--ctx-size", str(most * (room + 8))]
@@ -87,11 +87,11 @@ def main() -> None:
             found: dict[str, Any] = {name: [] for name in urls}
             one = argparse.Namespace(**{**vars(args), "requests": 1})
             for url in urls.values():
-                asyncio.run(closed_loop(url, 1, one, drawn))
+                asyncio.run(closed_loop(url, 1, one, random.Random(-1)))
             for i in range(args.rounds):
                 for name, url in [*urls.items()][:: -1 if i % 2 else 1]:
                     begun = time.perf_counter()
-                    answers = asyncio.run(closed_loop(url, clients, args, drawn))
+                    answers = asyncio.run(closed_loop(url, clients, args, random.Random(i)))
                     found[name].append((time.perf_counter() - begun, answers))
                     print(*row(clients, name, args.output_len, found[name][-1:]), file=sys.stderr)
             cells = [row(clients, name, args.output_len, rounds) for name, rounds in found.items()]
