@@ -625,7 +625,7 @@ def test_usage_and_counts_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPa
     assert got["choices"][0]["message"]["content"] == SAID
     told = got["usage"]["completion_tokens_details"]
     right, wrong = told["accepted_prediction_tokens"], told["rejected_prediction_tokens"]
-    assert right > len(SAID) / 2 and wrong >= 0
+    assert right > len(SAID) / 3 and wrong >= 0  # how many are drafted follows measured times
 
     def count(name: str) -> float:
         found = re.findall(rf"^g4ir_{name}_total(?:{{.*}})? (\S+)$", metrics, re.M)
