@@ -26,8 +26,7 @@ def file_of(nodeid: str) -> str:
 
 
 def known_seconds() -> dict[str, float]:
-    seconds: dict[str, float] = json.loads(FILE.read_text())
-    return seconds
+    return json.loads(FILE.read_text())
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -145,8 +145,7 @@ class RandomEngines(ExitStack):
 
 def stored_manifest(folder: Path) -> dict[str, Any]:
     """The values of an engine's manifest, as they are in the file."""
-    values: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    return values
+    return json.loads((folder / MANIFEST).read_text())
 
 
 def resigned(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:

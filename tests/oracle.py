@@ -235,8 +235,7 @@ class Oracle:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
-        dtype: torch.dtype = self.model.model.embed_tokens.weight.dtype
-        return dtype
+        return self.model.model.embed_tokens.weight.dtype
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -41,8 +41,7 @@ def engine(engines: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def answer(engine: Engine) -> list[int]:
-    tokens: list[int] = engine.generate(PROMPT, 4, stop_ids=())
-    return tokens
+    return engine.generate(PROMPT, 4, stop_ids=())
 
 
 @pytest.fixture

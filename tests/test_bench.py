@@ -19,14 +19,7 @@ import torch
 import g4ir as g4ir_
 from g4ir.bench import measure, run
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
-from g4ir.bench.report import (
-    SWEEP_KIND,
-    Values,
-    machine_shares,
-    request_costs,
-    speedup,
-    void_roles,
-)
+from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, request_costs, speedup, void_roles
 from g4ir.bench.roof import Rates
 from g4ir.bench.run import ENGINE_ROLES, agreement, check_specs, run_bench
 from g4ir.bench.runners import (

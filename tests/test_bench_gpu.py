@@ -125,8 +125,7 @@ def test_tiny_engines_have_every_form() -> None:
 
 
 def shown(*words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(ok("kernels", "--variant", "26b-a4b", "--json", *words))
-    return found
+    return json.loads(ok("kernels", "--variant", "26b-a4b", "--json", *words))
 
 
 def kernels(report: dict[str, Any]) -> dict[str, set[str]]:

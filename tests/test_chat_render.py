@@ -249,8 +249,7 @@ def talk(text: st.SearchStrategy[str]) -> st.SearchStrategy[list[dict[str, Any]]
 
 
 def whole(text: str) -> list[int]:
-    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
-    return ids
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def controls(ids: list[int]) -> list[str]:

@@ -145,8 +145,7 @@ def logits(g: Graph) -> torch.Tensor:
         for v in g.inputs
     }
     state = empty_state(g, {"B": 1, "C": 8}, torch.float64)
-    found: torch.Tensor = interpret(g, inputs, params, state)[0]["logits"]
-    return found
+    return interpret(g, inputs, params, state)[0]["logits"]
 
 
 def test_the_example_of_a_pass(softcap_pass: ModuleType) -> None:

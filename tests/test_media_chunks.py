@@ -66,8 +66,7 @@ def spec_called(name: str) -> Spec:
 def engine(request: Any, make_engine: Any) -> Engine:
     """K = V in step programs; experts; per-layer embeddings with shared K and V."""
     name, backend = request.param
-    made: Engine = make_engine(spec_called(name), backend=backend, audio_seconds=(1,), **LIMITS)
-    return made
+    return make_engine(spec_called(name), backend=backend, audio_seconds=(1,), **LIMITS)
 
 
 @dataclass(frozen=True)

@@ -185,8 +185,7 @@ def expected(
     )
     with torch.no_grad():
         out = model(ids, attention_mask=mask, use_cache=False, **inputs_of(model, media))
-    logits: torch.Tensor = out.logits[0]
-    return logits
+    return out.logits[0]
 
 
 # --- tests ------------------------------------------------------------------------------------
@@ -212,8 +211,7 @@ def test_model(pairs: Any, variant: str, case: str) -> None:
 
 def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
     tokens = torch.tensor([m.tokens])
-    made: torch.Tensor = session.prefill(tokens, all_logits=all_logits, **m.lists())
-    return made
+    return session.prefill(tokens, all_logits=all_logits, **m.lists())
 
 
 def test_values(pairs: Any) -> None:

@@ -221,8 +221,7 @@ def test_prompts_are_the_processors(variant: str, case: str) -> None:
     softs = [s for group in ours(variant, kinds).values() for s in group]
 
     def plain(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
     expanded = expand_text(text, softs, tokens, tokenizer.id_to_token)
     assert place(plain(expanded), softs, tokens, plain) == want
@@ -269,8 +268,7 @@ def answered(*words: str | Path) -> tuple[list[int], dict[str, Any]]:
 
 
 def generated(engine: Engine, ids: list[int], **media: Any) -> list[int]:
-    out: list[int] = engine.generate(ids, 6, **media)
-    return out
+    return engine.generate(ids, 6, **media)
 
 
 def test_run_with_an_image(engine: Path, loaded: Engine, files: Path) -> None:

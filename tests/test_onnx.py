@@ -71,8 +71,7 @@ def test_each_pass_looks_at_no_slot_behind_the_last_token(engines: Any) -> None:
 @pytest.fixture
 def small(engines: Any) -> Engine:
     """Rows of per-layer embeddings, rings, shared caches; three rows."""
-    engine: Engine = engines("onnx", "tiny-ple")
-    return engine
+    return engines("onnx", "tiny-ple")
 
 
 def test_caches_are_written_in_place(small: Engine) -> None:

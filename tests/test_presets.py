@@ -26,8 +26,7 @@ TINY = ("--variant", "tiny-moe", "--random-weights", "0")
 def options(line: str) -> BuildOptions:
     parser, values = parse(shlex.split(line))
     verb: Any = parser.flags.make(values)
-    found: BuildOptions = getattr(verb, "first_use", verb).options
-    return found
+    return getattr(verb, "first_use", verb).options
 
 
 # --- presets ------------------------------------------------------------------------------------

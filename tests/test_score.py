@@ -71,8 +71,7 @@ def hf_loss(model: Any, ids: list[int], labels: list[int]) -> float:
 def scores(*words: str | Path) -> dict[str, Any]:
     outcome = command(*words, "--json")
     assert outcome.code == 0, outcome.err
-    found: dict[str, Any] = json.loads(outcome.out)
-    return found
+    return json.loads(outcome.out)
 
 
 @pytest.mark.parametrize("chunk_logits", [1 << 25, 5 * 512])

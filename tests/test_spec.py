@@ -145,8 +145,7 @@ def saved_by_transformers(config: dict[str, Any], folder: Path) -> dict[str, Any
 
     fields = {k: v for k, v in config.items() if k != "model_type"}
     AutoConfig.for_model(config["model_type"], **fields).save_pretrained(folder)
-    out: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return out
+    return json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.parametrize("name", spec_names())

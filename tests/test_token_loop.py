@@ -63,8 +63,7 @@ PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
 @pytest.fixture
 def engine(engines: Any) -> Engine:
     """It has rings, lists and layers that only a prompt's last chunk runs."""
-    made: Engine = engines("torch", "tiny-ple")
-    return made
+    return engines("torch", "tiny-ple")
 
 
 def test_tables_in_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,7 @@ def built(engines: Any) -> Path:
     """Before the user of these tests is another one, whose kernels are not compiled yet."""
     pyops.load_kernels()
     settings = {"programs": "inductor"}
-    path: Path = engines.build("torch", "tiny-ple", "compiled", settings=settings).path
-    return path
+    return engines.build("torch", "tiny-ple", "compiled", settings=settings).path
 
 
 @pytest.fixture

@@ -390,8 +390,7 @@ def test_every_walk_is_allowed(name: str, value: Any, allowed: str) -> None:
 
 
 def said(tokens: list[int]) -> str:
-    text: str = vocabulary().tokenizer.decode([t for t in tokens if t not in vocabulary().strings])
-    return text
+    return vocabulary().tokenizer.decode([t for t in tokens if t not in vocabulary().strings])
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
