@@ -719,3 +719,10 @@ def test_events_before_a_rank_is_lost(
     ends = [mine[-1] for mine in events.values()]
     assert [e.finish for e in ends] == [CANCELLED, FAILED]
     assert "the service ended: rank 1 is gone" in str(ends[1].error)
+
+
+def test_the_largest_unused_session_is_dropped(make_engine: Any) -> None:
+    batch: Batch[Any] = Batch(make_engine("tiny-dense", max_batch=4), (1, 2, 3, 4), patience=0)
+    for rows in (1, 2, 3, 4):
+        batch.lend(rows)
+    assert sorted(batch.sessions) == [1, 2, 4]
