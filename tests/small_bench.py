@@ -14,7 +14,7 @@ from g4ir.engine.engine import Engine
 def small_bench(patch: pytest.MonkeyPatch) -> None:
     """Small operands for the roof, and one request a round."""
     patch.setattr(roof, "BUFFER_BYTES", 1 << 16)
-    patch.setattr(roof, "SIDES", {"cpu": (16, 32)})
+    patch.setattr(roof, "SIDES", {"cpu": 32})
     patch.setattr(measure, "ROUND_S", 0.0)
 
 

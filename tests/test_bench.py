@@ -12,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 import g4ir as g4ir_
-from g4ir.bench import measure, run
+from g4ir.bench import run
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
 from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, request_costs, speedup, void_roles
 from g4ir.bench.roof import Rates
@@ -91,7 +90,7 @@ def report(moe: Engine) -> Values:
 
 
 def test_a_value_and_its_spread() -> None:
-    assert around(5.0, [5.0]) == stat([[5.0], [5.0]], max) == Stat(5.0, 5 * FLOOR)
+    assert around(5.0, [5.0, 5.0]) == stat([[5.0], [5.0]], max) == Stat(5.0, 5 * FLOOR)
     assert not Stat(10, 1).differs(Stat(12, 1)) and Stat(10, 1).differs(Stat(12.1, 1))
     assert stat_text(Stat(0.00123, 0.0004), 1e3) == "1.23 ± 0.4"
     assert stat_text(Stat(0.25, 0.0125), 1e3) == "250 ± 12"
@@ -103,11 +102,14 @@ def test_what_follows_from_samples() -> None:
     rates = {name: s.value for name, s in speeds(w, slow).items()}
     assert rates["prefill_throughput"] == pytest.approx(40)
     assert rates["decode_throughput"] == pytest.approx(10)
-    ratios = speedup([[RequestTiming(0.1, (0.05, 0.15))]] * 2, slow)
-    assert [s.value for s in ratios.values()] == pytest.approx([2.0] * 3)
+    one, two = BenchRunner("engine", "", None), BenchRunner("hf", "", None)
+    one.rounds, two.rounds = [[RequestTiming(0.1, (0.05, 0.15))]] * 2, slow
+    ratios = speedup(one, two, ())
+    assert ratios and [s.value for s in ratios.values()] == pytest.approx([2.0] * 3)
+    assert speedup(one, two, {"hf"}) is None
     costs = {"prefill": Cost(400, 50), "decode": Cost(10, 60, 40)}
     shares = machine_shares(slow, [Rates(1e3, 1.0, 1e4)] * 2, costs)
-    assert [s.value for s in shares.values()] == pytest.approx([0.5, 0.2, 0.25, 0.5])
+    assert [s.value for s in shares.values()] == pytest.approx([0.5, 0.2])
 
 
 def test_lengths_left_open_fit(moe: Engine) -> None:
@@ -209,7 +211,7 @@ def test_drafts_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.Monke
     assert kinds["rejected"]["tokens_per_round"] == kinds["none"]["tokens_per_round"] == 1
     assert kinds["rejected"]["accepted"][0] == 0 and kinds["right_70"]["tokens_per_round"] > 1.5
     assert all(k["tokens_per_second"] > 0 and k["speedup"] > 0 for k in kinds.values())
-    assert re.search(r"tokens/s without; ngram, up to 4 x.*; all rejected x.*70 % right x", shown)
+    assert re.search(r"tokens/s without; ngram x.*; rejected x.*; right_70 x", shown)
     plain = g4ir_.build("tiny-dense", tmp_path / "p", **options)
     outcome = g4ir("bench", plain.path, *words)
     assert outcome.code == 2 and "verifies no drafted tokens" in outcome.err
@@ -232,7 +234,9 @@ def test_the_text_shows_agreement_before_any_speed(report: Values) -> None:
     outputs = next(i for i, x in enumerate(lines) if x.startswith("outputs"))
     speed = next(i for i, x in enumerate(lines) if "TTFT" in x)
     assert "same token 4 of 4" in lines[outputs] and outputs < speed
-    for word in ("MBU", "MFU", "of the roofline", "tokens/s a user"):
+    busy = {**report, "env": {**report["env"], "load_average": 99.0}}
+    assert "load 99.0 (busy: times are too long)" in text(busy).splitlines()[0]
+    for word in ("MBU", "MFU", "roofline", "tokens/s a user"):
         assert any(word in x for x in lines), word
 
 
@@ -260,7 +264,7 @@ def test_damaged_reports(
 
 def steady(report: Values, ms: float) -> Values:
     """The report with steps that all take as long."""
-    run, times = report["runs"][0], {"value": ms, "spread": 0.02 * ms, "unit": "ms"}
+    run, times = report["runs"][0], {"value": ms, "spread": 0.02 * ms}
     metrics = {**run["metrics"], **{f"itl_{name}": times for name in STATISTICS}}
     return {**report, "runs": [{**run, "metrics": metrics}]}
 
@@ -271,10 +275,10 @@ def test_differences_beyond_the_spreads_are_marked(report: Values, tmp_path: Pat
     report, other = steady(report, 1.0), steady(report, 100.0)
     found = compare_reports(report, other)
     marked = [r["metric"] for r in found["rows"] if r["differs"]]
-    assert marked == [f"itl_{name}" for name in ("p50", "p90", "p99", "mean")]
+    assert marked == [f"itl_{name}" for name in ("p50", "p90", "p99")]
     assert "differs" in compare_text(found)
     a, b = (saved(tmp_path, r, f"{i}.json") for i, r in enumerate((report, other)))
-    assert json.loads(g4ir("bench-compare", a, b, "--json").out)["differ"] == 4
+    assert json.loads(g4ir("bench-compare", a, b, "--json").out)["differ"] == 3
     assert g4ir("bench-compare", a, b).code == 0
     assert g4ir("bench-compare", a, b, "--check").code == 1
     assert g4ir("bench-compare", a, a, "--check").code == 0
@@ -336,7 +340,6 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
     assert {a["base"] for a in made["agreement"]} == {"hf"}
     assert all(a["ok"] and a["cosine"] > 0.9999 for a in made["agreement"])
     assert made["speedup"].keys() == {"engine-b", "hf", "hf-static"}
-    assert made["peer"] in ("hf", "hf-static")
 
 
 def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
@@ -405,17 +408,6 @@ def test_a_script_measures_what_agrees(
     if off:
         assert "cosine to llama.cpp's is 0." in refused and "expected 0.98 or more" in refused
     assert (refused is None) == ("prompt of 40, tokens/s" in capsys.readouterr().out) == (not off)
-
-
-def test_noise_is_warned_of(moe: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On stderr and in the report: a busy machine, and rounds that differ."""
-    monkeypatch.setattr(psutil, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    monkeypatch.setattr(measure, "NOISY", 0.001)
-    outcome = g4ir("bench", moe.path, *FLAGS, "--json", tmp_path / "a.json")
-    warnings = read_reports(tmp_path / "a.json")[0]["warnings"]
-    assert len(warnings) == 2 and all(f"warning: {x}\n" in outcome.err for x in warnings)
-    assert "load average 99.0" in warnings[0] and "prefill ± " in warnings[1]
-    assert " ± " in g4ir("bench", tmp_path / "a.json", "--table").out
 
 
 def test_files_that_llama_cpp_does_not_read(

@@ -42,7 +42,7 @@ CAPS = {
     "g4ir/builder": 1930,
     "g4ir/generate": 755,
     "g4ir/check": 2650,
-    "g4ir/bench": 1190,
+    "g4ir/bench": 1000,
     "g4ir/serve": 3200,
     "g4ir/serve/protocols": 1065,
     "g4ir/cli": 3050,

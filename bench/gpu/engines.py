@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.common import fill_with_noise, seconds
 from g4ir.backends.base import DeviceChoice
 from g4ir.backends.sampling import GREEDY
-from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import EngineRunner, reference_runner
 from g4ir.builder.build import prepare
@@ -152,9 +152,9 @@ def decode_cell(
     times, host = step_times(step, scale)
     cost = total(graph_costs(engine.program.graphs["decode"], C=context - 1, B=batch))
     floor = cost.needed_bytes / rates.bandwidth * 1e3
-    p50 = percentile(times, 50)
+    p50 = np.percentile(times, 50)
     found = {
-        "step_ms": {"p50": p50, "p90": percentile(times, 90), "p99": percentile(times, 99)},
+        "step_ms": {"p50": p50, "p90": np.percentile(times, 90), "p99": np.percentile(times, 99)},
         "host_ms": host,
         "tokens_per_second": batch / p50 * 1e3,
         "floor_ms": floor,
@@ -226,7 +226,7 @@ def prefill_cell(engine: Engine, n: int, rates: Rates) -> dict[str, Any]:
         times.append(time.perf_counter() - begun)
     cost, chunk = step_costs(engine.program.graphs["prefill"]), engine.limits.prefill_chunk
     flops = sum(cost(Step(1, min(chunk, n - at), at)).flops for at in range(0, n, chunk))
-    best = percentile(times[1:], 50)
+    best = np.percentile(times[1:], 50)
     return {
         "prefill_s": best,
         "tokens_per_second": n / best,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -19,7 +20,6 @@ from bench.common import seconds
 from bench.gpu.engines import CARD, DRY, Scale
 from g4ir.backends.cuda.graph import recorded
 from g4ir.backends.inductor.device import find_device
-from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter, passes_seconds, synchronize
 from g4ir.bench.system import environment
 from g4ir.errors import check_all
@@ -73,7 +73,7 @@ def gap(scale: Scale) -> dict[str, Any]:
     runs = round(int(counted) / CHAIN)
     return {
         "kernels": CHAIN,
-        "us_p50": percentile(times, 50),
+        "us_p50": np.percentile(times, 50),
         "us_best": times[0],
         "host_us": host,
         "ok": int(counted) == runs * CHAIN,

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,6 @@ from bench.gpu.engines import Scale, decode_cell, prefill_cell, step_times, step
 from g4ir.backends.trt.host import Host, require_library
 from g4ir.backends.trt.interface import PLAN
 from g4ir.backends.trt.lowerings import SETTINGS
-from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
 from g4ir.builder.load import load_engine
 from g4ir.check.logits import verify_engine
@@ -135,7 +135,7 @@ def tiny(out: Path, scale: Scale, host: Host, form: Form) -> dict[str, Any]:
     )
     try:
         times, _ = step_times(stepper(made, 1, 32), scale)
-        return {"step_ms": percentile(times, 50), **about(made, out), **compared(made)}
+        return {"step_ms": np.percentile(times, 50), **about(made, out), **compared(made)}
     finally:
         made.close()
 

@@ -28,8 +28,8 @@ from g4ir.weights.origin import GgufFile
 from .measure import Stat, measure_rounds, speeds
 from .report import Values, plain
 from .runners import BenchRunner, EngineRunner, Workload, draw_tokens, plan_workload
-from .system import busy_text, environment, load_average
-from .text import stat_text
+from .system import environment
+from .text import plot_bars, stat_text
 
 #: text that is scored by default
 SAMPLE = Path(__file__).with_name("sample.txt")
@@ -42,7 +42,6 @@ RANDOM_TOKENS = 256
 NO_TOKENIZER = (
     "the model has no tokenizer: it is compared on random tokens, whose perplexity is meaningless"
 )
-NOISY = "rounds differ by more than 30 %: compare speeds on a quiet machine"
 #: quality metrics of the baseline
 SCORES = ("nll", "ppl")
 #: rate -> its key among `speeds`
@@ -92,7 +91,7 @@ def compare_formats(
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);
     tokens per second of prompts and of one sequence's decode steps, as {value, spread}.
     """
-    start, others = load_average(), formats[1:]
+    others = formats[1:]
     with closing(load(formats[0].scored)) as engine:
         reader, notes = Reader(engine, engine.limits.max_seq, tokens), list[str]()
         if files or (engine.path / TOKENIZER).is_file():
@@ -101,8 +100,8 @@ def compare_formats(
             count, notes = min(RANDOM_TOKENS, engine.limits.max_seq), [NO_TOKENIZER]
             windows = [*reader.values(random_ids(engine, (count,)).tolist())]
         rows = _qualities(engine, formats, windows, load, progress)
-        env = environment(engine.device)
         facts: Values = {"kind": "g4ir compare", "model_id": engine.spec.name}
+        facts |= {"env": environment(engine.device), "text": [*files] or SAMPLE.name}
     with closing(load(formats[0].timed)) as engine:
         w = plan_workload([engine.limits])
         w = replace(w, output_len=min(w.output_len, MAX_OUTPUT))
@@ -118,12 +117,8 @@ def compare_formats(
     for row, timings in zip(rows, rounds, strict=True):
         rates = speeds(w, timings)
         row |= {rate: rates[key] for rate, key in RATES.items()}
-    noisy = any(row[rate].noisy for row in rows for rate in RATES)
-    busy = busy_text(start) or (NOISY if noisy else None)
-    count = sum(len(window.ids) for window in windows)
-    facts |= {"text": [*files] or SAMPLE.name, "tokens": count, "workload": vars(w)}
-    facts |= {"env": env, "rows": rows, "notes": notes, "warnings": [busy] if busy else []}
-    return dict(plain(facts))
+    facts |= {"tokens": sum(len(window.ids) for window in windows), "workload": vars(w)}
+    return dict(plain(facts | {"rows": rows, "notes": notes}))
 
 
 def _qualities(
@@ -198,11 +193,9 @@ def plot_comparison(path: str | Path, report: Values) -> None:
     with figure(path, 11, 4.2, columns=3) as axes:
         for i, row in enumerate(rows):
             axes[0].plot(row["bytes"] / MIB, row["nll"], "o", color=f"C{i}", label=row["name"])
-            for panel, rate in zip(axes[1:], RATES):
-                stat = row[rate]
-                panel.bar(row["name"], stat["value"], yerr=stat["spread"], color=f"C{i}")
         axes[0].set(xlabel="weights, MiB", ylabel="NLL, nats a token", title="quality and size")
         axes[0].legend(fontsize="small")
         for panel, rate in zip(axes[1:], RATES):
             panel.tick_params(axis="x", rotation=30)
-            panel.set(title=f"{rate.partition('_')[0]}, tokens/s", ylim=(0, None))
+            values = {row["name"]: Stat(**row[rate]) for row in rows}
+            plot_bars(panel, f"{rate.partition('_')[0]}, tokens/s", values)

@@ -5,13 +5,12 @@ bound the cost and the gain of drafts on this machine."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from functools import partial
 
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.engine import Engine
-from g4ir.engine.requests import Request
+from g4ir.engine.requests import Request, RequestHandle
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.speculative import (
     NGRAM,
@@ -65,11 +64,11 @@ def measure_drafts(
     for number in range(rounds + 1):  # the first warms up, and measures the cost of steps
         progress(f"drafts, round {number} of {rounds}")
         for kind, scheduler in schedulers.items():
-            tokens, rate, tally = _generate(scheduler, prompt, new)
+            tokens, handle = _generate(scheduler, prompt, new)
             same &= tokens == text
             if number:
-                rates[kind].append(rate)
-                tallies[kind].join(tally)
+                rates[kind].append(handle.counts.tokens_per_second or 0.0)
+                tallies[kind].join(handle.tally)
     by_kind = {k: _values(rates[PLAIN], rates[k], tallies[k]) for k in kinds}
     facts = {"source": source, "draft_tokens": draft.tokens, "new_tokens": new}
     return {**facts, "same_text": same, "by_kind": by_kind}
@@ -77,21 +76,18 @@ def measure_drafts(
 
 def _generate(
     scheduler: Scheduler, prompt: Sequence[int], new: int
-) -> tuple[list[int], float, AcceptanceStats]:
-    """Return the generated tokens, tokens/s after the first, and the acceptance statistics."""
-    params, times, tokens = SamplingParams(ignore_eos=True), list[float](), list[int]()
-    handle = scheduler.submit(Request(tuple(prompt), new, params, reuse=False))
-    for event in scheduler.run(handle):
-        if event.error:
-            raise event.error
-        times.append(time.perf_counter())
-        if event.token is not None:
-            tokens.append(event.token)
-    return tokens, (len(times) - 1) / max(1e-9, times[-1] - times[0]), handle.tally
+) -> tuple[list[int], RequestHandle]:
+    """Return the generated tokens, and the handle, which has their number, times and tally."""
+    request = Request(tuple(prompt), new, SamplingParams(ignore_eos=True), reuse=False)
+    handle = scheduler.submit(request)
+    *events, end = scheduler.run(handle)
+    if end.error:
+        raise end.error
+    return [e.token for e in (*events, end) if e.token is not None], handle
 
 
 def _values(plain: Sequence[float], rates: Sequence[float], tally: AcceptanceStats) -> Values:
-    speedups = [b / a for a, b in zip(plain, rates, strict=True)]
-    facts = {"tokens_per_second": median(rates), "speedup": median(speedups)}
+    speedup = median(b / a for a, b in zip(plain, rates, strict=True))
     per_round = tally.tokens / tally.rounds if tally.rounds else 1.0
-    return {**facts, **tally.to_dict(), "tokens_per_round": per_round}
+    facts = {**tally.to_dict(), "tokens_per_round": per_round}
+    return {"tokens_per_second": median(rates), "speedup": speedup, **facts}

@@ -2,8 +2,8 @@
 
 A statistic is taken over the samples of all rounds. Its spread says where 95 % of further rounds
 would lie: the standard deviation of the statistic from round to round times Student's t for so few
-rounds, and no less than the largest distance of a round or FLOOR of the value: what differs from
-process to process (memory addresses, clocks) is the same in every round of a run.
+rounds, and no less than FLOOR of the value: what differs from process to process (memory
+addresses, clocks) is the same in every round of a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from statistics import fmean as mean
 from statistics import median
@@ -33,8 +32,6 @@ ROUND_S = 0.5
 MAX_REQUESTS = 20
 #: minimum relative spread that is reported
 FLOOR = 0.02
-#: relative spread above which a value is marked noisy: another process ran
-NOISY = 0.3
 #: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; the last entry serves all larger ones
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Samples = Sequence[float]
@@ -43,53 +40,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stat:
-    """A value; each round's lies within value - spread and value + spread. unit: "" for rates of
-    the machine and ratios."""
+    """A value; each round's lies within value - spread and value + spread."""
 
     value: float
     spread: float
-    unit: str = ""
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the spread between rounds is too large."""
-        return self.spread > NOISY * abs(self.value)
 
     def differs(self, other: Stat) -> bool:
         """Whether the distance is more than both spreads explain."""
         return abs(self.value - other.value) > self.spread + other.spread
 
 
-def percentile(samples: Samples, percent: float) -> float:
-    """Interpolate linearly between the two nearest samples."""
-    return float(np.percentile(samples, percent))
-
-
 #: name -> statistic of a list of samples
 STATISTICS: dict[str, Callable[[Samples], float]] = {
     "mean": mean,
     "p50": median,
-    "p90": partial(percentile, percent=90),
-    "p99": partial(percentile, percent=99),
+    "p90": lambda samples: float(np.percentile(samples, 90)),
+    "p99": lambda samples: float(np.percentile(samples, 99)),
     "min": min,
 }
 
 
-def stat(
-    rounds: Sequence[Sequence[T]], statistic: Callable[[Sequence[T]], float], unit: str = ""
-) -> Stat:
+def stat(rounds: Sequence[Sequence[T]], statistic: Callable[[Sequence[T]], float]) -> Stat:
     """Return one statistic of the samples of several rounds."""
     value = statistic([x for samples in rounds for x in samples])
-    return around(value, [statistic(samples) for samples in rounds], unit)
+    return around(value, [*map(statistic, rounds)])
 
 
-def around(value: float, rounds: Samples, unit: str = "") -> Stat:
+def around(value: float, rounds: Samples) -> Stat:
     """Return a value with its spread, from its values in each round."""
-    interval, count = 0.0, len(rounds)
-    if count > 1:
-        interval = STUDENT_T[min(count - 1, len(STUDENT_T)) - 1] * statistics.stdev(rounds)
-    largest = max(abs(x - value) for x in rounds)
-    return Stat(value, max(largest, interval, FLOOR * abs(value)), unit)
+    t = STUDENT_T[min(len(rounds) - 1, len(STUDENT_T)) - 1]
+    return Stat(value, max(t * statistics.stdev(rounds), FLOOR * abs(value)))
 
 
 def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> RequestTiming:
@@ -144,7 +124,7 @@ def latencies(rounds: Rounds) -> dict[str, Stat]:
     stats: dict[str, Stat] = {}
     for key, samples_of in LATENCIES.items():
         samples = [[x * 1e3 for r in requests for x in samples_of(r)] for requests in rounds]
-        stats |= {f"{key}_{name}": stat(samples, f, "ms") for name, f in STATISTICS.items()}
+        stats |= {f"{key}_{name}": stat(samples, f) for name, f in STATISTICS.items()}
     return stats
 
 
@@ -152,8 +132,8 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
     """Return tokens per second: of prefill (whole batch), of decode (per sequence, whole batch), of
     requests. Decode is tokens over the time of decode steps; prefill is never part of it."""
 
-    def rate(count: int, seconds: str, unit: str = "tokens/s") -> Stat:
-        return stat(rounds, lambda part: count / mean(getattr(r, seconds) for r in part), unit)
+    def rate(count: int, seconds: str) -> Stat:
+        return stat(rounds, lambda part: count / mean(getattr(r, seconds) for r in part))
 
     steps = w.output_len - 1
     return {
@@ -162,7 +142,7 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
         "decode_throughput": rate(w.batch * steps, "decode"),
         "output_throughput": rate(w.batch * w.output_len, "e2e"),
         "total_throughput": rate(w.batch * (w.input_len + w.output_len), "e2e"),
-        "request_throughput": rate(w.batch, "e2e", "requests/s"),
+        "request_throughput": rate(w.batch, "e2e"),
     }
 
 
@@ -172,7 +152,7 @@ def medians(rounds: Rounds, latency: str) -> list[float]:
     return [median([x for r in part for x in samples_of(r)]) for part in (every, *rounds)]
 
 
-def ratio(a: Samples, b: Samples, unit: str = "") -> Stat:
+def ratio(a: Samples, b: Samples) -> Stat:
     """Return one over the other, each over all rounds and then by round."""
     value, *by_round = (x / y for x, y in zip(a, b, strict=True))
-    return around(value, by_round, unit)
+    return around(value, by_round)

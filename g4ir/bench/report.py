@@ -1,35 +1,30 @@
 """A report as JSON values: what was measured, and what follows from it.
 
 Some keys are vLLM's (request_throughput, mean_ttft_ms, ...): they are about the first engine and
-are null if its outputs disagree with those that it was compared with. `runs` holds every runner
-with its raw samples: `samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][step]`. A
-stat is {value, spread}; see measure.py for the spread.
+are null if its outputs disagree with those that it was compared with. `runs` has the metrics of
+every runner. A stat is {value, spread}; see measure.py for the spread.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
 from g4ir.ir.rewrite import drop_dead
 from g4ir.ops.types import dtype_name
-from g4ir.passes.match import OFF
-from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.plan.cost import Cost, Roof, Step, floor, step_costs
+from g4ir.plan.cost import Cost, Step, step_costs
 
 from .measure import LATENCIES, Stat, around, latencies, medians, ratio, speeds
 from .roof import Meter, Rates, median_rates
 from .runners import BenchRunner, Rounds, Workload
-from .system import busy_text
 
 #: schema version: incremented when a key changes its meaning or is removed
-VERSION = 3
+VERSION = 4
 KIND = "g4ir bench"
 #: kind of a file with the reports of several workloads
 SWEEP_KIND = "g4ir bench sweep"
@@ -40,14 +35,6 @@ VLLM_RATES = {"total_token_throughput": "total_throughput"} | {
 }
 #: rate of the machine -> its key
 RATES = {"read": "read_bytes_per_s", "copy": "copy_bytes_per_s", "matmul": "matmul_flops_per_s"}
-#: keys of an engine's run; null for a baseline
-OF_ENGINES = ("name", "engine", "work", "cache_bytes", "param_bytes", "bytes_per_token")
-#: phase -> metric whose spread is checked
-SPREADS = {"prefill": "prefill_throughput", "decode": "itl_p50"}
-RANDOM_WEIGHTS = (
-    "random weights: routing is near uniform and text is meaningless; the speed of dense parts "
-    "does not depend on it"
-)
 #: decode steps whose cost is computed, spread evenly over a request
 DECODE_STEPS = 16
 #: JSON values
@@ -81,12 +68,10 @@ def build_report(
         "agreement": agreements,
         "outputs_agree": all(a["ok"] for a in agreements),
         "runs": runs,
-        "notes": [RANDOM_WEIGHTS] if engine.facts.seed is not None else [],
-        "warnings": [*_warnings(env["load_average"], runs)],
         "num_prompts": rounds * requests * w.batch,
         "max_concurrency": w.batch,
         **summary(runs),
-        "speedup": {r.role: _speedup(runners[0], r, void) for r in runners[1:]},
+        "speedup": {r.role: speedup(runners[0], r, void) for r in runners[1:]},
     }
     return dict(plain(values))
 
@@ -95,21 +80,6 @@ def void_roles(agreements: Sequence[Values]) -> set[str]:
     """Return the roles whose outputs agree with no other's: their speeds are not comparable."""
     ok = {a[side] for a in agreements if a["ok"] for side in ("role", "base")}
     return {a[side] for a in agreements for side in ("role", "base")} - ok
-
-
-def _speedup(first: BenchRunner, other: BenchRunner, void: set[str]) -> Values | None:
-    speedups = {"over": other.label, **speedup(first.rounds, other.rounds)}
-    return None if {first.role, other.role} & void else speedups
-
-
-def _warnings(load_average: float, runs: Sequence[Values]) -> Iterator[str]:
-    if busy := busy_text(load_average):
-        yield busy
-    for run in runs:
-        stats = {phase: metrics(run)[name] for phase, name in SPREADS.items()}
-        if noisy := [f"{k} ± {s.spread / s.value:.0%}" for k, s in stats.items() if s.noisy]:
-            fix = "rounds differ too much to compare; give more --rounds on a quiet machine"
-            yield f"{run_name(run)}: {', '.join(noisy)}: {fix}"
 
 
 def run_name(run: Values) -> str:
@@ -126,51 +96,21 @@ def roof_values(dtype: str, rates: Sequence[Rates]) -> Values:
 
 def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: bool) -> Values:
     """Return a runner's part of the report: raw samples in milliseconds, and `metrics` of them."""
-    rounds, engine, shares = runner.rounds, runner.engine, dict[str, Stat]()
-    values: Values = {
+    rounds, engine, shares, facts = runner.rounds, runner.engine, dict[str, Stat](), None
+    if engine:
+        shares = machine_shares(rounds, rates, request_costs(engine, w))
+        facts = {"manifest": engine.facts.digest, "random_weights": engine.facts.seed}
+        facts |= engine.config.as_options()
+    return {
         "role": runner.role,
+        "name": runner.name,
         "label": runner.label,
         "void": void,
-        "samples_ms": {
-            "ttft": [[r.ttft * 1e3 for r in requests] for requests in rounds],
-            "itl": [[[x * 1e3 for x in r.itl] for r in requests] for requests in rounds],
-        },
         "first_request_s": runner.first_request_s,
         "peak_memory": runner.peak_memory,
-        **dict.fromkeys(OF_ENGINES),
+        "engine": facts,
+        "metrics": latencies(rounds) | speeds(w, rounds) | shares,
     }
-    if engine:
-        costs = request_costs(engine, w)
-        shares = machine_shares(rounds, rates, costs)
-        values |= _engine_values(engine, rates, costs)
-        values |= {"name": runner.name, "cache_bytes": runner.session.nbytes()}
-        values["bytes_per_token"] = costs["decode"].needed_bytes // w.batch
-    return values | {"metrics": latencies(rounds) | speeds(w, rounds) | shares}
-
-
-def _engine_values(engine: Engine, rates: Sequence[Rates], costs: Mapping[str, Cost]) -> Values:
-    facts, config, roof = engine.facts, engine.config, median_rates(rates).roof()
-    activations = acting(engine).of(ActivationOptions).to
-    return {
-        "engine": {
-            "manifest": facts.digest,
-            "dtype": engine.dtype,
-            "backend": config.backend,
-            "device": engine.device,
-            "weights": facts.weights.kind,
-            "skipped_passes": config.skip,
-            "limits": engine.limits,
-            "quant": config.quant and config.quant.name,
-            "activations": activations if activations != OFF else None,
-        },
-        "param_bytes": param_bytes(engine),
-        "work": {phase: _work(cost, roof) for phase, cost in costs.items()},
-    }
-
-
-def _work(cost: Cost, roof: Roof) -> Values:
-    f = floor(cost, roof)
-    return {**vars(cost), "floor_ms": f.seconds * 1e3, "bound": f.bound}
 
 
 def machine_shares(
@@ -178,38 +118,31 @@ def machine_shares(
 ) -> dict[str, Stat]:
     """Return an engine's shares of the machine. mbu: bytes of a decode step / p50 ITL / measured
     bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT / measured matmul
-    rate; roof_ratio: least time at the measured roofline / p50."""
-    prefill, decode = costs["prefill"], costs["decode"]
+    rate."""
     every = [median_rates(rates), *rates]
-    p50 = {key: medians(rounds, key) for key in ("ttft", "itl")}
-
-    def share(latency: str, seconds_at: Callable[[Rates], float]) -> Stat:
-        return ratio([seconds_at(r) for r in every], p50[latency], "share")
-
-    return {
-        "mbu": share("itl", lambda r: decode.needed_bytes / r.bandwidth),
-        "mfu": share("ttft", lambda r: prefill.flops / r.matmul),
-        "roof_ratio_prefill": share("ttft", lambda r: floor(prefill, r.roof()).seconds),
-        "roof_ratio_decode": share("itl", lambda r: floor(decode, r.roof()).seconds),
+    least = {
+        "mbu": ("itl", [costs["decode"].needed_bytes / r.bandwidth for r in every]),
+        "mfu": ("ttft", [costs["prefill"].flops / r.matmul for r in every]),
     }
+    return {k: ratio(s, medians(rounds, latency)) for k, (latency, s) in least.items()}
 
 
-def speedup(rounds: Rounds, other: Rounds) -> dict[str, Stat]:
-    """Return the speedup: another runner's times / the first engine's."""
+def speedup(first: BenchRunner, other: BenchRunner, void: Collection[str]) -> Values | None:
+    """Return another runner's times / the first engine's, by phase; None if either is void."""
+    if {first.role, other.role} & {*void}:
+        return None
+    sides = other.rounds, first.rounds
     keys = {"prefill": "ttft", "decode": "itl", "e2e": "e2el"}
-    return {phase: ratio(medians(other, key), medians(rounds, key)) for phase, key in keys.items()}
+    return {p: ratio(*(medians(rounds, key) for rounds in sides)) for p, key in keys.items()}
 
 
 def summary(runs: Sequence[Values]) -> Values:
-    """Return the values of the first engine, and the baseline with the fastest decode: `peer`."""
-    run, baselines = runs[0], [r for r in runs if not r["engine"]]
-    measured = metrics(run)
+    """Return the values of the first engine under vLLM's names."""
+    run, measured = runs[0], metrics(runs[0])
     names = VLLM_RATES | {
         f"{k}_{key}_ms": f"{key}_{ours}" for key in LATENCIES for k, ours in VLLM_STATISTICS.items()
     }
-    fastest = min(baselines, key=lambda r: metrics(r)["itl_p50"].value, default=None)
-    values = {k: None if run["void"] else measured[ours].value for k, ours in names.items()}
-    return {**values, "peer": fastest and fastest["role"]}
+    return {k: None if run["void"] else measured[ours].value for k, ours in names.items()}
 
 
 def metrics(run: Values) -> dict[str, Stat]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from g4ir.plan.cost import Roof
 from g4ir.ui.memory import free_on
 
 #: the buffer: larger than any cache
@@ -28,9 +27,8 @@ MAX_PASSES = 20
 REPEATS = 10
 #: columns of the buffer as a matrix
 COLUMNS = 4096
-#: maximum seconds of a matmul
-MATMUL_S = 0.3
-SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
+#: rows and columns of the matrices of a product
+SIDES = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,6 @@ class Rates:
     def bandwidth(self) -> float:
         return max(self.read, self.copy)
 
-    def roof(self) -> Roof:
-        return Roof(self.bandwidth, self.matmul, "measured")
-
 
 def median_rates(rates: Sequence[Rates]) -> Rates:
     """Return the median of each rate."""
@@ -66,20 +61,12 @@ class Meter:
         self.buffer = self._filled(rows, COLUMNS)
         self.vector, self.result = (self._filled(n) for n in (COLUMNS, rows))
         dtypes = {dtype, torch.float32} if device == "cpu" else {dtype}
-        self.matrix = max(map(self._largest, dtypes), key=self._flop_rate)
+        square = self._filled(SIDES[device], SIDES[device])
+        self.matrix = max(map(square.to, dtypes), key=self._flop_rate)
 
     def _filled(self, *shape: int) -> torch.Tensor:
         make = torch.randn if self.device == "cuda" else torch.ones
         return make(*shape, device=self.device)
-
-    def _largest(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the largest square matrix whose matmul takes at most MATMUL_S."""
-        for side in SIDES[self.device]:
-            m = self._filled(side, side).to(dtype)
-            self._seconds(lambda m=m: m @ m)  # type: ignore[misc]
-            if 4 * self._seconds(lambda m=m: m @ m) > MATMUL_S:  # type: ignore[misc]
-                break
-        return m
 
     def measure(self) -> Rates:
         """Measure the rates in about half a second, and store them."""

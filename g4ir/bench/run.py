@@ -19,7 +19,7 @@ from g4ir.errors import InputError, check_all
 from g4ir.ir.distance import row_errors
 from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
-from g4ir.ui.progress import Progress, no_progress, prefixed
+from g4ir.ui.progress import Progress, no_progress
 
 from .drafts import measure_drafts
 from .measure import measure_rounds, timed_request
@@ -36,7 +36,7 @@ from .runners import (
     reference_runner,
     request_steps,
 )
-from .system import environment, load_average, peak_memory, reset_peak
+from .system import environment, peak_memory, reset_peak
 
 ENGINE_ROLES = ("engine", "engine-b")
 #: prompt and output tokens of the request on which outputs are compared. Short: the interpreter
@@ -88,22 +88,20 @@ def run_bench(
     model = peer_model(engines[0], checkpoint) if {*peers} & {*MODES} else None
     reports, agreements = list[Values](), dict[Workload, list[Values]]()
     for w in workloads:
-        size = f"{w.batch} x {w.input_len} tokens"
-        stage = prefixed(progress, size) if len(workloads) > 1 else progress
         tokens, compared = draw_tokens(w, engines[0]), shortened(w)
-        runners = [*_runners(engines, w, peers, (model, file), tokens, stage)]
+        runners = [*_runners(engines, w, peers, (model, file), tokens, progress)]
         if compared not in agreements:
-            stage("comparing outputs")
+            progress("comparing outputs")
             agreements[compared] = compare_outputs(engines[0], compared, tokens, runners)
-        env = {**environment(engines[0].device), "load_average": load_average()}
+        env = environment(engines[0].device)
         meter = Meter(engines[0].device, torch_dtype(engines[0].dtype))
-        measure_rounds(runners, w, tokens, rounds, warmup, stage, meter.measure)
+        measure_rounds(runners, w, tokens, rounds, warmup, progress, meter.measure)
         facts = {"env": env, "agreement": agreements[compared], "warmup": warmup}
         reports.append(build_report(engines[0], w, runners, meter, facts))
         if draft != NONE:
             prompt = tokens[0, : w.context + w.input_len].tolist()
-            drafts = measure_drafts(engines[0], prompt, w.output_len, draft, rounds, stage)
-            reports[-1]["drafts"] = drafts
+            how = w.output_len, draft, rounds, progress
+            reports[-1]["drafts"] = measure_drafts(engines[0], prompt, *how)
     return reports
 
 
@@ -113,8 +111,6 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
         raise InputError(f"bench: --rounds {rounds}: expected at least 2, or there is no spread")
     if warmup < 0:
         raise InputError(f"bench: --warmup {warmup}: expected 0 or more")
-    if len(set(peers)) < len(peers):
-        raise InputError(f"bench: --peer {', '.join(peers)}: each of them once")
     for name in peers:
         if name not in BASELINES:
             raise InputError(f"--peer {name!r}: expected one of {', '.join(BASELINES)}")
@@ -145,7 +141,7 @@ def _runners(
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
     device = engines[0].device
-    for i, role in enumerate([*ENGINE_ROLES[: len(engines)], *peers]):
+    for i, role in enumerate([*ENGINE_ROLES[: len(engines)], *dict.fromkeys(peers)]):
         progress(f"first request of {role}")
         reset_peak(device)
         if i < len(engines):
@@ -175,8 +171,7 @@ def compare_outputs(
 ) -> list[Values]:
     """Compare each runner with the first one of transformers, or without one with the interpreter
     of `engine`; return their agreements as JSON values."""
-    hf = next((r for r in runners if r.role in MODES), None)
-    base = hf or reference_runner(engine, w.batch)
+    base = next((r for r in runners if r.role in MODES), None) or reference_runner(engine, w.batch)
     tokens = tokens[:, : w.max_len]
     base.set_context(tokens[:, : w.context])
     want = request_logits(base, w, tokens)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from g4ir.chat.prompt import text_ids
+from g4ir.chat.text_files import read_text
 from g4ir.check.hf import HfSession, hf_model, hf_origin
 from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import check_no_media, random_ids
@@ -83,10 +84,7 @@ def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
     if w.text is None:
         return random_ids(engine, (w.batch, w.max_len))
     source = f"bench: --text {w.text}"
-    try:
-        ids = text_ids(engine.tokenizer(), [Path(w.text).read_text(encoding="utf-8")])[0]
-    except UnicodeDecodeError as e:
-        raise InputError(f"{source}: not UTF-8 text: {e}") from e
+    ids = text_ids(engine.tokenizer(), ["".join(read_text(Path(w.text)))])[0]
     count = w.batch * w.max_len
     if len(ids) < count:
         raise InputError(f"{source}: {len(ids)} tokens; {count} are needed")
@@ -181,12 +179,11 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     return EngineRunner(reference_engine(engine, resident=True), batch, "reference")
 
 
-#: baseline of transformers -> label, whether its cache is static, whether single tokens are
-#: compiled
+#: baseline of transformers -> label, class of its cache, whether single tokens are compiled
 MODES = {
-    "hf": ("eager, growing cache", False, False),
-    "hf-static": ("eager, static cache", True, False),
-    "hf-compile": ("decode compiled, static cache", True, True),
+    "hf": ("eager, growing cache", "DynamicCache", False),
+    "hf-static": ("eager, static cache", "StaticCache", False),
+    "hf-compile": ("decode compiled, static cache", "StaticCache", True),
 }
 
 
@@ -195,15 +192,14 @@ def hf_runner(model: Any, max_len: int, mode: str) -> BenchRunner:
     no more, since its cost follows its size."""
     import transformers
 
-    label, static, compiled = MODES[mode]
-    cache = transformers.StaticCache if static else transformers.DynamicCache
-    size = {"max_cache_len": max_len} if static else {}
+    label, cache, compiled = MODES[mode]
+    size = {"max_cache_len": max_len} if cache == "StaticCache" else {}
     # As transformers' generate does: single tokens compiled, with CUDA graphs if there are any, and
     # prompts eager, since every length would be compiled anew.
     single = torch.compile(model.forward, mode="reduce-overhead") if compiled else None
-    session = HfSession(model, partial(cache, config=model.config, **size), single)
-    label = f"transformers {transformers.__version__} {label}"
-    return BenchRunner(mode, label, session, model.device.type)
+    new_cache = partial(getattr(transformers, cache), config=model.config, **size)
+    label, session = f"{transformers.__version__} {label}", HfSession(model, new_cache, single)
+    return BenchRunner(mode, f"transformers {label}", session, model.device.type)
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:

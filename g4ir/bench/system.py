@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import subprocess
 import time
@@ -17,13 +16,12 @@ from g4ir import __version__
 from g4ir.builder.library import version_of
 from g4ir.ui.memory import peak_resident_bytes
 
-#: load average above the number of cores that is tolerated
-SPARE = 0.25
 PACKAGES = ("transformers", "triton")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Return CPU or GPU model, clocks if they can be read, threads, versions, commit, date."""
+    """Return CPU or GPU model, clocks if they can be read, threads, versions, commit, date, and
+    the load average of the last minute."""
     on_gpu, clock = device == "cuda", psutil.cpu_freq()
     return {
         **({"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if on_gpu else {}),
@@ -38,6 +36,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "date": time.strftime("%Y-%m-%d"),
+        "load_average": psutil.getloadavg()[0],
     }
 
 
@@ -58,20 +57,6 @@ def commit() -> str:
             result = subprocess.run(command, capture_output=True, text=True, cwd=root)
             return result.stdout.strip() or "uncommitted"
     return "unknown"
-
-
-def load_average() -> float:
-    """Return the load average of the last minute."""
-    return psutil.getloadavg()[0]
-
-
-def busy_text(load: float) -> str | None:
-    """Return a warning if the machine was busy at the start."""
-    cores = os.cpu_count() or 1
-    if load <= cores + SPARE:
-        return None
-    why = f"the machine is busy (load average {load:.1f} on {cores} cores at the start)"
-    return f"{why}: times are too long; run again when it is quiet"
 
 
 def reset_peak(device: str) -> None:

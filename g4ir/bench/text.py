@@ -19,30 +19,21 @@ from .report import KIND, RATES, SWEEP_KIND, VERSION, Values, metrics, plain, ru
 
 #: label -> metric; metrics that no run has are not printed
 ROWS = (
-    ("prefill TTFT p50", "ttft_p50"),
-    ("         p99", "ttft_p99"),
+    ("prefill TTFT p50, ms", "ttft_p50"),
+    ("         p99, ms", "ttft_p99"),
     ("         tokens/s", "prefill_throughput"),
-    ("         MFU", "mfu"),
-    ("         of the roofline", "roof_ratio_prefill"),
-    ("decode  ITL p50", "itl_p50"),
-    ("         p90", "itl_p90"),
-    ("         p99", "itl_p99"),
-    ("         mean", "itl_mean"),
+    ("         MFU, %", "mfu"),
+    ("decode  ITL p50, ms", "itl_p50"),
+    ("         p90, ms", "itl_p90"),
+    ("         p99, ms", "itl_p99"),
     ("         tokens/s a user", "decode_per_user_throughput"),
     ("         tokens/s total", "decode_throughput"),
-    ("         MBU", "mbu"),
-    ("         of the roofline", "roof_ratio_decode"),
-    ("request  TPOT mean", "tpot_mean"),
-    ("         E2E p50", "e2el_p50"),
+    ("         MBU, %", "mbu"),
+    ("request  E2E p50, ms", "e2el_p50"),
     ("         output tokens/s", "output_throughput"),
 )
-#: unit of a metric -> suffix of its value, and a factor
-UNITS = {"ms": (" ms", 1.0), "share": (" %", 100.0)}
-#: phase -> metric that is plotted, and its title
-PANELS = {"prefill": ("ttft_p50", "TTFT p50, ms"), "decode": ("itl_p50", "ITL p50, ms")}
-#: keys of the workload and of the machine that the metrics depend on
-WORKLOAD = ("input_len", "output_len", "batch", "context", "text")
-MACHINE = ("cpu", "gpu", "cores", "torch")
+#: title of a plot -> metric
+PANELS = {"prefill: TTFT p50, ms": "ttft_p50", "decode: ITL p50, ms": "itl_p50"}
 
 
 def read_reports(file: str | Path) -> list[Values]:
@@ -57,11 +48,12 @@ def read_reports(file: str | Path) -> list[Values]:
 
 
 def _checked(report: Any, file: str | Path) -> Values:
-    if not isinstance(report, dict) or report.get("kind") != KIND:
-        raise InputError(f'{file}: no report of g4ir bench (key "kind" is not {KIND!r})')
-    if report.get("schema") != VERSION:
-        why = f"report of schema version {report.get('schema')!r}, expected {VERSION}"
-        raise InputError(f"{file}: {why}; run `g4ir bench` again with this g4ir")
+    if not isinstance(report, dict) or (report.get("kind"), report.get("schema")) != (
+        KIND,
+        VERSION,
+    ):
+        expected = f"expected kind {KIND!r}, schema {VERSION}; run `g4ir bench` again"
+        raise InputError(f"{file}: no report of this version of g4ir bench: {expected}")
     report = plain(report)
     try:  # reads every key that is used
         text(report), markdown([report])
@@ -76,17 +68,11 @@ def text(report: Values) -> str:
     first, *_ = names.values()
     lines = [*_head(report), "", _table(report["runs"])]
     for role, ratios in report["speedup"].items():
-        phases = ("prefill", "decode", "e2e") if ratios else ()
-        speedups = ", ".join(f"{phase} x{stat_text(Stat(**ratios[phase]))}" for phase in phases)
+        speedups = ", ".join(f"{p} x{stat_text(Stat(**s))}" for p, s in (ratios or {}).items())
         over = f"{first} over {names[role]}"
         lines.append(f"{over:25} {speedups or 'void: the outputs disagree'}")
-    if report.get("drafts"):
-        lines.append(_draft_text(report["drafts"]))
-    lines.append("")
-    for run in report["runs"]:
-        floors = (f"{k} {_short(run['work'][k]['floor_ms'])} ms" for k in PANELS if run["work"])
-        lines.append(f"{run['role']}: {run['label']}: {', '.join(floors)}".removesuffix(": "))
-    return "\n".join([*lines, *(f"note: {n}" for n in report["notes"])])
+    lines += [_draft_text(report["drafts"])] if report.get("drafts") else []
+    return "\n".join([*lines, "", *(f"{r['role']}: {r['label']}" for r in report["runs"])])
 
 
 def _head(r: Values) -> Iterator[str]:
@@ -113,20 +99,10 @@ def _head(r: Values) -> Iterator[str]:
 
 
 def _draft_text(drafts: Values) -> str:
-    """Return the speed-up by drafts of the source, and by those of `KnownText`."""
-    kinds = drafts["by_kind"]
-    names = {
-        drafts["source"]: f"{drafts['source']}, up to {drafts['draft_tokens']}",
-        "rejected": "all rejected",
-        "right_70": "70 % right",
-    }
-    parts = (
-        f"{name} x{kinds[kind]['speedup']:.2f} ({kinds[kind]['tokens_per_round']:.2f} a round)"
-        for kind, name in names.items()
-    )
-    other = "" if drafts["same_text"] else "; texts differ, as more rows round otherwise"
-    rate = f"{kinds['none']['tokens_per_second']:.1f} tokens/s without"
-    return f"drafts   {rate}; {'; '.join(parts)}{other}"
+    """Return the speed-up by drafts of each kind."""
+    none, *kinds = drafts["by_kind"].items()
+    parts = (f"{k} x{v['speedup']:.2f} ({v['tokens_per_round']:.2f} a round)" for k, v in kinds)
+    return f"drafts   {none[1]['tokens_per_second']:.1f} tokens/s without; {'; '.join(parts)}"
 
 
 def _workload_text(r: Values) -> str:
@@ -139,10 +115,12 @@ def _workload_text(r: Values) -> str:
 def machine(env: dict[str, Any]) -> str:
     """Return the environment as one line."""
     gpu = f"{env['gpu']}, " if "gpu" in env else ""
+    busy = " (busy: times are too long)" if env["load_average"] > env["cores"] + 0.25 else ""
     clock = f", {env['cpu_mhz']} MHz" if env.get("cpu_mhz") else ""
     return (
-        f"machine  {gpu}{env['cpu']}, {env['cores']} threads, {env['isa']}{clock} | "
-        f"torch {env['torch']} | g4ir {env['g4ir']} commit {env['commit']}"
+        f"machine  {gpu}{env['cpu']}, {env['cores']} threads, {env['isa']}{clock}, "
+        f"load {env['load_average']:.1f}{busy} | torch {env['torch']} | "
+        f"g4ir {env['g4ir']} commit {env['commit']}"
     )
 
 
@@ -152,19 +130,16 @@ def _rate(stat: Stat, unit: str) -> str:
 
 
 def _table(runs: Sequence[Values]) -> str:
-    columns = zip(*(_cells(run, [name for _, name in ROWS], suffix=True) for run in runs))
+    columns = zip(*(_cells(run, [name for _, name in ROWS]) for run in runs))
     rows = ([label, *row] for (label, _), row in zip(ROWS, columns) if {*row} != {"-"})
     return aligned([["", *map(run_name, runs)], *rows], indent=0).rstrip("\n")
 
 
-def _cells(run: Values, names: Iterable[str], suffix: bool = False) -> list[str]:
-    """Return metrics of a run with their spreads, with the suffixes of their units or without; `-`
-    for what the run has not."""
-    cells, stats, void = list[str](), metrics(run), "VOID " * run["void"]
-    for stat in map(stats.get, names):
-        ending, factor = UNITS.get(stat.unit if stat else "", ("", 1.0))
-        cells.append(f"{void}{stat_text(stat, factor)}{ending * suffix}" if stat else "-")
-    return cells
+def _cells(run: Values, names: Iterable[str]) -> list[str]:
+    """Return metrics of a run with their spreads, shares in %; `-` for what the run has not."""
+    stats, void = metrics(run), "VOID " * run["void"]
+    factors = {name: 100.0 if name in ("mbu", "mfu") else 1.0 for name in names}
+    return [f"{void}{stat_text(stats[k], f)}" if k in stats else "-" for k, f in factors.items()]
 
 
 #: heading of a table of reports -> metric
@@ -199,24 +174,28 @@ def _short(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
+def plot_bars(panel: Any, title: str, values: Mapping[str, Stat]) -> None:
+    """Plot a bar with its spread for each value."""
+    for i, (name, stat) in enumerate(values.items()):
+        panel.bar(name, stat.value, yerr=stat.spread, color=f"C{i}")
+    panel.set(title=title, ylim=(0, None))
+
+
 def plot_bench(path: str | Path, reports: Sequence[Values]) -> None:
-    """Plot p50 of TTFT and ITL of every run, and the time at the measured roofline as a dash; void
-    runs are hatched."""
+    """Plot p50 of TTFT and ITL of every run."""
     runs: dict[str, Values] = {}
     for report in reports:
         w = report["workload"]
         size = f"{w['batch']} x {w['input_len']} " * (len(reports) > 1)
         runs |= {f"{size}{run_name(r)}": r for r in report["runs"]}
     with figure(path, 9, 4.2, columns=2) as axes:
-        for panel, (phase, (metric, title)) in zip(axes, PANELS.items(), strict=True):
-            for i, (label, run) in enumerate(runs.items()):
-                stat = metrics(run)[metric]
-                hatch = "//" if run["void"] else None
-                name = f"{label}\n{stat_text(stat)}" + "\nVOID" * run["void"]
-                panel.bar(name, stat.value, yerr=stat.spread, color=f"C{i}", hatch=hatch)
-                if run["work"]:
-                    panel.plot([name], [run["work"][phase]["floor_ms"]], "k_", markersize=40)
-            panel.set(title=f"{phase}: {title}", ylim=(0, None))
+        for panel, (title, metric) in zip(axes, PANELS.items(), strict=True):
+            values = {
+                f"{name}\n{cell}": metrics(run)[metric]
+                for name, run in runs.items()
+                for cell in _cells(run, [metric])
+            }
+            plot_bars(panel, title, values)
         axes[0].figure.suptitle("; ".join(map(_workload_text, reports)), fontsize="small")
 
 
@@ -231,7 +210,7 @@ def compare_reports(a: Values, b: Values) -> dict[str, Any]:
             x, y = stats[name], others[name]
             row = {"role": one["role"], "void": one["void"] or two["void"], "metric": name}
             row |= {"a": x, "b": y, "differs": x.differs(y)}
-            rows.append(row | {"ratio": y.value / x.value if x.value else None})
+            rows.append(row | {"ratio": y.value / x.value if x.value else math.inf})
     one, two = _conditions(a), _conditions(b)
     pairs = {key: (one.get(key), two.get(key)) for key in one | two}
     notes = [f"{key}: {x} in A, {y} in B" for key, (x, y) in pairs.items() if x != y]
@@ -240,23 +219,18 @@ def compare_reports(a: Values, b: Values) -> dict[str, Any]:
 
 def _conditions(r: Values) -> Values:
     """Return the conditions of a report: model, workload, machine and engines."""
-    runs = ((run["role"], run["engine"] or {"manifest": run["label"]}) for run in r["runs"])
-    return {
-        "model": r["model_id"],
-        **{f"workload {k}": r["workload"][k] for k in WORKLOAD},
-        **{f"env {k}": r["env"].get(k) for k in MACHINE},
-        **{f"run {role}": engine["manifest"] for role, engine in runs},
-    }
+    runs = {f"run {x['role']}": (x["engine"] or {}).get("manifest", x["label"]) for x in r["runs"]}
+    env = {k: r["env"].get(k) for k in ("cpu", "gpu", "cores", "torch")}
+    return {"model": r["model_id"], **r["workload"], **env, **runs}
 
 
 def compare_text(comparison: Mapping[str, Any]) -> str:
     """Return a table with a mark at every difference."""
     lines, rows = [["", "A", "B", "B / A", ""]], comparison["rows"]
     for r in rows:
-        mark = "VOID" if r["void"] else "differs" if r["differs"] else ""
-        ratio = "-" if r["ratio"] is None else f"{r['ratio']:.3f}"
-        a, b = (f"{r[side].value:.4g} ± {r[side].spread:.2g}" for side in "ab")
-        lines.append([f"{r['role']:10} {r['metric']}", a, b, ratio, mark])
+        mark = "VOID" if r["void"] else "differs" * r["differs"]
+        sides = (stat_text(r[side]) for side in "ab")
+        lines.append([f"{r['role']:10} {r['metric']}", *sides, f"{r['ratio']:.3f}", mark])
     notes = "".join(f"note: {n}\n" for n in comparison["notes"])
     count = f"{comparison['differ']} of {len(rows)} differ by more than their spreads"
-    return notes + aligned(lines, indent=0) + count
+    return f"{notes}{aligned(lines, indent=0)}{count}"

@@ -132,8 +132,6 @@ class Bench(Verb):
             emit(values)
         else:
             print(markdown(reports) if several or self.table else text(reports[0]))
-        for warning in dict.fromkeys(w for report in reports for w in report["warnings"]):
-            console.say(f"warning: {warning}")
         if self.file:
             write_file(self.file, [(json.dumps(values, indent=1) + "\n").encode()])
         if self.plot:

@@ -62,9 +62,8 @@ class CompareFormats(Verb):
             tokens = self.tokens or sys.maxsize
             report = compare_formats(formats, self.text, tokens, load, progress)
         emit(report) if self.json else print(comparison_table(report))
-        for kind in ("notes", "warnings"):
-            for line in report[kind]:
-                console.say(f"{kind[:-1]}: {line}")
+        for note in report["notes"]:
+            console.say(f"note: {note}")
         if self.plot:
             plot_comparison(self.plot, report)
         return 0
