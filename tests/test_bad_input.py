@@ -74,24 +74,6 @@ def test_what_is_not_used_is_reported(tmp_path: Path) -> None:
     assert "g4ir: note: 1 tensors not used: part of vision" in outcome.err
 
 
-def test_spec_and_checkpoint_disagree(tmp_path: Path, out: Path) -> None:
-    folder = random_checkpoint(tmp_path / "c", "tiny-dense")
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "schema: 1\nextends: tiny-dense\n"
-        "text: {hidden_size: 96, sliding: {window: 4}, rms_norm_eps: 1e-5}\n"
-    )
-    message = refused(*BUILD, "--spec", file, "--checkpoint", folder, "--out", out)
-    has(
-        message,
-        folder / "config.json",
-        "text.hidden_size: spec 96, checkpoint 64",
-        "text.sliding.window: spec 4, checkpoint 8",
-        "text.rms_norm_eps: spec 1e-05, checkpoint 1e-06",
-    )
-    assert message.count("\n  text.") == 3
-
-
 # --- options of build -------------------------------------------------------------------------
 
 VARIANT = ("--variant", "tiny-dense")

@@ -121,16 +121,6 @@ def test_weights_in_shards(
     agrees(answer(sharded), answer(built))
 
 
-def test_skipped_passes_are_kept_in_mind(checkpoint: Path, built: Engine, tmp_path: Path) -> None:
-    plain = small(tmp_path / "plain", checkpoint=checkpoint, skip=iter(["fuse_qkv", "plan_cache"]))
-    assert plain.config.skip == ("fuse_qkv", "plan_cache")
-    assert plain.rings == () and built.rings == ((8, 8),)
-    agrees(answer(plain), answer(built))
-    session = plain.session()
-    session.prefill(some_tokens(1, 40))
-    session.truncate(3)  # nothing has been overwritten
-
-
 # --- where weights come from ------------------------------------------------------------------
 
 

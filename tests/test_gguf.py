@@ -4,7 +4,6 @@ that hold what the file's numbers stand for, tokenizers, and files that are refu
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,6 @@ from tests.configs import NAMES, TINY, short, spec_called, widened
 from tests.engines import rewrite
 from tests.gguf_files import (
     BLOCKS,
-    TEMPLATE,
     Kind,
     all_of,
     bare_file,
@@ -429,23 +427,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     bare_file(path, load_spec("tiny-ple"), kind="Q8_0")
     return path
-
-
-def test_commands(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "e"
-    words = ("--backend", "reference", "--max-seq", "64", "--prefill-chunk", "16")
-    assert command("build", "--checkpoint", model, *words, "--out", out).code == 0
-    shown = command("show", out)
-    assert shown.code == 0 and "dequantize" in shown.out
-    assert command("verify", out, "--against", "hf", "--checkpoint", model).code == 0
-    ran = command("run", out, "--prompt", "to ab", "--max-new-tokens", "3", "--json")
-    assert ran.code == 0, ran.err
-    found = {f.name for f in out.iterdir()}
-    assert {"tokenizer.json", "generation_config.json", "chat_template.jinja"} < found
-    assert (out / "chat_template.jinja").read_text() == TEMPLATE
-    stated = command("specs", "from-hf", model, "--json")
-    assert json.loads(stated.out)["text"]["num_hidden_layers"] == 8
-    assert "text.moe.num_experts" in command("specs", "diff", model, "tiny-moe").out
 
 
 def test_a_variant_that_differs(model: Path, tmp_path: Path) -> None:

@@ -163,26 +163,6 @@ def test_the_verifier_names_node_and_types() -> None:
 # --- rewrite primitives -----------------------------------------------------------------------
 
 
-def test_splice_defines_the_same_values() -> None:
-    g = chain(3)
-    b = Builder()
-    mid = b.emit("scale", g.inputs[0], value=2.0, name="mid")
-    b.emit("rms_norm", mid, eps=1e-5, name="n1")
-    out = splice(g, g.nodes[:2], b.nodes)
-    verify(out)
-    assert [n.out.name for n in out.nodes] == ["mid", "n1", "n2"]
-    assert out.nodes[-1] is g.nodes[-1] and out.outputs == g.outputs
-
-
-def test_splice_moves_a_node_behind_what_it_needs() -> None:
-    g = parse_graph(TABLES["graphs"]["splice"])
-    b = Builder()
-    b.emit("add", g.nodes[0].out, g.nodes[2].out, name="b")
-    out = splice(g, [g.nodes[1]], b.nodes)
-    verify(out)
-    assert [n.out.name for n in out.nodes] == ["a", "c", "b", "d"]
-
-
 def test_order_keeps_a_correct_order_and_repairs_any_other() -> None:
     for g in (chain(5), build_graph(load_spec("tiny-ple"), "prefill")):
         assert order(g) == g
@@ -199,17 +179,6 @@ def test_a_cycle_is_named(length: int) -> None:
         order(looped)
     with pytest.raises(VerifyError, match="cycle"):
         splice(looped, looped.nodes[-1:], looped.nodes[-1:])
-
-
-def test_rebuild_infers_types_downstream_of_a_rename() -> None:
-    g = build_graph(load_spec("tiny-dense"), "prefill", all_logits=True)
-    one = Value("embeds", Type("f32", ("B", 1, 64)))
-    positions = Value("positions", Type("i64", ("B", 1)))
-    g = replace(g, inputs=(one, positions, *g.inputs[2:]))
-    out = rebuild(g)
-    verify(out)
-    assert out.outputs[0].type == Type("f32", ("B", 1, 512))
-    assert "S" not in str(out)
 
 
 def test_rebuild_keeps_nodes_that_do_not_change() -> None:
@@ -248,18 +217,6 @@ def test_drop_dead_keeps_what_results_need() -> None:
 
 
 # --- prologue ---------------------------------------------------------------------------------
-
-
-def test_the_prologue_holds_what_depends_on_params_alone() -> None:
-    g = run_passes(build_graph(load_spec("tiny-dense"), "decode"))
-    prologue, main = split_prologue(g)
-    for part in (prologue, main):
-        verify(part)
-    assert {n.op for n in prologue.nodes} == {"concat"} and not list(main.find("concat"))
-    assert not prologue.inputs and not prologue.state and prologue.name == "decode.prologue"
-    assert set(prologue.outputs) <= set(main.params)
-    assert {v.name for v in prologue.params}.isdisjoint(v.name for v in main.params)
-    assert (main.inputs, main.state, main.outputs) == (g.inputs, g.state, g.outputs)
 
 
 def test_a_weight_read_by_both_parts_stays_in_both() -> None:
@@ -334,18 +291,6 @@ def test_the_text_of_a_small_graph() -> None:
 def test_comments_blank_lines_and_spaces_are_ignored() -> None:
     loose = "# a graph\n\n" + SMALL.replace("\n", "   # why\n\n").replace("  %", "\t%")
     assert parse_graph(loose) == parse_graph(SMALL)
-
-
-def test_attributes_keep_their_kinds() -> None:
-    text = """graph g {
-      input %x: f32[2,3,16]
-      param %w: f32[16]
-      param %s: f32[1]
-      %h, %n = norm_residual(%x, %x, %w, %s) {eps=1e-06, scaled=True, weighted=(False,)}: """
-    text += "f32[2,3,16], f32[2,3,16]\n output %n\n }"
-    (node,) = parse_graph(text).nodes
-    assert node.attrs == {"eps": 1e-06, "scaled": True, "weighted": (False,)}
-    assert node.attrs["scaled"] is True and "weighted=(False,)" in str(parse_graph(text))
 
 
 def one_layer(name: str, phase: str) -> Graph:

@@ -551,25 +551,6 @@ def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
     assert torch.equal(some, every[4:49])
 
 
-@pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
-def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in bf16; others are rounded first, and go on as products with codes do."""
-    seen: list[int] = []
-
-    def counted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
-        seen.append(x.shape[0])
-        return x.new_zeros(x.shape[0], 16)
-
-    monkeypatch.setattr(pyops, "linear_coded", counted)
-    parts = QUANTIZE(torch.randn(16, 64), form="int4", group=32, scale="bf16")
-    tiles = (*map(to_tiles, parts), True)
-    for rows in (1, 8, 9):
-        pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), *tiles)
-    pyops.linear_rounded(torch.randn(2, 64), *tiles)
-    pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
-    assert seen == [2, 3]
-
-
 def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
     got, want = got.double(), want.double()
     error = ((got - want).abs().max() / want.pow(2).mean().sqrt().clamp(min=1e-30)).item()

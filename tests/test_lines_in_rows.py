@@ -64,17 +64,6 @@ def answers(engine: Engine, lines: list[Any], **flags: Any) -> list[Result | Fai
     return [*OfflineEngine(engine, flags).answer_lines(stream(lines), "x")]
 
 
-def test_answers_are_those_of_one_row(engine: Engine, single: Engine) -> None:
-    asked = requests(11)
-    want, got = answers(single, asked), answers(engine, asked)
-    assert [a.output() for a in got] == [a.output() for a in want]
-    for a in got:
-        assert isinstance(a, Result)
-        c = a.counts
-        assert 0 <= c.queued_s <= c.first_token_s <= c.total_s
-        assert a.log().keys() - {"seed"} == want[0].log().keys()
-
-
 def test_answers_without_a_length(single: Engine) -> None:
     """64 tokens, or what fits the engine; the last one's keys are not stored."""
     offline, bias = OfflineEngine(single), {"logit_bias": {"5": 1e6}}

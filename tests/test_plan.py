@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from g4ir import build
-from g4ir.artefact.directory import open_artefact
 from g4ir.backends import find_backend
 from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
@@ -44,7 +43,7 @@ from g4ir.plan.footprint import RESERVE_BYTES, Footprint, measured, reserve
 from g4ir.plan.gpus import find_gpu, parse_bytes
 from g4ir.plan.memory import live_sizes
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.plan import PLANNED, make_plan, plan_engine
+from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.records import SCHEMA
 from g4ir.plan.resolve import resolved
 from g4ir.plan.table import plan_text
@@ -58,7 +57,7 @@ from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES, read_table
 from tests.cli_tools import g4ir, ok
 from tests.configs import NAMES, SMALL, VARIANTS, short, spec_called, widened
-from tests.gguf_files import all_of, bare_file, write_gguf
+from tests.gguf_files import all_of, write_gguf
 from tests.shrink import shrink
 from tests.test_checkpoint import MLX, MLX_OTHERS, mlx_checkpoint
 from tests.test_quantised_checkpoints import CASES as CODED
@@ -529,25 +528,6 @@ def test_engines_of_quantised_files(file: str, backend: str, tmp_path: Path) -> 
     engine.close()
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])
-def test_gguf_files_by_the_command_line(kind: str, tmp_path: Path) -> None:
-    """With the device by default and on a GPU."""
-    file = tmp_path / "a.gguf"
-    bare_file(file, widened("tiny-ple"), kind=kind)
-    for device in ("cpu", "cuda"):
-        where = ("--device", device) if device == "cuda" else ()
-        limits = ("--max-seq", 300, "--media", "none", "--memory", "1TB", "--dry-run")
-        chunks = ("--prefill-chunk", 64, "--json")
-        made = g4ir("build", file, "--backend", "torch", *where, *limits, *chunks)
-        chunk = ("--set", "prefill_chunk=64", "--json")
-        planned = g4ir("plan", file, *where, "--ctx", 300, *chunk)
-        assert (made.code, planned.code) == (0, 0), made.err + planned.err
-        made, planned = json.loads(made.out), json.loads(planned.out)
-        assert made["needed_bytes"] == sum(made["memory"].values())
-        assert planned["rows"][0]["needed"] == made["needed_bytes"]
-        assert (planned["backend"], planned["device"]) == ("torch", device)
-
-
 def test_a_card_that_is_too_small_for_what_is_computed(tmp_path: Path) -> None:
     """A file of 6.6 GiB in uint4 needs 22 GiB in TensorRT: the plan says so, and why; torch keeps
     the formats of the file."""
@@ -578,28 +558,6 @@ def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) ->
             kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
             assert kernels[0] == kernels[1]
             assert dense_bytes(one) == dense_bytes(other)
-
-
-ENGINES = [
-    *((backend, "cpu", quant) for backend in ("reference", "onnx") for quant in ("int8", "uint4")),
-    *(pytest.param("torch", "cpu", q, marks=pytest.mark.full) for q in (None, "uint4", "int6")),
-]
-
-
-@pytest.mark.parametrize(("backend", "device", "quant"), ENGINES)
-def test_engines(backend: str, device: str, quant: str | None, tmp_path: Path) -> None:
-    """What a built engine holds and its session allocates is what was planned."""
-    spec = widened("tiny-ple")
-    own = quant in SCHEMES and quant not in built_in_names()
-    given = recipe_of(quant, tmp_path) if own else quant
-    options = {"backend": backend, "device": device, "quant": given, "media": "none"}
-    _, plan = both(spec, **options)
-    engine = build(spec, tmp_path / "e", random_weights=0, **options, **SIZES)
-    assert_stored(engine, plan)
-    found = open_artefact(engine.path)
-    again = plan_engine(found.config, find_backend(backend), memory=ENOUGH)
-    assert again.rows[0].needed == plan.rows[0].needed
-    engine.close()
 
 
 def test_devices_by_default() -> None:

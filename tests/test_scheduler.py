@@ -112,18 +112,6 @@ def random_jobs(count: int, seed: int) -> list[Request]:
     return out
 
 
-def test_caches_of_other_forms(make_engine: Any) -> None:
-    """Quantised KV caches, and one cache in the place of K and V."""
-    caches = {"kv_dtype": "int8", "latent_kv": "value", "max_batch": 3}
-    engine = make_engine("tiny-moe", backend="torch", **LIMITS | caches)
-    jobs = [Request(prompt(n, n), 9, FREE) for n in (20, 7, 33, 12)]
-    jobs += [replace(jobs[0], marks=(9,)), replace(jobs[0], tokens=(*jobs[0].tokens[:9], 4, 5))]
-    want = [engine.generate([*j.tokens], 9, stop_ids=()) for j in jobs]
-    scheduler = Scheduler(engine, SchedulerConfig(patience=0))
-    assert texts(scheduler, jobs) == want
-    assert scheduler.prefiller.restored == 1 and len(scheduler.batch.sessions) > 1
-
-
 def test_seeds_and_penalties_alone_and_in_company(engine: Engine) -> None:
     jobs = [replace(job, marks=(len(job.tokens) // 2,)) for job in random_jobs(12, 2)]
     want = [alone(engine, job) for job in jobs]

@@ -411,12 +411,6 @@ def test_what_a_terminal_is_shown() -> None:
 # --- pipes ------------------------------------------------------------------------------------
 
 
-def test_lines_are_answered(piped: Callable[..., Outcome]) -> None:
-    done = piped('hello\n\n"""again\nand again"""\n', answers=[THINKING, WORDS])
-    assert (done.code, done.out) == (0, "hi €\nw1_ w2_\n")
-    assert "\x1b" not in done.out + done.err and ">>>" not in done.out + done.err
-
-
 def test_lines_are_answered_as_json(piped: Callable[..., Outcome], tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps(TOOLS))

@@ -33,7 +33,7 @@ from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.configs import short, spec_called
-from tests.engines import MAX_SEQ, random_checkpoint, rewrite, some_tokens
+from tests.engines import random_checkpoint, rewrite, some_tokens
 from tests.oracle import find_oracle
 from tests.test_rounding import changed
 
@@ -58,15 +58,6 @@ def test_sound_engine(engines: Any, backend: str, spec: str, against: str) -> No
     assert len(report.positions) == (96 if engine.all_logits else len(report.turns))
     assert report.greedy.equal == report.greedy.count == 16
     assert any("through the engine" in s for s in said)
-
-
-def test_given_tokens(engines: Any) -> None:
-    engine = engines("reference", "tiny-ple")
-    for count in (3, MAX_SEQ):
-        tokens = some_tokens(1, count)
-        report = verify_engine(engine, tokens=tokens[0].tolist())
-        assert report.ok and sum(report.turns) == count
-        assert len(report.positions) == (count if engine.all_logits else len(report.turns))
 
 
 @pytest.mark.parametrize(

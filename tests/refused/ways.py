@@ -234,10 +234,10 @@ def checkpoint(
     return Checkpoint.open(folder, load_spec(file))
 
 
-def build_of(world: World, variant: str, **changes: Any) -> str:
+def build_of(world: World, variant: str, words: Any = (), **changes: Any) -> str:
     """A directory that is changed, built with copies of its weights and without."""
     folder = _change(random_checkpoint(world.here / "c", variant), {}, **changes)
-    words = ["build", "--checkpoint", str(folder)]
+    words = ["build", "--checkpoint", str(folder), *words]
     return command(world, [words, [*words, "--link-weights"]])
 
 

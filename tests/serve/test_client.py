@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 
 from tests.cases import read_table
-from tests.serve.running import MAX_SEQ, NAME, Served, eventually
+from tests.serve.running import NAME, Served, eventually
 
 HI = [{"role": "user", "content": "Hi"}]
 CASES = read_table("serve/dictated.yaml")
@@ -57,10 +56,6 @@ def test_a_chat(client: openai.OpenAI) -> None:
     assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
     assert got.usage.completion_tokens == 8 or got.choices[0].finish_reason == "stop"
     assert [m.id for m in client.models.list()] == [NAME]
-
-
-def test_one_model_is_asked_for(client: openai.OpenAI) -> None:
-    assert client.models.retrieve(NAME).id == NAME
 
 
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
@@ -147,13 +142,6 @@ def test_a_call_that_is_cut(
         assert all(whole.startswith(c.function.arguments) for c in found["calls"])
 
 
-def test_a_conversation_goes_on_behind_an_answered_call(client: openai.OpenAI) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-    messages = [*HI, asked, {"role": "tool", "tool_call_id": "c1", "content": "4"}]
-    assert ask(client, messages=messages, tools=[TOOL]).choices[0].finish_reason
-
-
 def test_stop_ids(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     b = served.ids("b")
     served.dictate(monkeypatch, "aabaa")
@@ -232,47 +220,3 @@ SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 
 def formed(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
-    """Random weights say anything, and still it is JSON of the schema."""
-    given = {"response_format": formed(SCHEMA), "temperature": 1.5, "n": 3, "max_tokens": 300}
-    got = ask(client, **given, seed=3, stream=stream)
-    chunks = [*got] if stream else got
-    found = [said(chunks, stream, i) for i in range(3)]
-    texts = [f["content"] for f in found if f["finish"] == "stop"]
-    assert texts
-    for text in texts:
-        jsonschema.validate(json.loads(text), SCHEMA)
-
-
-ERRORS = {
-    "wrong": (openai.BadRequestError, {"temperature": -1}),
-    "unknown": (openai.NotFoundError, {"model": "nope"}),
-    "unable": (openai.BadRequestError, {"extra_body": {"priority": 3}}),
-    "long": (openai.BadRequestError, {"max_tokens": MAX_SEQ + 1}),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_errors(client: openai.OpenAI, name: str, stream: bool) -> None:
-    kind, given = ERRORS[name]
-    with pytest.raises(kind) as e:
-        ask(client, stream=stream, **given)
-    assert e.value.type and e.value.param in (None, *given, "messages", "priority")
-
-
-def test_a_reader_that_leaves_frees_its_row(client: openai.OpenAI, served: Served) -> None:
-    body = {"ignore_eos": True}
-    with ask(client, stream=True, max_tokens=500, extra_body=body) as stream:
-        next(iter(stream))
-        eventually(lambda: served.busy)
-    eventually(lambda: not served.busy)
-
-
-def test_a_client_without_a_stream_that_leaves(client: openai.OpenAI, served: Served) -> None:
-    with pytest.raises(openai.APITimeoutError):
-        ask(client, max_tokens=500, extra_body={"ignore_eos": True}, timeout=0.05)
-    eventually(lambda: not served.busy)

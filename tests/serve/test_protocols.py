@@ -34,7 +34,6 @@ from g4ir.serve.protocols.parts import JsonText
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
 from tests.cases import read_table
 from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, ready
-from tests.serve.test_client import ask
 from tests.serve.test_media import data, picture
 from tests.spies import spy
 
@@ -94,17 +93,6 @@ def check_events(events: list[Any], output: list[Any]) -> None:
         held = item["content"][0]["text"] if "content" in item else None
         text = held if held is not None else item.get("arguments", item.get("input"))
         assert "".join(e.delta for e in own if e.type.endswith(".delta")) == text
-
-
-def test_responses_say_what_chats_say(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"temperature": 1, "top_p": 0.9, "extra_body": {"seed": 7}}
-    chat = ask(client, max_tokens=20, **fields)
-    whole = asked(client, max_output_tokens=20, **fields)
-    assert whole.output_text == chat.choices[0].message.content
-    include = ["message.output_text.logprobs"]
-    logprobs = asked(client, max_output_tokens=4, top_logprobs=2, include=include)
-    found = logprobs.output[0].content[0].logprobs
-    assert 0 < len(found) <= 4 and all(len(p.top_logprobs) == 2 for p in found)
 
 
 @pytest.mark.parametrize("stream", [False, True])
