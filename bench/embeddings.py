@@ -10,8 +10,9 @@ is not there, EmbeddingGemma 300M is written with random weights and --tokenizer
 Gemma 3 has. Texts of 16 to 256 tokens, drawn from a file, are embedded: by an engine of each of
 --dtypes; by sentence-transformers in the same dtypes, sorted, in batches of 8; and by
 llama.cpp's server, on a GGUF file of the weights in BF16, through requests of 32 texts, four at
-once. A table for each of --isas (of G4IR_ISA, which holds torch too), with its
-program of --programs, if it has one.
+once. With the dtype `int8` an engine has weights and inputs of products in int8, and the file Q8_0,
+which llama.cpp computes in the same way. A table for each of --isas (of G4IR_ISA, which holds torch
+too), with its program of --programs, if it has one.
 
 The texts are sorted by length and divided into slices of all lengths, in whole batches, so that
 none pads more than over all texts; the programs take turns. After the first slice only the best
@@ -53,6 +54,7 @@ from g4ir.weights.write import write_checkpoint
 
 SIZES, SIMILAR, PORT = (16, 256), 0.99, 18_734
 BATCH, SLICES = 8, 16
+INT8: dict[str, Any] = {"dtype": "bfloat16", "quant": "int8", "quant_activations": "int8"}
 HEAD = ["what", "texts", "seconds", "CPU s", "tokens/s", "g4ir is faster by", "in CPU time"]
 TEXT = Path(__file__).resolve().parents[1] / "tests" / "real" / "english.txt"
 Embed = Callable[[list[str]], torch.Tensor]
@@ -175,15 +177,17 @@ def compared(args: Any) -> str:
     folder, runs = folder_of(Path(args.folder), args.tokenizer), dict[str, tuple[Embed, int]]()
     with ExitStack() as stack, TemporaryDirectory() as scratch:
         for dtype in args.dtypes:
-            engine = g4ir.build(None, out=Path(scratch, dtype), checkpoint=folder, dtype=dtype)
+            options = INT8 if dtype == "int8" else {"dtype": dtype}
+            engine = g4ir.build(None, out=Path(scratch, dtype), checkpoint=folder, **options)
             stack.enter_context(engine)
             runs[f"g4ir {dtype}"] = partial(engine.embed, task="none"), os.getpid()
-        for d in args.dtypes:
+        for d in (d for d in args.dtypes if d != "int8"):
             runs[f"sentence-transformers {d}"] = sentence_transformers(folder, d), os.getpid()
         if args.programs[0]:
-            file = g4ir.export(folder, Path(scratch, "e.gguf"), format="gguf", dtype="BF16")
+            kind = "Q8_0" if "int8" in args.dtypes else "BF16"
+            file = g4ir.export(folder, Path(scratch, "e.gguf"), format="gguf", dtype=kind)
             server = llama_server(args.programs[0], file, args.threads)
-            runs["llama.cpp BF16"] = stack.enter_context(server)
+            runs[f"llama.cpp {kind}"] = stack.enter_context(server)
         texts = texts_of(engine.embedder.tokenizer, args.text, args.texts)
         tokens = sum(map(len, engine.embedder.tokenize(texts))) / len(texts)
         taken = measure(runs, texts, 60 * args.minutes - (time.monotonic() - START))

@@ -319,10 +319,10 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
 }
 #endif
 
-/* Quantises a block to one digit, in bytes on every CPU. */
-static inline void bytes_of_block(int form, const bf16 *x, digits *to) {
+/* Quantises a block to one digit, in bytes or in pairs of 16 bits (AVX2). */
+static inline void quantize_block(int form, int pairs, const bf16 *x, digits *to) {
 #if WIDE == 32
-    integers_of_block(1, form, 0, x, to);
+    integers_of_block(1, form, pairs, x, to);
 #else
     block_digits(1, form, x, to);
 #endif

@@ -5,59 +5,46 @@
 #include "digits.h"
 #include "many_rows.h"
 
-/* Every format has this kernel if byte products accumulate in 32 bits; AVX2 without VNNI accumulates pairs in
- * 16 bits, which overflow at once for codes of 8 bits. */
-#if WIDE == 32 && !defined(__AVXVNNI__)
-#define IN_PAIRS
-#endif
 #ifdef INTEGERS
-#ifdef IN_PAIRS
-#define HAS_INT8_PANELS (FORM != FP8 && FORM != INT8 && FORM != IQ4 && !NONUNIFORM(FORM))
-#else
 #define HAS_INT8_PANELS (FORM != FP8)
-#endif
-/* Scales per block; words of a block that one accumulator can sum without overflow. */
-enum { SCALED = 1 + HALVES(FORM) };
-#ifdef IN_PAIRS
-enum { WORDS_SUMMED = FORM == INT6 ? 2 : HALVES(FORM) || BYTES_OF(FORM) == FIVES_BYTES || FORM == UINT5 ? 4 : 8 };
-typedef int16_t part_sums __attribute__((vector_size(WIDE)));
-#else
-enum { WORDS_SUMMED = 8 / SCALED };
-typedef row_sums part_sums;
-#endif
+/* Whether panels store integers of 16 bits, not bytes: AVX2 without VNNI sums pairs of byte products in 16 bits,
+ * which overflow at once for codes of 8 bits. */
+enum { PAIRED = NO_DOT_PRODUCTS && (FORM == INT8 || FORM == IQ4 || NONUNIFORM(FORM)) };
+/* Scales per block; words of integers per block, and those that one accumulator can sum without overflow. */
+enum { SCALED = 1 + HALVES(FORM), INTEGER_WORDS = 8 << PAIRED };
+#define HALF_SUMMED (HALVES(FORM) || BYTES_OF(FORM) == FIVES_BYTES || FORM == UINT5)
+enum { WORDS_SUMMED = !NO_DOT_PRODUCTS || PAIRED ? INTEGER_WORDS / SCALED : FORM == INT6 ? 2 : HALF_SUMMED ? 4 : 8 };
 /* Panel words per block. For x: integers, the initial sums (bias correction) of each part or the block's sum
  * for formats with minima, and the scale. For the weight: codes, scales, minima. */
-enum { X_WORDS = 8 + SCALED + 1, W_WORDS = 8 + SCALED * (1 + MINIMA(FORM)) };
+enum { X_WORDS = INTEGER_WORDS + SCALED + 1, W_WORDS = INTEGER_WORDS + SCALED * (1 + MINIMA(FORM)) };
 #if WIDE == 64
 enum { INT8_ROWS = 6, INT8_VECTORS = 2 };
 #elif WIDE == 32
-#ifdef IN_PAIRS
-enum { INT8_ROWS = 4, INT8_VECTORS = 2 };
-#else
-enum { INT8_ROWS = 5, INT8_VECTORS = 2 };
-#endif
+enum { INT8_ROWS = PAIRED ? 6 : 5 - NO_DOT_PRODUCTS, INT8_VECTORS = 2 };
 #else
 enum { INT8_ROWS = 4, INT8_VECTORS = 4 };
 #endif
 
-static inline part_sums add_bytes(part_sums sum, row_words codes, int32_t x) {
+/* Adds the products of each lane's integers with those of a word of x: in 32 bits, or in 16 (bytes on AVX2). */
+static inline row_sums add_integers(row_sums sum, row_words codes, int32_t x) {
 #if WIDE == 64
-    return (part_sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+    return (row_sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
 #elif WIDE == 16
-    return (part_sums)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(x));
-#elif defined(IN_PAIRS)
-    return sum + (part_sums)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x));
+    return (row_sums)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(x));
+#elif !NO_DOT_PRODUCTS
+    return (row_sums)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
 #else
-    return (part_sums)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
+    __m256i factor = _mm256_set1_epi32(x);
+    if (PAIRED) return sum + (row_sums)_mm256_madd_epi16((__m256i)codes, factor);
+    return (row_sums)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, factor));
 #endif
 }
 
-static inline row_sums in_32_bits(part_sums sum) {
-#ifdef IN_PAIRS
-    return (row_sums)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
-#else
-    return sum;
+static inline row_sums in_32_bits(row_sums sum) {
+#if NO_DOT_PRODUCTS
+    if (!PAIRED) return (row_sums)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
 #endif
+    return sum;
 }
 
 /* C = A B, or C += A B with `more`, over `blocks` blocks along k. */
@@ -65,28 +52,30 @@ ALWAYS int8_kernel(const int vectors, int64_t blocks, const int32_t *a, const in
     if (!more) memset(c, 0, INT8_ROWS * vectors * WIDE);
     const int stride = vectors * WORDS;
     for (; blocks-- > 0; a += X_WORDS * INT8_ROWS, b += W_WORDS * stride) {
-        const float *unit = (const float *)a + (8 + SCALED) * INT8_ROWS, *scales = (const float *)b + 8 * stride;
+        const float *unit = (const float *)a + (X_WORDS - 1) * INT8_ROWS;
+        const float *scales = (const float *)b + INTEGER_WORDS * stride;
         UNROLLED for (int h = 0; h < SCALED; h++) {
-            const int32_t *start = a + (8 + h) * INT8_ROWS;
+            const int32_t *start = a + (INTEGER_WORDS + h) * INT8_ROWS;
             row_sums sum[INT8_ROWS][INT8_VECTORS];
-            for (int j = h * 4; j < (h + 1) * 8 / SCALED; j += WORDS_SUMMED) {
-                part_sums part[INT8_ROWS][INT8_VECTORS];
+            const int first = h * INTEGER_WORDS / SCALED, last = first + INTEGER_WORDS / SCALED;
+            for (int j = first; j < last; j += WORDS_SUMMED) {
+                row_sums part[INT8_ROWS][INT8_VECTORS];
                 UNROLLED for (int i = 0; i < INT8_ROWS; i++)
-                    UNROLLED for (int v = 0; v < vectors; v++) part[i][v] = (part_sums){0};
+                    UNROLLED for (int v = 0; v < vectors; v++) part[i][v] = (row_sums){0};
                 UNROLLED for (int t = j; t < j + WORDS_SUMMED; t++) {
                     row_words codes[INT8_VECTORS];
                     UNROLLED for (int v = 0; v < vectors; v++)
                         codes[v] = *(const any_row_words *)(b + t * stride + v * WORDS);
                     UNROLLED for (int i = 0; i < INT8_ROWS; i++)
                         UNROLLED for (int v = 0; v < vectors; v++) {
-                            part[i][v] = add_bytes(part[i][v], codes[v], a[t * INT8_ROWS + i]);
+                            part[i][v] = add_integers(part[i][v], codes[v], a[t * INT8_ROWS + i]);
                             __asm__("" : "+" IN_VECTOR (part[i][v])); /* no reordering, no spills */
                         }
                 }
                 UNROLLED for (int i = 0; i < INT8_ROWS; i++)
                     UNROLLED for (int v = 0; v < vectors; v++) {
                         row_sums all = in_32_bits(part[i][v]);
-                        if (j > h * 4)
+                        if (j > first)
                             sum[i][v] += all;
                         else
                             sum[i][v] = MINIMA(FORM) ? all : all + start[i];
@@ -130,9 +119,10 @@ static void pack_int8_rows(const char *rows, int dtype, int64_t stride, int64_t 
         for (int64_t b = 0; b < blocks; b++) {
             int32_t *to = (int32_t *)panel + b * X_WORDS * INT8_ROWS + i;
             digits d = {0};
-            if (i < count) bytes_of_block(FORM, (const bf16 *)(rows + i * stride) + b * BLOCK, &d);
-            for (int j = 0; j < 8; j++) to[j * INT8_ROWS] = d.high[j];
-            to += 8 * INT8_ROWS;
+            const bf16 *x = (const bf16 *)(rows + i * stride) + b * BLOCK;
+            if (i < count) quantize_block(FORM, PAIRED, x, &d);
+            for (int j = 0; j < INTEGER_WORDS; j++) to[j * INT8_ROWS] = d.pairs[j]; /* bytes: `high` */
+            to += INTEGER_WORDS * INT8_ROWS;
             for (int h = 0; h < SCALED; h++) {
                 float sum = sum_of_part(FORM, &d, h);
                 to[h * INT8_ROWS] = SCALED == 2 ? d.less[h] : d.both;
@@ -156,10 +146,15 @@ static void unpack_codes(const void *weight, int64_t column, int64_t columns, in
             row_floats scale[2], least = {0}, factor[2], below[2];
             scales_at(p, &of, i, scale, &least);
             block_factors(FORM, w, b, scale[0], least, factor, below);
-            UNROLLED for (int j = 0; j < 8; j++) *(any_row_words *)(to + j * columns) = code_word(FORM, w, b, j);
+            UNROLLED for (int j = 0; j < 8; j++) {
+                row_words codes[2] = {code_word(FORM, w, b, j)};
+                if (PAIRED) factors_of(FORM, codes[0], codes);
+                UNROLLED for (int i = 0; i <= PAIRED; i++)
+                    *(any_row_words *)(to + ((j << PAIRED) + i) * columns) = codes[i];
+            }
             for (int h = 0; h < SCALED; h++) {
-                *(any_row_floats *)(to + (8 + h) * columns) = factor[h];
-                if (MINIMA(FORM)) *(any_row_floats *)(to + (8 + SCALED + h) * columns) = -below[h];
+                *(any_row_floats *)(to + (INTEGER_WORDS + h) * columns) = factor[h];
+                if (MINIMA(FORM)) *(any_row_floats *)(to + (INTEGER_WORDS + SCALED + h) * columns) = -below[h];
             }
         }
     }
