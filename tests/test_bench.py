@@ -297,7 +297,6 @@ def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     table = g4ir("bench", files["--json"], files["--json"], "--table").out.splitlines()
     assert table[0].startswith("|  | input | batch | TTFT, ms |") and len(table) == 4
     assert table[2] == table[3] and table[2].startswith(f"| {moe.path.name} | ")
-    assert "give --json last" in refused("bench", *FLAGS, "--json", tmp_path, moe.path)
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
@@ -317,7 +316,6 @@ def test_several_sizes_are_one_table(
     reports = read_reports(tmp_path / "s.json")
     assert [a["count"] for r in reports for a in r["agreement"]] == [4, 4, 8, 8]
     assert g4ir("bench", tmp_path / "s.json", "--table").out == done.out
-    assert "--batch 9: expected 1 to" in refused("bench", ple.path, "--batch", "1,9")
 
 
 def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: Path) -> None:

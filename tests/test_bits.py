@@ -158,24 +158,3 @@ def test_refused(files: Path, tmp_path: Path, words: list[str], says: str) -> No
     base = ["--checkpoint", files / "dense", "--backend", "reference", "--out", tmp_path / "e"]
     outcome = command("build", *base, *words)
     assert outcome.code == 2 and says in outcome.err and not (tmp_path / "e").exists()
-
-
-@pytest.mark.parametrize("backend", ["torch", "onnx"])
-def test_backends_compute_the_definition(files: Path, tmp_path: Path, backend: str) -> None:
-    """Three formats in one engine: as codes on the CPU, as int8 in networks."""
-    recipe = tmp_path / "r.yaml"
-    forms = {"nl4": "[L*.mlp.w_gate, L*.mlp.w_up]", "nl3": "[L*.mlp.w_down, embed.table]"}
-    forms |= {"nl2": "[L*.attn.wq, L*.attn.wo]"}
-    rules = [f"- {{tensors: {names}, form: {form}}}" for form, names in forms.items()]
-    recipe.write_text("rules:\n" + "\n".join(rules))
-    given = {**OPTIONS, "checkpoint": files / "dense", "quant": recipe}
-    tokens = torch.randint(3, 250, (1, 12), generator=torch.Generator().manual_seed(0))
-    logits = []
-    for name in ("reference", backend):
-        with g4ir.build(None, tmp_path / name, **{**given, "backend": name}) as engine:
-            session = engine.session(1)
-            steps = [session.prefill(tokens), session.decode(torch.tensor([7]))]
-            logits.append(torch.cat(steps))
-        graph = (tmp_path / name / "graph.decode.g4ir").read_text()
-        assert all((f": {form}[" in graph) == (name != "onnx") for form in forms)
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

@@ -31,6 +31,7 @@ from tests.cli_tools import g4ir as command
 from tests.cli_tools import text_checkpoint
 from tests.gguf_files import bare_file
 from tests.oracle import find_oracle, logits_of_directory, save_checkpoint
+from tests.test_adapter import merged, of_text, write_adapter
 
 F32 = torch.float32
 DTYPES = {"F32": F32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -108,6 +109,15 @@ def test_an_engine_that_no_longer_has_a_tower(tmp_path: Path) -> None:
         torch.equal(whole.tensor(n), source.tensor(n).to(whole.dtype)) for n in whole.weights
     )
     assert any(n.startswith("vision.") for n in whole.weights)
+
+
+def test_adapters_are_merged(tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    folder = write_checkpoint(tmp_path / "c", spec, random_weights(spec, 1, F32))
+    adapter = write_adapter(tmp_path / "a", spec, of_text())
+    out = g4ir.export(folder, tmp_path / "out", adapter=f"{adapter}=0.5", dtype="float32")
+    want, got = merged(folder, spec, f"{adapter}=0.5"), Checkpoint.open(out, spec)
+    assert all(torch.equal(got.tensor(name), want.tensor(name)) for name in want.weights)
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

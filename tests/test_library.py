@@ -285,28 +285,13 @@ def test_wrong_flags_are_refused_before_a_build(model: Path, tmp_path: Path) -> 
     assert not engines_root().exists()
 
 
-#: words of a verb, and how its error begins, after the name that the user gave
-OTHER_MODELS = (
-    (("run", "{encoder}", "ab"), "is an encoder"),
-    (("chat", "{encoder}"), "is an encoder"),
-    (("score", "{encoder}", "--text", "{text}"), "is an encoder"),
-    (("verify", "{encoder}", "--text", "{text}"), "is an encoder"),
-    (("bench", "{encoder}"), "is an encoder"),
-    (("prove", "{encoder}"), "is an encoder"),
-    (("compare", "{encoder}"), "is an encoder"),
-    (("embed", "{decoder}", "--text", "ab"), "has no embeddings"),
-    (("run", "{decoder}", "ab", "--draft", "mtp"), "has no drafter"),
-    (("run", "{decoder}", "ab", "--image", "{text}"), "tiny-dense takes text alone"),
-)
-
-
-@pytest.mark.parametrize(("words", "says"), OTHER_MODELS)
+@pytest.mark.parametrize(("words", "says"), TABLES["models of other kinds"])
 def test_models_that_a_verb_cannot_run(words: Any, says: str, tmp_path: Path) -> None:
     """Refused before a build, and by the name that the user gave; so is an engine of the cache."""
     text = tmp_path / "text"
     text.write_text("ab w3 w7 a b")
     names = {"encoder": "tiny-embedding", "decoder": "tiny-dense", "text": str(text)}
-    words = [word.format(**names) for word in words]
+    words = [word.format(**names) for word in words.split()]
     flags = ("--random-weights", "0", *FLAGS)
     if words[0] == "compare":
         flags = (*flags, "--tokens", "16")

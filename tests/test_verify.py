@@ -33,7 +33,7 @@ from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.configs import short, spec_called
-from tests.engines import random_checkpoint, rewrite, some_tokens
+from tests.engines import MAX_SEQ, random_checkpoint, rewrite, some_tokens
 from tests.oracle import find_oracle
 from tests.test_rounding import changed
 
@@ -45,6 +45,11 @@ def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:
 
 
 @pytest.mark.covering
+def test_given_tokens(engines: Any) -> None:
+    report = verify_engine(engines("reference", "tiny-ple"), tokens=[*range(5, 5 + MAX_SEQ)])
+    assert report.ok and sum(report.turns) == MAX_SEQ
+
+
 @pytest.mark.parametrize("spec", ["tiny-ple", "tiny-moe"])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("against", ["reference", "hf"])

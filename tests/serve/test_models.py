@@ -34,7 +34,6 @@ from g4ir.serve.pool import READY, UNLOADED, ModelPool, PooledModel
 from g4ir.serve.router import merged_metrics
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
-from tests.cli_tools import refused
 from tests.serve.running import (
     LOADING,
     NAME,
@@ -270,14 +269,6 @@ def test_a_stream_goes_on_while_another_model_is_loaded(routed: str) -> None:
     assert max(b - a for a, b in pairwise(times)) < GAP_S * BUSY
 
 
-def test_refused_at_start(engine_folder: Path) -> None:
-    assert "both have the name" in refused("serve", "tiny-ple", "x/tiny-ple")
-    both = ("serve", "a=tiny-ple", "b=tiny-moe")
-    assert "NAME=MODEL" in refused(*both, "--served-name", "mine")
-    assert "--max-loaded 0" in refused(*both, "--max-loaded", "0")
-    assert "give MODEL" in refused("serve")
-
-
 MODULES = [f"layers.{i}.self_attn.q_proj" for i in (0, 1)] + ["layers.1.mlp.down_proj"]
 
 
@@ -371,15 +362,3 @@ def test_a_server_without_adapters(served: Running, folder: Path) -> None:
         message = got.json()["error"]["message"]
         assert got.status_code == 501 and "start one of this model alone with --adapter" in message
     assert Server(NAME, aliases=(ANY_NAME,))._check_model("x:y") == ""
-
-
-def test_flags(engine_folder: Path, folder: Path) -> None:
-    good, model = f"a={folder / 'a0'}", str(engine_folder)
-    for words, message in {
-        ("--adapter", "a"): "--adapter a: expected NAME=DIR, each name once",
-        ("--adapter", good, "--adapter", good): "each name once",
-        ("--adapter", f"a={folder}"): "has no adapter_config.json",
-        ("b=tiny-dense", "--adapter", good): "--adapter is for one model",
-        ("b=tiny-dense", "--set", "adapter_rank=8"): "--adapter is for one model",
-    }.items():
-        assert message in refused("serve", model, *words)

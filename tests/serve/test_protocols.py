@@ -7,7 +7,6 @@ Ollama's API, whole and as lines of JSON; its own clients are in tests/clients.
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from g4ir.generate import tokenizer as engine_tokenizer
 from g4ir.serve import request_schema
 from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import Refused
-from g4ir.serve.protocols import messages, responses
+from g4ir.serve.protocols import messages, ollama, responses
 from g4ir.serve.protocols.parts import JsonText
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
 from tests.cases import read_table
@@ -105,13 +104,6 @@ def test_log_probabilities_are_those_of_the_text(
     got = asked(client, reasoning={"effort": "low"}, **given)
     got = [*got][-1].response if stream else got
     assert [p.token for p in got.output[1].content[0].logprobs] == ["x", "y", "z"]
-
-
-def test_a_call_that_was_cut_goes_back(client: openai.OpenAI) -> None:
-    call = {"type": "function_call", "name": "f", "call_id": "c1", "arguments": '{"a": "so'}
-    answer = {"type": "function_call_output", "call_id": "c1", "output": "cut"}
-    items = [{"role": "user", "content": "Hi"}, {**call, "status": "incomplete"}, answer]
-    assert asked(client, input=items, max_output_tokens=1).usage.output_tokens == 1
 
 
 def test_a_schema_and_a_grammar_of_a_tool(client: openai.OpenAI) -> None:
@@ -209,8 +201,8 @@ def together(events: list[Any]) -> list[Any]:
 def test_bodies_as_chats(case: dict[str, Any]) -> None:
     """What a body becomes: tools' answers first, thoughts beside the text, a text to go on from;
     the descriptions of a namespace and its tools; a grammar in the schema of its tool."""
-    read = {"messages": messages.read, "responses": responses.read}[case["protocol"]]
-    found = read(case["given"])
+    readers = {"messages": messages.read, "responses": responses.read, "ollama": ollama.chat}
+    found = readers[case["protocol"]](case["given"])
     assert (found.body, found.positions) == (case["becomes"], case["places"])
 
 
@@ -559,38 +551,6 @@ def test_generate(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (
             loaded["done_reason"] == "load" and loaded["done"] and empty.items() <= loaded.items()
         )
-
-
-def test_a_schema_an_image_and_answers_of_tools(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    for format in (schema, "json"):
-        options = {"num_predict": 60, "temperature": 0}
-        got = send(served, "chat", messages=HI, format=format, stream=False, options=options).json()
-        if format is schema:
-            assert json.loads(got["message"]["content"])["a"] in (1, 2)
-        else:
-            assert got["message"]["content"].lstrip().startswith("{")
-    image = base64.b64encode(picture()).decode()
-    plain = send(served, "generate", prompt="Hi", stream=False, options={"num_predict": 1}).json()
-    with_image = send(
-        served, "generate", prompt="Hi", images=[image], stream=False, options={"num_predict": 1}
-    ).json()
-    assert with_image["prompt_eval_count"] > plain["prompt_eval_count"] + 20
-    call = {"function": {"name": "f", "arguments": {"a": 3}}}
-    asked = [
-        *HI,
-        {"role": "assistant", "content": "", "tool_calls": [call, call], "thinking": "so"},
-    ]
-    answers = [
-        {"role": "tool", "content": "12", "tool_name": "f"},
-        {"role": "tool", "content": "13"},
-    ]
-    options = {"num_predict": 1}
-    assert send(served, "chat", messages=[*asked, *answers], options=options).is_success
-    got = send(served, "chat", messages=[*asked, *answers, answers[0]], options=options)
-    assert got.status_code == 400 and "messages[4]: answers no tool call" in got.json()["error"]
 
 
 @pytest.mark.parametrize(("path", "body", "status", "says"), CASES["ollama refused"])

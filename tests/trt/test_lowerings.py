@@ -15,7 +15,6 @@ from onnx.reference import ReferenceEvaluator
 
 from g4ir.backends.base import Prepared
 from g4ir.backends.onnx_graph.export import NullStorage
-from g4ir.backends.primitives import attention
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.primitives.weights import QuantizedWeight, linear
@@ -26,7 +25,7 @@ from g4ir.backends.trt.dialect import Dialect, emitted
 from g4ir.backends.trt.parse import Addresses, parse
 from g4ir.builder.build import prepare
 from g4ir.errors import LowerError
-from g4ir.ir.graph import Node, Value
+from g4ir.ir.graph import Value
 from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import Type, parse_type
@@ -51,39 +50,6 @@ SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
 @pytest.mark.parametrize("case", [c for c in IN_NETWORKS if in_network(c)], ids=str)
 def test_op(case: tuple[str, int]) -> None:
     check_op(case, new_emitter(), lowered.lowerings(), outputs_of, 1e-4)
-
-
-class Attention(Node):
-    """Over one cache of full length."""
-
-    caches, chunk = (Value("k", Type("f32", ("C", "B", 1, 4))),), ()
-
-    def __getitem__(self, name: str) -> Value:
-        return next(v for v in self.inputs if v.name == name)
-
-
-@pytest.mark.parametrize("form", ["mask", "explicit", "plain", "fused"])
-def test_what_attentions_share_is_of_their_operands(form: str) -> None:
-    """A mask is that of its keys, also where these have the address of others that are gone."""
-    e = Dialect(NullStorage())
-    net = Network(e, None, Limits(1, 8, 4), {})  # type: ignore[arg-type]
-    b = ("B", "S")
-    kinds = {"positions": Type("i64", b), "start": Type("i64", ("B",))}
-    net.env = {name: e.input(name, t) for name, t in kinds.items()}
-    q, held = (e.input(n, Type("f32", s)) for n, s in (("q", (*b, 2, 4)), ("k", ("B", 1, 8, 4))))
-    how = {"scale": 1.0, "softcap": 0.0, "window": 4}
-    given = {"keys": Type("i32", (1, 8)), "seen": Type("bool", ("B", 1, "S", 8))}
-    operands = (Value(name, t) for name, t in {**kinds, "q": q.type}.items())
-    n: Any = Attention("attention", tuple(operands), (Value("y", q.type),), how)
-    for i in range(20):
-        keys, seen = (e.input(f"{x}{i}", t) for x, t in given.items())
-        if form == "mask":
-            attention.mask(net, n, keys)
-        else:
-            lowered.ATTENTION_KINDS[form][0](net, n, q, held, held, seen)
-        del keys, seen
-    read = {name for node in e.nodes for name in node.input}
-    assert {f"{'keys' if form == 'mask' else 'seen'}{i}" for i in range(20)} <= read
 
 
 # --- attention and MLPs in blocks -------------------------------------------------------------
