@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
-import h11
+import httpx
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,8 +29,8 @@ from .pool import READY, ModelPool, PooledModel
 from .protocols import ollama, transcriptions
 from .worker import SALT, SECRET
 
-#: bytes read at a time from a worker
-CHUNK = 1 << 16
+#: where workers listen
+HOST = "http://127.0.0.1"
 #: headers of a worker that are not forwarded
 NOT_RETURNED = {"connection", "transfer-encoding", "date", "x-request-id", "request-id"}
 #: metrics that the router exports itself
@@ -44,6 +43,11 @@ class Router(Server):
 
     pool: ModelPool | None = None
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=False)
 
     @property
     def ready(self) -> bool:
@@ -143,18 +147,18 @@ class Router(Server):
 
     async def _open(
         self, stack: AsyncExitStack, model: PooledModel, request: Request, path: str, raw: bytes
-    ) -> Upstream:
+    ) -> httpx.Response:
         """Send a request to a worker; return its response once the headers are read."""
         worker = await stack.enter_async_context(self._pool().lease(model))
-        upstream = Upstream()
-        stack.push_async_callback(upstream.close)
-        headers = [(SECRET, self.secret), (SALT, request.state.salt)]
-        headers += [("x-request-id", request.state.id)]
-        headers += [(k, request.headers[k]) for k in ("content-type",) if k in request.headers]
+        headers = {SECRET: self.secret, SALT: request.state.salt, "x-request-id": request.state.id}
+        headers |= {k: request.headers[k] for k in ("content-type",) if k in request.headers}
+        url, build = f"{HOST}:{worker.port}{path}", self._client.build_request
+        call = build(request.method, url, headers=headers, content=raw)
         try:
-            await upstream.open(worker.port, request.method, path, headers, raw)
-        except (OSError, h11.RemoteProtocolError):
+            upstream = await self._client.send(call, stream=True)
+        except httpx.TransportError:
             raise later(503, "worker_ended", f"the process of {model.name!r} ended") from None
+        stack.push_async_callback(upstream.aclose)
         return upstream
 
     async def get_metrics(self, request: Request) -> Response:
@@ -162,70 +166,19 @@ class Router(Server):
         texts: list[tuple[str | None, str]] = [(None, self.metrics.text().decode())]
         for m in self.pool.models if self.pool else ():
             if m.state == READY and m.worker:
-                with suppress(OSError, h11.RemoteProtocolError):
-                    texts.append((m.name, await self._fetch(m.worker.port, "/metrics")))
+                with suppress(httpx.TransportError):
+                    url, headers = f"{HOST}:{m.worker.port}/metrics", {SECRET: self.secret}
+                    texts.append((m.name, (await self._client.get(url, headers=headers)).text))
         return Response(merged_metrics(texts), media_type="text/plain; version=0.0.4")
-
-    async def _fetch(self, port: int, path: str) -> str:
-        upstream = Upstream()
-        try:
-            await upstream.open(port, "GET", path, [(SECRET, self.secret)], b"")
-            return b"".join([part async for part in upstream.parts()]).decode()
-        finally:
-            await upstream.close()
-
-
-class Upstream:
-    """One HTTP exchange with a worker."""
-
-    def __init__(self) -> None:
-        self._connection = h11.Connection(our_role=h11.CLIENT)
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-
-    async def open(
-        self, port: int, method: str, path: str, headers: list[tuple[str, str]], raw: bytes
-    ) -> None:
-        """Send a request, and read the head of its response: `status` and `headers`."""
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port, limit=CHUNK)
-        own = [("host", "localhost"), ("connection", "close"), ("content-length", str(len(raw)))]
-        head = h11.Request(method=method, target=path, headers=[*own, *headers])
-        send = self._connection.send
-        self._writer.write((send(head) or b"") + (send(h11.Data(data=raw)) or b""))
-        self._writer.write(send(h11.EndOfMessage()) or b"")
-        await self._writer.drain()
-        event = await self._next()
-        while isinstance(event, h11.InformationalResponse):
-            event = await self._next()
-        if not isinstance(event, h11.Response):
-            raise ConnectionError
-        self.status, self.headers = (
-            event.status_code,
-            [(bytes(k), bytes(v)) for k, v in event.headers],
-        )
-
-    async def _next(self) -> Any:
-        assert self._reader
-        while (event := self._connection.next_event()) is h11.NEED_DATA:
-            self._connection.receive_data(await self._reader.read(CHUNK))
-        return event
-
-    async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the pieces of the body as they come."""
-        while isinstance(event := await self._next(), h11.Data):
-            yield bytes(event.data)
-
-    async def close(self) -> None:
-        if self._writer:
-            self._writer.close()
 
 
 class Forwarded(Response):
     """A worker's response, forwarded as it arrives; the model stays loaded until its end."""
 
-    def __init__(self, stack: AsyncExitStack, upstream: Upstream) -> None:
-        super().__init__(status_code=upstream.status)
-        self.raw_headers = [h for h in upstream.headers if h[0].decode() not in NOT_RETURNED]
+    def __init__(self, stack: AsyncExitStack, upstream: httpx.Response) -> None:
+        super().__init__(status_code=upstream.status_code)
+        headers = upstream.headers.raw
+        self.raw_headers = [h for h in headers if h[0].decode().lower() not in NOT_RETURNED]
         self._stack, self._upstream = stack, upstream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,7 +192,7 @@ class Forwarded(Response):
 
     async def _send(self, head: dict[str, Any], send: Send) -> None:
         await send(head)
-        async for part in self._upstream.parts():
+        async for part in self._upstream.aiter_raw():
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
