@@ -2,9 +2,9 @@
 
 stdout carries the result (`--json` for machines), stderr progress and logs. Exit codes: 0 ok;
 1 a check failed, or some of many requests; 2 wrong usage or bad input; 3 the environment lacks
-something; 4 another rank ended or does not answer; 70 a bug in g4ir and 74 stdout cannot be
-written (as in sysexits.h); 128 + N ended by signal N, so 130 interrupted; 141 the reader of stdout
-went away. Nothing here imports torch before a verb needs it.
+something; 4 another rank ended or does not answer; 70 a bug in g4ir (as in sysexits.h); 128 + N
+ended by signal N, so 130 interrupted; 141 the reader of stdout went away. Nothing here imports
+torch before a verb needs it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ Every verb takes --trace, which prints the traceback of an error.
 
 exit codes: 0 ok, 1 a check failed, 2 wrong usage or bad input, 3 the environment
 lacks something, 4 another rank ended or does not answer, 70 a bug in g4ir,
-74 stdout cannot be written, 128 + N ended by signal N (130 interrupted),
-141 the reader of stdout went away"""
+128 + N ended by signal N (130 interrupted), 141 the reader of stdout went away"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(GARBAGE)
     atexit.register(gc.freeze)  # avoids a last collection at exit, 0.3 s with torch
     try:
-        with console.logs(), console.endings(), console.output():
+        with console.logs(), console.endings():
             code = run_command(*parse(words))
             sys.stdout.flush()
             return code

@@ -153,7 +153,7 @@ class Repl:
                 self.talk.leave_calls()
                 print()
             except (G4Error, OSError, UnicodeError) as e:
-                if isinstance(e, BrokenPipeError | console.OutputError) or not self.talk.alive:
+                if isinstance(e, BrokenPipeError) or not self.talk.alive:
                     raise
                 self._refuse(e)
 

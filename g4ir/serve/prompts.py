@@ -139,7 +139,7 @@ class Prompts:
         """Return the logits mask for a request's tool choice, response format and reasoning."""
         choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
-        functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
+        functions = called(tools, choice.name, strict=not forced) if choice.mode != "none" else []
         thinking = reasoning_on(fields) is True
         inside = prompt is not None and Reader(prompt_tail=prompt.tail).thinking
         allowed: Mask | None = None
@@ -148,7 +148,7 @@ class Prompts:
             allowed = calls(functions, thinking, inside, many=many, content=constraint)
         elif constraint:
             allowed = self.grammars.text(constraint, thinking, inside)
-        elif choice.names is not None or any(f.constrained for f in functions):
+        elif any(f.constrained for f in functions):
             allowed = self.grammars.some_calls(functions)
         if (limit := fields.get("thinking_token_budget")) is not None:
             budget = ReasoningBudget(self.vocabulary, limit, inside)

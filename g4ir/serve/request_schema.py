@@ -238,28 +238,20 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Tool choice: calls are allowed (auto), required or disallowed (none), for the functions
-    `names` (None: all); at most one call unless `many`."""
+    """Tool choice: calls are allowed (auto), required or disallowed (none); of the function `name`
+    alone (None: all); at most one call unless `many`."""
 
     mode: str
-    names: frozenset[str] | None = None
+    name: str | None = None
     many: bool = True
 
 
 def _choice(value: Any, name: str) -> ToolChoice:
     if value in ("auto", "none", "required"):
         return ToolChoice(str(value))
-    kind_name = value.get("type", "function") if isinstance(value, dict) else None
-    if kind_name == "function":
-        return ToolChoice("required", frozenset([_name(value, name)]), many=False)
-    if kind_name != "allowed_tools":
-        words = "auto, none, required, a named function or allowed_tools"
-        raise bad(name, f"must be {words}, found {shown(value)}")
-    allowed = OBJECT(value.get("allowed_tools"), f"{name}.allowed_tools")
-    mode = one_of("auto", "required")(allowed.get("mode"), f"{name}.allowed_tools.mode")
-    where = f"{name}.allowed_tools.tools"
-    tools = listed(MAX_TOOLS, 1)(allowed.get("tools"), where)
-    return ToolChoice(mode, frozenset(_name(t, f"{where}[{i}]") for i, t in enumerate(tools)))
+    if isinstance(value, dict) and value.get("type", "function") == "function":
+        return ToolChoice("required", _name(value, name), many=False)
+    raise bad(name, f"must be auto, none, required or a named function, found {shown(value)}")
 
 
 def _name(value: Any, where: str) -> str:
@@ -429,9 +421,8 @@ def _log_unknown(names: Iterable[str]) -> None:
 def _check_choice(fields: Fields) -> None:
     """Refuse undeclared functions, and tool choices that exclude a grammar."""
     choice, tools = chosen(fields), fields.get("tools") or ()
-    declared = {_name(t, "tools") for t in tools} if choice.names else set()
-    if wrong := sorted((choice.names or frozenset()) - declared):
-        raise bad("tool_choice", f"names {shown(wrong[0])}, which is not one of the tools")
+    if choice.name is not None and choice.name not in {_name(t, "tools") for t in tools}:
+        raise bad("tool_choice", f"names {shown(choice.name)}, which is not one of the tools")
     forced, formed = choice.mode == "required", constraint_of(fields)
     if forced and not tools:
         raise bad("tool_choice", "needs tools, of which one can be called")

@@ -9,7 +9,7 @@ which drops unsupported constraints. Undeclared keys are never generated if keys
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +54,13 @@ class Called:
     strict: bool = False
 
 
-def called(
-    tools: Sequence[Mapping[str, Any]], names: Collection[str] | None, strict: bool
-) -> list[Called]:
-    """Return the tools with these names, or all. With `strict`, only strict tools are constrained
+def called(tools: Sequence[Mapping[str, Any]], only: str | None, strict: bool) -> list[Called]:
+    """Return the tool with this name, or all. With `strict`, only strict tools are constrained
     by their schemas."""
     out = []
     for i, tool in enumerate(tools):
         name, schema = tool["function"]["name"], tool["function"].get("parameters") or {}
-        if names is None or name in names:
+        if only in (None, name):
             is_strict = tool["function"].get("strict") is True
             where = f"tools[{i}].function.parameters"
             out.append(Called(name, schema, where, is_strict or not strict, is_strict))

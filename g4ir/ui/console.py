@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ LineFormat = Callable[[str, str, Mapping[str, Any]], str]
 QUIET_S = 2.0  # stages shorter than this print nothing
 PERIOD_S = 1.0  # seconds between two lines of one stage
 #: exit codes, as in sysexits.h and shells
-INTERNAL, NO_OUTPUT, INTERRUPTED, PIPE_CLOSED = 70, 74, 130, 141
+INTERNAL, INTERRUPTED, PIPE_CLOSED = 70, 130, 141
 #: signals that end a command after it has cleaned up; Windows has no SIGHUP
 ENDING = tuple(s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP"))
 #: logger of warnings on legal specs
@@ -251,36 +250,6 @@ def defer_signals(signals: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) 
             before[signal.Signals(number)](number, frame)
 
 
-class OutputError(OSError):
-    """stdout cannot be written; if its reader has gone, BrokenPipeError is raised instead."""
-
-
-class _Output:
-    """A stream whose errors can be distinguished from other files'."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._stream, name)
-        return partial(_named, method) if name in ("write", "flush") else method
-
-
-def _named(method: Callable[..., Any], *args: str) -> Any:
-    try:
-        return method(*args)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise OutputError(e.errno, e.strerror) from e
-
-
-def output() -> Any:
-    """Context that converts errors of stdout to OutputError, or BrokenPipeError."""
-    stream: Any = _Output(sys.stdout)
-    return contextlib.redirect_stdout(stream)
-
-
 def tolerant_output() -> None:
     """Escape characters that the terminal's encoding lacks, and replace closed standard streams by
     /dev/null: neither is an error."""
@@ -305,9 +274,10 @@ def report(error: BaseException, trace: bool) -> int:
     if trace:
         traceback.print_exception(error)
     code, text = _verdict(error)
-    if code in (PIPE_CLOSED, NO_OUTPUT):
-        # Discard the buffer: flushing it at exit would fail again.
-        with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):
+        try:
+            sys.stdout.flush()
+        except OSError:  # discard the buffer: flushing it at exit would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if text:
         say(text.removeprefix("error: "), "error" if text.startswith("error: ") else "info")
@@ -328,8 +298,6 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return 128 + error.number, f"ended by {signal.Signals(error.number).name}"
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED, ""
-    if isinstance(error, OutputError):
-        return NO_OUTPUT, f"error: stdout: {error.strerror}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         return 3, (
             "error: not enough memory; build for fewer rows (--max-batch), a shorter --max-seq or "

@@ -170,21 +170,10 @@ def _format_of(value: Any, where: str) -> Body:
 
 def _tool_choice(out: Translation, value: Any, name: str) -> None:
     if isinstance(value, dict):
-        kind = kind_in(value, ("function", "custom", "allowed_tools"), name)
-        tools = value.get("tools") if kind == "allowed_tools" else None
-        if isinstance(tools, list):
-            allowed = {"mode": value.get("mode"), "tools": [_named(t) for t in tools]}
-            value = {"type": kind, kind: allowed}
-        elif kind != "allowed_tools":
-            value = _named(value)
+        kind_in(value, ("function", "custom"), name)
+        called = _spaced(value, name) if NAMESPACE in value else value.get("name")
+        value = {"type": "function", "function": {"name": called}}
     out.body["tool_choice"] = value
-
-
-def _named(tool: Any) -> Any:
-    if not isinstance(tool, dict):
-        return tool
-    name = _spaced(tool, "tool_choice") if NAMESPACE in tool else tool.get("name")
-    return {"type": "function", "function": {"name": name}}
 
 
 def _text(out: Translation, value: Any, name: str) -> None:
