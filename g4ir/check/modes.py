@@ -145,16 +145,6 @@ def after_truncation(base: Baseline) -> str | None:
     return base.wrong_rows(base.decode(session, session.prefill([[*base.prompt[cut:]]])))
 
 
-def from_snapshot(base: Baseline) -> str | None:
-    """Restore a snapshot of the prompt's prefix after another text was prefilled."""
-    cut, session = len(base.prompt) // 2, base.engine.session()
-    session.prefill([[*base.prompt[:cut]]])
-    before = session.snapshot()
-    session.prefill([[*base.prompt[cut:][::-1]]])
-    session.restore(before)
-    return base.wrong_rows(base.decode(session, session.prefill([[*base.prompt[cut:]]])))
-
-
 def from_prefix_cache(base: Baseline) -> str | None:
     """Answer after two other prompts, one of which shares a cached prefix."""
     cut, scheduler = len(base.prompt) // 2, Scheduler(base.engine)
@@ -172,7 +162,6 @@ MODES: Mapping[str, Mode] = {
     "company": in_company,
     "drafts": with_drafts,
     "truncation": after_truncation,
-    "snapshot": from_snapshot,
     "prefix cache": from_prefix_cache,
 }
 

@@ -29,7 +29,7 @@ from .hf import (
     verified_model,
 )
 from .reference import coarse, float64_engine, float64_refusal, reference_engine
-from .tokens import Turns
+from .tokens import Turns, draft_rounds
 
 Tensor = torch.Tensor
 #: tokens of a chunk in the interpreter's other mode; not less, since every chunk dequantises all
@@ -65,15 +65,12 @@ class EnginePeer:
     def round_steps(self, turns: Turns) -> Iterator[Callable[[Session], Tensor]]:
         """Yield the calls of a session for `in_rounds`, which return its logits; those of longer
         turns come first."""
-        width, start = self.engine.draft_tokens + 1, len(turns.ids) - turns.steps
-        tokens, wrong = turns.ids, turns.ids.flip(0).repeat(width)
-        for t in tokens[:start].split([*turns.sizes[: len(turns.sizes) - turns.steps]]):
+        start, limits = len(turns.ids) - turns.steps, self.engine.limits
+        for t in turns.ids[:start].split([*turns.sizes[: len(turns.sizes) - turns.steps]]):
             yield methodcaller("prefill", t[None])
-        size = (width + 1) // 2
-        for at in range(start, len(tokens), size):
-            right = tokens[at : at + size]
-            draft = torch.cat((right, wrong))[: min(width, self.engine.limits.max_seq - at)]
-            yield partial(_verify, draft, len(right))
+        width = self.engine.draft_tokens + 1
+        for _, draft, right in draft_rounds(turns.ids, start, width, limits.max_seq):
+            yield partial(_verify, draft, right)
 
     def in_float64(self, turns: Turns) -> Tensor:
         """Return `logits` in float64 on the same weights."""

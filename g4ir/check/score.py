@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -173,18 +173,11 @@ def require_same_tokens(engine: Engine, other: Engine, name: str) -> None:
         raise InputError(f"{name}: its tokenizer has other tokens")
 
 
-class Scored(Protocol):
-    """A session, or an object with the same methods."""
-
-    def reset(self) -> None: ...
-
-    def prefill(self, tokens: Tensor, *, all_logits: bool) -> Tensor: ...
-
-
 def score_sessions(
-    sessions: Sequence[Scored], windows: Iterable[Window], size: int, progress: Progress
+    sessions: Sequence[Any], windows: Iterable[Window], size: int, progress: Progress
 ) -> Iterator[Score]:
-    """Yield the score of each window, computed in chunks of `size` tokens; see score_windows."""
+    """Yield the score of each window, computed in chunks of `size` tokens; see score_windows.
+    sessions: objects with `reset` and `prefill` as a Session has them."""
     total = 0
     for w in windows:
         rows = torch.cat([*score_chunks(sessions, w, size)], 1)
@@ -196,7 +189,7 @@ def score_sessions(
         progress(f"{total} tokens scored")
 
 
-def score_chunks(sessions: Sequence[Scored], w: Window, size: int) -> Iterator[Tensor]:
+def score_chunks(sessions: Sequence[Any], w: Window, size: int) -> Iterator[Tensor]:
     """Yield `score_rows` of each chunk, without ignored labels."""
     for s in sessions:
         s.reset()

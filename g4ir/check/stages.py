@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from g4ir.weights.pack import Packing, UnpackedWeights, local_params, split_prog
 from .items import Item
 from .reference import original_weights
 from .stage_report import describe_value
+from .tokens import draft_rounds, turn_sizes
 
 Tensor = torch.Tensor
 #: empty embedding graph, for steps without one
@@ -47,8 +49,8 @@ NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 #: phase -> dims of the embedding graph that the phase renames or fixes
 DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B": 1}}
-#: single steps at the end of the tokens
-STEPS = 4
+#: single steps at the end of the tokens, and tokens of the chunk before them
+STEPS, SHORT = 4, 3
 #: padding at the end of each longer chunk: a pass must not take it for the last token
 PADDING = 2
 #: maximum bytes of a trace that is stored for the next stage
@@ -434,14 +436,10 @@ def rounds_of(chunks: Sequence[GraphStep], width: int, max_seq: int) -> Iterator
     up to `width` tokens that end with wrong ones; the second has padding too."""
     prefill = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
     yield from chunks[:prefill]
-    right = torch.cat([c.inputs["tokens"] for c in chunks[prefill:]], 1)
-    half = min(width, right.shape[1] + 1) // 2
-    wrong = right.flip(1).repeat(1, width)
-    for first, padding in ((0, 0), (half, 1)):
-        at = chunks[prefill].at + first
-        draft = torch.cat((right[:, first : first + half], wrong), 1)
-        draft = draft[:, : min(width, max_seq - at)]
-        yield text_step(at, draft, max(1, draft.shape[1] - padding), verify=True)
+    ids = torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks])
+    rounds = draft_rounds(ids, chunks[prefill].at, width, max_seq)
+    for padding, (at, draft, _) in enumerate(islice(rounds, 2)):
+        yield text_step(at, draft[None], max(1, len(draft) - padding), verify=True)
 
 
 def _block_steps(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
@@ -460,7 +458,7 @@ def chunks_of_tokens(ids: Tensor, window: int, limit: int) -> Iterator[GraphStep
     an engine would cut it."""
     padding = PADDING if limit > 2 * PADDING else 0
     at = 0
-    for size in _turns(len(ids), window):
+    for size in turn_sizes(len(ids), window, STEPS, SHORT):
         for start in range(0, size, limit - padding):
             valid = min(limit - padding, size - start)
             tokens = ids[None, at : at + valid]
@@ -468,11 +466,3 @@ def chunks_of_tokens(ids: Tensor, window: int, limit: int) -> Iterator[GraphStep
                 tokens = torch.nn.functional.pad(tokens, (0, padding))
             yield text_step(at, tokens, valid)
             at += valid
-
-
-def _turns(count: int, window: int) -> list[int]:
-    steps = min(STEPS, count // 3)
-    prompt = count - steps
-    short = min(3, prompt // 4)
-    long = min(window + 1, max(prompt - short - 1, 0))
-    return [n for n in (prompt - short - long, long, short, *[1] * steps) if n]

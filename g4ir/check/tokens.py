@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -101,8 +101,26 @@ class Turns:
 
 def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
     """Return a long turn, one a little longer than the window, single steps."""
-    count = len(ids)
-    steps = min(STEPS, count // 3)
-    turn = min(window_of(engine) + 1, (count - steps) // 2)
-    every = engine.all_logits and count * engine.spec.text.vocab_size <= EVERY_LOGITS
-    return Turns(ids, [n for n in (count - steps - turn, turn, *[1] * steps) if n], every)
+    every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
+    return Turns(ids, turn_sizes(len(ids), window_of(engine), STEPS), every)
+
+
+def turn_sizes(count: int, window: int, steps: int, short: int = 0) -> list[int]:
+    """Return the sizes of turns of `count` tokens: the first, one a little longer than the window,
+    a short one, and single steps; at most so many, fewer of few tokens."""
+    steps = min(steps, count // 3)
+    prompt = count - steps
+    short = min(short, prompt // 4)
+    long = min(window + 1, max(prompt - short - 1, 0))
+    return [n for n in (prompt - short - long, long, short, *[1] * steps) if n]
+
+
+def draft_rounds(
+    ids: torch.Tensor, start: int, width: int, max_seq: int
+) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """Yield the verification steps that decode ids i64[T] from `start` on: position, draft tokens,
+    `width` of them or what fits, and how many at their beginning are right: half."""
+    size, wrong = min(width, len(ids) - start + 1) // 2, ids.flip(0).repeat(width)
+    for at in range(start, len(ids), size):
+        right = ids[at : at + size]
+        yield at, torch.cat((right, wrong))[: min(width, max_seq - at)], len(right)

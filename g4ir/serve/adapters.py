@@ -10,6 +10,7 @@ from typing import Any
 from g4ir.engine.adapters import Adapters
 from g4ir.engine.engine import Engine
 
+from . import request_schema as schema
 from .http_errors import Refused
 
 #: action(adapters, fields, folders) -> what was done
@@ -19,31 +20,23 @@ Action = Callable[[Adapters, Mapping[str, Any], Sequence[Path]], str]
 def load(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path]) -> str:
     """Load `lora_path` as `lora_name`; `load_inplace`: replace an adapter of that name. Refused for
     a path outside of `folders`, so that clients cannot read arbitrary files."""
-    name, path = _text(fields, "lora_name"), Path(_text(fields, "lora_path"))
+    name = schema.TEXT(fields.get("lora_name"), "lora_name")
+    path = Path(schema.TEXT(fields.get("lora_path"), "lora_path"))
     if not any(path.resolve().is_relative_to(f.resolve()) for f in folders):
         why = "is not below a folder that has one of the --adapter, nor below --set adapter_dir"
         raise Refused(403, f"lora_path: {str(path)[:200]!r} {why}", param="lora_path")
-    replace = fields.get("load_inplace") or False
-    if not isinstance(replace, bool):
-        raise Refused(400, "load_inplace: expected true or false", param="load_inplace")
-    adapters.load(name, path, replace)
+    adapters.load(name, path, schema.FLAG(fields.get("load_inplace") or False, "load_inplace"))
     return f"LoRA adapter {name!r} was loaded"
 
 
 def unload(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path]) -> str:
     """Remove `lora_name`; requests that use it finish."""
-    name = _text(fields, "lora_name")
+    name = schema.TEXT(fields.get("lora_name"), "lora_name")
     if name not in adapters.loaded:
         message = f"lora_name: no adapter {name[:80]!r} is loaded"
         raise Refused(404, message, param="lora_name", code="model_not_found")
     adapters.unload(name)
     return f"LoRA adapter {name!r} was removed"
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
-    if not isinstance(value := fields.get(name), str) or not value:
-        raise Refused(400, f"{name}: expected a text", param=name)
-    return value
 
 
 def adapters_of(engine: Engine) -> Adapters:

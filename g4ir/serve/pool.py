@@ -14,32 +14,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error
 from g4ir.ui.units import size_text
 
 from .http_errors import Refused, later
 
+if TYPE_CHECKING:
+    from .worker import WorkerHandle
+
 UNLOADED, LOADING, READY, UNLOADING = "unloaded", "loading", "ready", "unloading"
-
-
-class Worker(Protocol):
-    """A process that serves one model at a port of this machine."""
-
-    port: int
-
-    async def load(self) -> None:
-        """Start it; returns once it is ready. Raises a G4Error."""
-
-    async def stop(self) -> None:
-        """End it, and wait until its memory is free."""
-
-    def end(self) -> None:
-        """Ask it to end; its answers end with an error. Thread-safe."""
-
-    @property
-    def alive(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -55,7 +40,7 @@ class PooledModel:
     tag: Mapping[str, Any] = field(default_factory=dict)
     advice: str = ""
     state: str = UNLOADED
-    worker: Worker | None = None
+    worker: WorkerHandle | None = None
     active: int = 0
     used: float = 0.0
 
@@ -80,7 +65,7 @@ class ModelPool:
     `start`: returns a new worker. Its methods run in the event loop."""
 
     models: Sequence[PooledModel]
-    start: Callable[[PooledModel], Worker]
+    start: Callable[[PooledModel], WorkerHandle]
     capacity: int
     max_loaded: int | None = None
     max_waiting: int = 64
@@ -94,7 +79,7 @@ class ModelPool:
         return next((m for m in self.models if m.name == name), None)
 
     @asynccontextmanager
-    async def lease(self, model: PooledModel) -> AsyncIterator[Worker]:
+    async def lease(self, model: PooledModel) -> AsyncIterator[WorkerHandle]:
         """Context in which a model stays loaded; loads it first. Refused if it cannot be, or if
         too many requests are in line."""
         if model.advice:

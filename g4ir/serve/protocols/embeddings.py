@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from g4ir.chat.messages import Medium, read_messages, read_part
+from g4ir.chat.messages import read_part
 from g4ir.errors import InputError
 from g4ir.model.media import MEDIA_SETTINGS
 from g4ir.ops.types import torch
@@ -23,7 +23,7 @@ MAX_TEXTS = 8192
 METHOD = "cosine similarity of embeddings"
 FLOAT, BASE64 = "float", "base64"
 #: fields of a body: its texts, and the requested sizes
-TEXTS, MESSAGES, DOCUMENTS, SIZE = "input", "messages", "documents", "dimensions"
+TEXTS, DOCUMENTS, SIZE = "input", "documents", "dimensions"
 SIZES = schema.integer(1)
 INPUTS = "a text, token ids or an object with `content`, or a list of these or of lists of parts"
 
@@ -45,16 +45,12 @@ class EmbeddingRequest:
 
 
 def read_embeddings(body: Body) -> EmbeddingRequest:
-    """Read a body of /v1/embeddings: OpenAI's `input`, or vLLM's `messages`, of which the contents
-    in order are one input. Refused for a wrong field, by name."""
+    """Read a body of /v1/embeddings. Refused for a wrong field, by name."""
     how = _optional(body, "encoding_format", schema.one_of(FLOAT, BASE64), FLOAT)
-    messages = _optional(body, MESSAGES, schema.CHAT[MESSAGES])
-    if messages is not None and body.get(TEXTS) is not None:
-        raise bad(MESSAGES, f"cannot be combined with {TEXTS}; give one of them")
     names = [k for settings in MEDIA_SETTINGS.values() for k in settings if body.get(k) is not None]
     return EmbeddingRequest(
-        _inputs(body.get(TEXTS), TEXTS) if messages is None else [_conversation(messages)],
-        TEXTS if messages is None else MESSAGES,
+        _inputs(body.get(TEXTS), TEXTS),
+        TEXTS,
         (_optional(body, "task", schema.TEXT),),
         _optional(body, SIZE, SIZES),
         _optional(body, "truncate", schema.FLAG, False),
@@ -143,13 +139,6 @@ def _input(value: Any, where: str) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], str | dict):
         return [read_part(part, f"{where}[{i}]") for i, part in enumerate(value)]
     return value
-
-
-def _conversation(messages: Any) -> list[str | Medium]:
-    """Return the contents of messages as one list of parts."""
-    with named(MESSAGES):
-        contents = [message["content"] for message in read_messages(messages)]
-    return [part for c in contents if c for part in (c if isinstance(c, list) else [c])]
 
 
 def _bounded(texts: list[Any], name: str) -> list[Any]:

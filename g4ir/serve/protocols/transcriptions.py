@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from g4ir.chat import Event as ChatEvent
 from g4ir.chat.messages import shown
 from g4ir.engine.output import AnswerStream
 from g4ir.engine.requests import Request
@@ -101,12 +100,6 @@ def _response_format(out: Translation, value: Any, name: str) -> None:
         raise missing(name, f"{value[:40]!r} is not supported; {' or '.join(FORMATS)}")
 
 
-def _stream(out: Translation, value: Any, name: str) -> None:
-    if value.lower() not in ("true", "false"):
-        raise bad(name, f"must be true or false, found {value[:40]!r}")
-    out.body[name] = value.lower() == "true"
-
-
 def _number(out: Translation, value: Any, name: str) -> None:
     try:
         out.body[name] = int(value) if value.lstrip("-").isdecimal() else float(value)
@@ -121,32 +114,23 @@ CHANGES: dict[str, Change] = {
     "language": _instruct("Its language is {}."),
     "prompt": _instruct("For the spelling of names, and as what came before it: {}"),
     "response_format": _response_format,
-    "stream": _stream,
 }
 
 
 class TranscriptFormat(AnswerFormat):
-    """Formats a transcript: JSON object, plain text, or events."""
+    """Formats a transcript: JSON object or plain text."""
 
     def __init__(self, fields: Fields, requests: Sequence[Request], original: Body) -> None:
         self.plain = original.get("response_format") == "text"
 
-    def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
-        words = [event.text for event in new if event.kind == "content"]
-        return [{"type": "transcript.text.delta", "delta": text} for text in words]
-
-    def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
-        return [{"type": "transcript.text.done", **self._transcript(answers[0], usage)}]
-
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
         (answer,) = answers
-        transcript = self._transcript(answer, usage)
-        return f"{transcript['text']}\n" if self.plain else transcript
-
-    def _transcript(self, a: AnswerStream, usage: Mapping[str, Any]) -> Body:
+        text = answer.text("content").strip()
+        if self.plain:
+            return f"{text}\n"
         heard = usage["prompt_tokens_details"].get("audio_tokens", 0)
         details = {"audio_tokens": heard, "text_tokens": usage["prompt_tokens"] - heard}
         counts = {"input_tokens": usage["prompt_tokens"], "input_token_details": details}
         counts |= {"output_tokens": usage["completion_tokens"]}
         counts |= {"total_tokens": usage["total_tokens"], "type": "tokens"}
-        return {"text": a.text("content").strip(), "usage": counts}
+        return {"text": text, "usage": counts}
