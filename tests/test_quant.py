@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import g4ir
 from g4ir.backends import find_backend
-from g4ir.backends.cpu import pyops
 from g4ir.backends.onnx_graph.export import EMBED, MODEL
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
@@ -43,7 +42,6 @@ from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.cases import read_table
-from tests.coded_products import asked_of
 from tests.configs import TINY, widened
 from tests.engines import random_checkpoint, rewrite
 from tests.oracle import Oracle, find_oracle
@@ -242,13 +240,6 @@ def test_engines_against_transformers(tmp_path: Path, backend: str, scheme: str,
         tokens = torch.arange(3, 15).view(2, 6)
         rows, *_ = open_session(engine.path / EMBED).run(None, {"tokens": tokens.numpy()})
         assert torch.equal(torch.from_numpy(rows), engine.embed_tokens(tokens)["embeds"])
-
-
-@pytest.mark.parametrize("form", SCHEMES)
-def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, through a fused op too; what takes no codes gets the weight."""
-    asked, dtype = asked_of("linear_coded", pyops.linear_coded, form, None, monkeypatch)
-    assert asked == [dtype]
 
 
 def test_dense_weights_of_a_gpu_are_counted() -> None:

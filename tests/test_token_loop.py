@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -21,7 +22,7 @@ import g4ir
 from g4ir.backends.cpu import pyops, runtime
 from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.step_loop import Embedding, LoopProgram, StepLoop
-from g4ir.backends.cpu.step_program import LOWERINGS, record_step, step_phases
+from g4ir.backends.cpu.step_program import LOWERINGS, _recorded, record_step
 from g4ir.backends.cuda.schedule import any_length, schedule
 from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.inductor.backend import BACKEND
@@ -45,7 +46,6 @@ from g4ir.ops.base import Sample
 from g4ir.ops.codecs import FORMATS
 from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import FLOATS, Type, torch_dtype
-from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import RowTable, StoredParams, split_program
 from tests.cases import TABLES
@@ -259,12 +259,17 @@ EXPANDED = {
     *("norm_rope", "norm_residual", "linear_glu", "glu_packed"),
     *("qkv_write", "moe_mlp", "heads", "merge_heads", "split", "unstack_layers"),
 }
-#: samples that torch's ops compute: attention with a softcap, experts of one rank, latent
-#: caches, tensors that are no rows
-SEGMENTS = {("attention", 2), ("experts", 2), ("moe_mlp", 2), ("qkv_write", 3), ("concat", 0)}
-RECORDED = [
-    c for c in CASES if c[0] in (LOWERINGS.keys() | EXPANDED) - WEIGHTS and c not in SEGMENTS
-]
+ATTENTIONS = ("attention", "attention_latent")
+#: samples that torch's ops compute: attention with a softcap, experts of one rank, tensors that are
+#: no rows
+BY_TORCH = {
+    ("attention", 2),
+    ("attention_latent", 2),
+    ("experts", 2),
+    ("moe_mlp", 2),
+    ("concat", 0),
+}
+RECORDED = [c for c in CASES if c[0] in (LOWERINGS.keys() | EXPANDED) - WEIGHTS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -320,10 +325,11 @@ def test_an_instruction_is_its_op(case: tuple[str, int], dtype: str) -> None:
     caches = {v.name: given[v.name].clone() for v in g.state}
     feeds = {v.name: given[v.name] for v in g.inputs}
     program = record_step(g, {}, caches, feeds, Arena("cpu"))
+    assert bool(program.code.torch_ops) == (case in BY_TORCH)
     made = program.run(feeds)
     # A row that is nearly between two codes may become either.
     wide = dtype == "f32" and all(v.type.dtype not in ("i8", "f8e4m3") for v in g.state)
-    wants = [expected(g.nodes[0], given, exact) for exact in {wide, wide or name == "attention"}]
+    wants = [expected(g.nodes[0], given, exact) for exact in {wide, wide or name in ATTENTIONS}]
     for i, v in enumerate(g.nodes[0].outputs):
         got, budget = made[v.name], OPS[name].budget.at(dtype)
         assert got.dtype == torch_dtype(v.type.dtype)
@@ -440,8 +446,8 @@ def test_steps_and_chunks_are_recorded(name: str, quant: str) -> None:
     """Chunks, and steps of many rows."""
     program = stored(name, quant)
     media = (BLOCKS,) if BLOCKS in program.graphs else ()
-    for rows in (1, 9):
-        assert step_phases(program, Limits(max_batch=rows)) == ("decode", "prefill", *media)
+    for phase, rows in product(("decode", "prefill", *media), (1, 9)):
+        assert not _recorded(program.graphs[phase], B=rows).torch_ops
 
 
 @pytest.mark.parametrize("quant", RECIPES)

@@ -30,7 +30,7 @@ CAPS = {
     "g4ir/plan": 1530,
     "backends": 790,
     "backends/inductor": 1145,
-    "backends/cpu": 1660,
+    "backends/cpu": 1420,
     "backends/cuda": 2640,
     "backends/primitives": 1285,
     "backends/onnx_graph": 625,

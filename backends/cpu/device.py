@@ -11,8 +11,10 @@ from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Compiler, Device
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
+from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.draft import DRAFT
+from g4ir.model.encoder import ENCODE
 from g4ir.ops.types import torch
-from g4ir.plan.engine_limits import Limits
 from g4ir.ui.processor import cpu_flags
 
 from .library import kernels
@@ -24,6 +26,7 @@ class Cpu(Device):
 
     name = "cpu"
     packages = ("torch",)
+    recorded_phases = ("decode", VERIFY, DRAFT, "prefill", BLOCKS, ENCODE)
 
     def needs(self) -> tuple[Callable[[], object], ...]:
         return (lambda: kernels().check(),)
@@ -35,11 +38,6 @@ class Cpu(Device):
     def stored(self, program: Program) -> Program:
         """Return the program with tiled weights."""
         return in_tiles(program)
-
-    def recorded_phases(self, program: Program, limits: Limits) -> tuple[str, ...]:
-        from .step_program import step_phases
-
-        return step_phases(program, limits)
 
     def runtime(
         self,

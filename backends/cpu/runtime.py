@@ -15,11 +15,11 @@ from g4ir.backends.inductor.runtime import Call, ProgramRuntime
 from g4ir.backends.inductor.segment import Segment, Step
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
+from g4ir.ir.interpret import run_node
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
 from g4ir.model.encoder import ENCODE
-from g4ir.ui.processor import instruction_set
 from g4ir.weights.lora import ADAPTERS
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
@@ -126,13 +126,11 @@ class CpuRuntime(ProgramRuntime):
 
         def recorded(count: int) -> StepProgram:
             def record() -> StepProgram:
-                try:
-                    g = bind(graph, **{dim: count})
-                    return record_step(g, self.weights, views, feeds, arena)
-                except NoInstruction as e:  # the engine was built for another instruction set
-                    isa = instruction_set().name
-                    reason = f"{phase} has no kernels for {isa}: {e}"
-                    raise EngineError(f"{reason}; build the engine again on this machine") from e
+                run, g = (
+                    self.group.run_node if self.group else run_node,
+                    bind(graph, **{dim: count}),
+                )
+                return record_step(g, self.weights, views, feeds, arena, run)
 
             return captured.get(StepProgram, (phase, max_tokens, count), record)
 

@@ -92,6 +92,8 @@ def record_loop(
     logits = feeds["logits"]
     never = torch.tensor(suppress, dtype=torch.int64)
     chosen, flaws = r.greedy(logits, never)
+    if r.torch_ops:
+        raise NoInstruction("an op that torch runs")
     end = len(r.instructions)
     r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, history, pace)
     code = r.code(())  # weights and tables too: steps may still run when their engine is dropped
@@ -221,9 +223,9 @@ class StepLoop:
         try:
             for step_uniforms in uniforms:
                 if bool(p.active.any()):
-                    p.code.run(0, p.end, threads)
+                    p.code.run((0, 0), (p.end, 0), threads)
                     self._draw(step_uniforms)
-                p.code.run(p.end, None, threads)
+                p.code.run((p.end, 0), None, threads)
         except BaseException:
             self._pace[1] = FAILED  # `read` raises the reason
             raise
@@ -259,19 +261,15 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensors | None:
         """Return the outputs of the embed graph for tokens i64[B,S]; None for 0 or more than ROWS
-        tokens, ids beyond a table, or an op without an instruction."""
+        tokens, ids beyond a table, or a table that is no memory."""
         feeds, count = {"tokens": tokens.reshape(1, -1)}, tokens.numel()
         if not 0 < count <= ROWS or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._ids:
             return None
         with self._lock:
             if self._tables is None:
                 return None
-            try:
-                if count not in self._steps:
-                    step = record_step(self._graph, self._tables, {}, feeds, self._arena)
-                    self._steps[count] = step
-            except NoInstruction:
-                self._tables = None
-                return None
+            if count not in self._steps:
+                step = record_step(self._graph, self._tables, {}, feeds, self._arena)
+                self._steps[count] = step
             outputs = self._steps[count].run(feeds)
         return {name: t.view(*tokens.shape, -1) for name, t in outputs.items()}

@@ -3,15 +3,15 @@
 The session's KV caches, the weights and the memory of all values have fixed addresses, so a step is
 recorded once, op by op, and then runs without torch or Python between its kernels. It computes and
 rounds as the definitions of the ops. The program of a step of any number of tokens follows from
-those of two and of three tokens (`of_tokens`). A graph with an op that has no instruction runs by
-torch's ops instead.
+those of two and of three tokens (`of_tokens`). An op without an instruction runs by torch, between
+two instructions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from g4ir.backends.base import Tensors, Watch
+from g4ir.backends.inductor.lower import dense
 from g4ir.backends.inductor.lowered import Coded, Rounded
 from g4ir.backends.inductor.segment import writes_last
-from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.interpret import Run, run_node
 from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.draft import DRAFT
+from g4ir.model.decoder import BLOCKS
 from g4ir.model.encoder import ENCODE
 from g4ir.ops.base import as_tuple
 from g4ir.ops.codecs import FORMAT_OF
@@ -32,7 +33,6 @@ from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.rope import inverse_frequencies
 from g4ir.ops.types import dtype_name, torch_dtype
-from g4ir.plan.engine_limits import Limits
 
 from . import pyops
 from .arena import Arena, storage_of
@@ -68,21 +68,6 @@ class NoInstruction(Exception):
     """An op, a dtype or a layout that has no instruction."""
 
 
-def step_phases(program: Program, limits: Limits) -> tuple[str, ...]:
-    """Return the graphs of an engine that run as step programs."""
-    phases = [p for p in ("decode", VERIFY, DRAFT, *CHUNKS) if p in program.graphs]
-    return tuple(p for p in phases if _records(program.graphs[p], limits.max_batch))
-
-
-def _records(g: Graph, batch: int) -> bool:
-    """Whether every op of a graph has an instruction."""
-    try:
-        _recorded(g, B=batch)
-    except NoInstruction:
-        return False
-    return True
-
-
 def _recorded(g: Graph, **dims: int) -> Recorder:
     """Record a graph on the meta device; dims default to 2."""
     defaults = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
@@ -111,19 +96,50 @@ def _sizes(v: Value) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(int(d) for d in v.type.shape), torch_dtype(v.type.dtype)
 
 
+#: in a program: the next instruction, and the next op that torch runs
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class TorchOp:
+    """An op that torch runs before instruction `at`: its operands and the memory of results."""
+
+    at: int
+    call: Callable[[list[Any]], Sequence[Tensor]]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Tensor, ...]
+
+    def run(self) -> None:
+        results = self.call([dense(x) for x in self.inputs])
+        for t, result in zip(self.outputs, results, strict=True):
+            t.copy_(result)
+
+
 @dataclass(frozen=True, eq=False)
 class Code:
-    """Recorded instructions; `buffers` keeps all memory alive except the weights."""
+    """Recorded instructions and torch's ops between them; `buffers` keeps all memory alive except
+    the weights."""
 
     instructions: Any
     operands: Any
     scratch: Tensor
     buffers: tuple[Tensor, ...]
+    torch_ops: tuple[TorchOp, ...]
 
-    def run(self, start: int = 0, end: int | None = None, threads: int = 0) -> None:
-        """Run instructions `start` to `end` on `threads` threads (0: torch's number)."""
-        threads = threads or torch.get_num_threads()
-        pyops.run_instructions(self.instructions[start:end], self.operands, self.scratch, threads)
+    def run(self, start: Position = (0, 0), end: Position | None = None, threads: int = 0) -> None:
+        """Run the program from `start` to `end` on `threads` threads (0: torch's number)."""
+        at, first = start
+        stop, last = end or (len(self.instructions), len(self.torch_ops))
+        for op in self.torch_ops[first:last]:
+            self._run_instructions(at, op.at, threads)
+            op.run()
+            at = op.at
+        self._run_instructions(at, stop, threads)
+
+    def _run_instructions(self, start: int, end: int, threads: int) -> None:
+        if start < end:
+            some, threads = self.instructions[start:end], threads or torch.get_num_threads()
+            pyops.run_instructions(some, self.operands, self.scratch, threads)
 
     def run_steps(self, pace: Tensor, threads: int) -> None:
         """Run steps as long as more are requested (pyops.request_steps)."""
@@ -131,20 +147,21 @@ class Code:
 
 
 class Recorder:
-    """Turns the nodes of a graph, all dims bound, into instructions."""
+    """Turns the nodes of a graph, all dims bound, into instructions; `run` runs other nodes."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
+    def __init__(self, arena: Arena, run: Run = run_node) -> None:
+        self.arena, self._run = arena, run
         self.env: dict[str, Any] = {}
+        self.torch_ops: list[TorchOp] = []
         self.operands: list[tuple[int, tuple[int, ...]]] = []
         self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
         self.scratch_size = 1
-        #: tensors that the instructions read or write; for each node the number of instructions
-        #: after which its outputs are complete
+        #: tensors that the program reads or writes; for each node the position at which its outputs
+        #: are complete
         self.tensors: list[Tensor] = []
-        self.ends: list[tuple[int, Tensors]] = []
-        #: number of instructions up to the last cache write
-        self.state_end = 0
+        self.ends: list[tuple[Position, Tensors]] = []
+        #: position after the last cache write
+        self.state_end: Position = (0, 0)
         self.chunk = False
 
     def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -155,13 +172,16 @@ class Recorder:
         for i, n in enumerate(g.nodes):
             self.node(n)
             if n.definition.updated(n.inputs, n.outputs):
-                self.state_end = len(self.instructions)
-            self.ends.append((len(self.instructions), dict(self._watched_values(n))))
+                self.state_end = self.position
+            self.ends.append((self.position, dict(self._watched_values(n))))
             for name in g.last_uses.get(i, ()):
                 self._drop(name)
-        if any(self.env[new.name] is not self.env[old] for old, new in g.next.items()):
-            raise NoInstruction("a cache update that is not in place")
+        assert all(self.env[new.name] is self.env[old] for old, new in g.next.items())
         return {v.name: self.env[v.name] for v in g.outputs}
+
+    @property
+    def position(self) -> Position:
+        return len(self.instructions), len(self.torch_ops)
 
     def _watched_values(self, n: Node) -> Iterator[tuple[str, Tensor]]:
         """Yield the outputs of a node, except caches and quantised weights."""
@@ -171,25 +191,41 @@ class Recorder:
                 yield v.name, value
 
     def node(self, n: Node) -> None:
-        """Append a node's instructions, or those of its expansion."""
-        inputs = [self.env[v.name] for v in n.inputs]
-        if n.op in _VIEWS:
-            outputs = self._view(n, *inputs)
-        elif n.op in LOWERINGS:
-            outputs = as_tuple(LOWERINGS[n.op](self, n, *inputs))
-        elif n.definition.expand and n.op not in COLLECTIVES:
-            nodes, values = n.expanded
-            for inner in nodes:
-                self.node(inner)
-            outputs = tuple(self.env[v.name] for v in values)
-        else:
-            raise NoInstruction(n.op)
+        """Append a node: its instructions, those of its expansion, or the op as torch runs it."""
+        expands = n.definition.expand and n.op not in (*LOWERINGS, *COLLECTIVES)
+        inner, values = n.expanded if expands else ((), ())
+        for m in inner:
+            self.node(m)
+        outputs = tuple(self.env[v.name] for v in values) if expands else self._outputs(n)
         for v, value in zip(n.outputs, outputs, strict=True):
             self._put(v.name, value)
-        if n.op not in LOWERINGS and n.definition.expand:
-            for inner in n.expanded[0]:
-                for v in inner.outputs:
-                    self._drop(v.name)
+        for m in inner:
+            for v in m.outputs:
+                self._drop(v.name)
+
+    def _outputs(self, n: Node) -> tuple[Any, ...]:
+        inputs = [self.env[v.name] for v in n.inputs]
+        try:
+            if n.op in _VIEWS:
+                return self._view(n, *inputs)
+            if n.op in LOWERINGS:
+                return as_tuple(LOWERINGS[n.op](self, n, *inputs))
+        except NoInstruction:
+            pass
+        caches = {new.name: old.name for old, new in n.definition.updated(n.inputs, n.outputs)}
+        outputs = (
+            self.env[caches[v.name]] if v.name in caches else self.arena.empty(*_sizes(v))
+            for v in n.outputs
+        )
+        return self.by_torch(partial(self._run, n), inputs, *outputs)
+
+    def by_torch(
+        self, call: Callable[[list[Any]], Sequence[Tensor]], inputs: Sequence[Any], *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Append a function of dense operands that torch runs; return the memory of its results."""
+        self.torch_ops.append(TorchOp(len(self.instructions), call, tuple(inputs), outputs))
+        self.tensors += (*outputs, *(t for x in inputs for t in _tensors(x)))
+        return outputs
 
     def _view(self, n: Node, x: Tensor) -> tuple[Tensor, ...]:
         assert n.definition.reference
@@ -248,6 +284,7 @@ class Recorder:
             operands,
             torch.empty(self.scratch_size),
             tuple(t for key, t in buffers.items() if key not in loaded),
+            tuple(self.torch_ops),
         )
 
     def contiguous(self, x: Tensor) -> Tensor:
@@ -413,6 +450,45 @@ def _attention(
     return out
 
 
+def _latent_row(r: Recorder, n: Node, v: Tensor, k: Tensor) -> Tensor:
+    pairs, half, d = n.whole("pairs"), k.shape[-1] // 2, v.shape[-1]
+    y = r.like(v, d + 2 * pairs)
+    parts = v, k[..., :pairs], k[..., half : half + pairs]
+    for part, at in zip(parts, (0, d, d + pairs), strict=True):
+        r.emit("copy", part, y[..., at : at + part.shape[-1]])
+    return y
+
+
+def _attention_latent(
+    r: Recorder,
+    n: Node,
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    w: Tensor,
+    cache: Tensor,
+    *chunk: Tensor,
+) -> Tensor:
+    """Attend to rows that are keys and values, by the query of inductor/attention.py: [0, rest of
+    q * w, 0, rest, rotated dims, rotated dims]."""
+    _computes(q)
+    pairs, d, fresh = n.whole("pairs"), q.shape[-1], chunk[:1]
+    half, weighted, query = d // 2, r.like(q), r.like(q, d + 2 * pairs)
+    r.emit("mul", q, w, weighted)
+    for i, at in enumerate((0, half)):
+        low, out = q[..., at : at + pairs], d + i * pairs
+        r.emit("scale", low, query[..., at : at + pairs], f=0)
+        r.emit("copy", low, query[..., out : out + pairs])
+        rest = slice(at + pairs, at + half)
+        r.emit("copy", weighted[..., rest], query[..., rest])
+    summed = _attention(r, n, query, positions, written, cache, cache, *fresh, *fresh, *chunk[1:])
+    y = r.like(q)
+    r.emit("copy", summed[..., :d], y)
+    for t in (weighted, query, summed):
+        r.arena.use(t, 0)
+    return y
+
+
 def _packed_attention(
     r: Recorder, n: Node, q: Tensor, k: Tensor, v: Tensor, ends: Tensor
 ) -> Tensor:
@@ -456,18 +532,25 @@ def _fake_quantize(r: Recorder, n: Node, x: Tensor) -> Rounded:
 def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
     fmt, rows = (x.fmt, x.x) if isinstance(x, Rounded) else ("", x)
     _computes(rows)
+    if fmt and not (fmt == "int8" and rows.dtype == torch.bfloat16 and _multiplies_integers(w)):
+        fmt, (rows,) = "", r.by_torch(tuple, [x], r.like(rows))
     y = r.like(rows, int(n["w"].type.shape[0]))
     if isinstance(w, Coded):
-        takes = w.tiles and multiplies_integers(FORMAT_OF[dtype_name(w.codes.dtype)])
-        if fmt and not (takes and fmt == "int8" and rows.dtype == torch.bfloat16):
-            raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
         use = (_format_id(w), w.tiles, bool(fmt), r.of_chunk(rows))
+        r.scratch_size = max(r.scratch_size, bool(fmt) * rows.shape[-1])
         r.emit("linear_coded", r.contiguous(rows), w.codes, w.scales, y, n=use)
-    elif fmt or w.dtype != rows.dtype:
-        raise NoInstruction("rows that are rounded, of a dense weight")
+    elif w.dtype != rows.dtype:
+        raise NoInstruction(f"a weight in {w.dtype} and rows in {rows.dtype}")
     else:
         r.emit("linear", r.contiguous(rows), w, y, n=(r.of_chunk(rows),))
+    r.arena.use(rows, 0)
     return y
+
+
+def _multiplies_integers(w: Tensor | Coded) -> bool:
+    if not isinstance(w, Coded) or not w.tiles:
+        return False
+    return multiplies_integers(FORMAT_OF[dtype_name(w.codes.dtype)])
 
 
 @cache
@@ -616,6 +699,8 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "narrow_row": _narrow_row,
     "cache_write": _cache_write,
     "attention": _attention,
+    "attention_latent": _attention_latent,
+    "latent_row": _latent_row,
     "last_row": _last_row,
     "packed_attention": _packed_attention,
     "packed_mean": _packed_mean,
@@ -646,9 +731,9 @@ class StepProgram:
     #: memory of the graph's inputs and outputs
     feeds: Tensors
     outputs: Tensors
-    #: for each node the number of instructions after which its outputs are complete
-    ends: Sequence[tuple[int, Tensors]]
-    state_end: int
+    #: for each node the position at which its outputs are complete
+    ends: Sequence[tuple[Position, Tensors]]
+    state_end: Position
 
     def run(self, feeds: Tensors, watch: Watch | None = None, results: bool = True) -> Tensors:
         """Run the step; return the graph's outputs. Without `results` it stops after the last cache
@@ -656,12 +741,12 @@ class StepProgram:
         for name, t in self.feeds.items():
             t.copy_(feeds[name])
         if not results:
-            self.code.run(0, self.state_end)
+            self.code.run(end=self.state_end)
             return {}
         if watch is None:
             self.code.run()
         else:
-            at = 0
+            at = (0, 0)
             for end, values in self.ends:
                 self.code.run(at, end)
                 for name, t in values.items():
@@ -680,13 +765,13 @@ def bound(g: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
 
 
 def record_step(
-    g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors, arena: Arena
+    g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors, arena: Arena, run: Run = run_node
 ) -> StepProgram:
-    """Record a graph for these caches and the shapes of `feeds`. Programs that share an arena must
-    not run at the same time."""
+    """Record a graph for these caches and the shapes of `feeds`; `run`: runs nodes that have no
+    instruction. Programs that share an arena must not run at the same time."""
     g = bound(g, {name: t.shape for name, t in (*caches.items(), *feeds.items())})
     arena.begin(prod(_sizes(g.inputs[0])[0][:2]))
-    r = Recorder(arena)
+    r = Recorder(arena, run)
     inputs = {v.name: arena.empty(*_sizes(v)) for v in g.inputs}
     params = {v.name: weights[v.name] for v in g.params}
     outputs = r.record(g, {**inputs, **params, **{v.name: caches[v.name] for v in g.state}})
@@ -704,15 +789,28 @@ def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
         one, other = a.view(np.int64), b.view(np.int64)
         return (one + (tokens - 2) * (other - one)).view(a.dtype)
 
+    def linear(one: Sequence[int], other: Sequence[int]) -> list[int]:
+        return [n + (tokens - 2) * (more - n) for n, more in zip(one, other, strict=True)]
+
     def tensor(a: Tensor, b: Tensor) -> Tensor:
-        shape = [n + (tokens - 2) * (more - n) for n, more in zip(a.shape, b.shape, strict=True)]
-        return a.as_strided(shape, torch.empty(shape, device="meta").stride())
+        (offset,) = linear([int(a.storage_offset())], [int(b.storage_offset())])
+        return a.as_strided(linear(a.shape, b.shape), linear(a.stride(), b.stride()), offset)
+
+    def operand(a: Any, b: Any) -> Any:
+        if isinstance(a, Rounded):
+            return replace(a, x=tensor(a.x, b.x))
+        return a if isinstance(a, Coded) else tensor(a, b)
+
+    def torch_op(a: TorchOp, b: TorchOp) -> TorchOp:
+        inputs, outputs = map(operand, a.inputs, b.inputs), map(tensor, a.outputs, b.outputs)
+        return replace(a, inputs=tuple(inputs), outputs=tuple(outputs))
 
     def tensors(a: Tensors, b: Tensors) -> Tensors:
         return {name: tensor(t, b[name]) for name, t in a.items()}
 
     instructions = extrapolate(two.code.instructions, three.code.instructions)
     operands = extrapolate(two.code.operands, three.code.operands)
-    code = replace(two.code, instructions=instructions, operands=operands)
+    ops = map(torch_op, two.code.torch_ops, three.code.torch_ops)
+    code = replace(two.code, instructions=instructions, operands=operands, torch_ops=tuple(ops))
     feeds, outputs = tensors(two.feeds, three.feeds), tensors(two.outputs, three.outputs)
     return StepProgram(code, feeds, outputs, (), two.state_end)

@@ -116,7 +116,7 @@ def _compiles(device: str, settings: Mapping[str, str]) -> bool:
 
 def _steps(program: Program, limits: Limits, device: str, compiles: bool) -> dict[str, list[Step]]:
     """Return the steps of the graphs that do not run as step programs."""
-    recorded = () if compiles else find_device(device).recorded_phases(program, limits)
+    recorded = () if compiles else find_device(device).recorded_phases
     return phase_steps(program, limits, recorded, compiles)
 
 

@@ -26,8 +26,9 @@ class Device(ABC):
     name: str
     #: packages whose versions its engines depend on
     packages: tuple[str, ...]
-    #: whether graphs are compiled; otherwise they run as step programs if possible
+    #: whether graphs are compiled; graphs that run as step programs otherwise
     compiles = False
+    recorded_phases: tuple[str, ...] = ()
 
     @abstractmethod
     def needs(self) -> tuple[Callable[[], object], ...]:
@@ -44,10 +45,6 @@ class Device(ABC):
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         """Return limits -> scratch bytes of a step beyond the workspace of its graphs."""
         return no_scratch(program)
-
-    def recorded_phases(self, program: Program, limits: Limits) -> tuple[str, ...]:
-        """Return the graphs that run as step programs."""
-        return ()
 
     @abstractmethod
     def runtime(

@@ -20,6 +20,7 @@ from tests.coded_products import (
     cpu_kernels,  # noqa: F401
     with_outliers,
 )
+from tests.step_ops import linear_coded
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 pytestmark = [
@@ -85,7 +86,7 @@ def test_products_of_tiles(program: Path, weight: tuple[str, int, str]) -> None:
     for rows, got in enumerate(every, 1):
         assert torch.equal(got, every[-1][:rows])
         if "dotprod" in program.parent.name:
-            assert torch.equal(got, pyops.linear_coded(x[:rows], *laid, True))
+            assert torch.equal(got, linear_coded(x[:rows], *laid, True))
 
 
 @pytest.mark.parametrize("weight", CASES, ids=lambda w: "-".join(map(str, w)))
