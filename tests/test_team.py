@@ -148,7 +148,8 @@ subprocess.run([sys.executable, "-c", {child!r}])
 
 def test_memory_of_a_container(tmp_path: Path) -> None:
     files = {"user/job/memory.max": "max\n", "user/memory.max": "5\n", "memory.max": "7\n"}
-    for some, limits in (({}, []), (files, [5, 7])):
+    files |= {f"{group}memory.current": "3\n" for group in ("user/job/", "user/", "")}
+    for some, limits in (({}, []), (files, [(5, 3), (7, 3)])):
         assert [*memory_limits(tmp_path)] == []
         container(tmp_path, GROUPS["v2"], some)
         assert [*memory_limits(tmp_path)] == limits

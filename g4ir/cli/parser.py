@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -20,10 +21,6 @@ WIDTH = 100
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 
 
-def help_formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH)
-
-
 class Parser(argparse.ArgumentParser):
     """A parser that reports wrong usage like any other error; options are never abbreviated, and
     positional arguments may follow flags. `verb`: `module.Class` of this folder."""
@@ -31,7 +28,8 @@ class Parser(argparse.ArgumentParser):
     flags: Flags
 
     def __init__(self, name: str, verb: str, help: str) -> None:
-        formatter: Any = help_formatter
+        plain: Any = argparse.RawDescriptionHelpFormatter
+        formatter: Any = partial(plain, max_help_position=26, width=WIDTH)
         prog = f"g4ir {name}"
         super().__init__(prog, description=help, allow_abbrev=False, formatter_class=formatter)
         module, _, class_name = verb.partition(".")

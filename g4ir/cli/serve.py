@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,6 @@ from .verb import ANY_MODEL, Bytes, Size, Verb, argument, flag, parse_pairs, set
 if TYPE_CHECKING:
     from g4ir.serve.app import Server
     from g4ir.serve.pool import ModelPool, PooledModel
-    from g4ir.serve.router import Router
     from g4ir.serve.server import Address
     from g4ir.serve.worker import WorkerHandle
 
@@ -105,8 +104,6 @@ class Serve(Verb):
         from g4ir.serve.auth import is_loopback
         from g4ir.serve.embedding_model import EmbeddingModel
 
-        router = make_router(app) if len(named) > 1 else None
-        app = router or app
         for model in (*named.values(), *named_embedder(self.embed).values()):
             self._check_model(model)
         if any(self.slots().values()):
@@ -131,8 +128,8 @@ class Serve(Verb):
                     app.embeddings = EmbeddingModel(name, self.load.engine(path, report))
                 for engine in engines:
                     server.check_engine(engine, self.load.trust)
-                if router:
-                    return self._pool(router, dict(zip(named, engines, strict=True)))
+                if len(named) > 1:
+                    return self._pool(app, dict(zip(named, engines, strict=True)))
                 loaded = self.load.to_generate(engines[0], report, True, **self.slots())
             if self.embed and loaded.spec.embedding:
                 raise InputError(f"--embed {self.embed}: {engines[0]} embeds itself; leave it out")
@@ -175,9 +172,16 @@ class Serve(Verb):
             raise InputError("--adapter is for one model; start a server for each")
         return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
 
-    def _pool(self, router: Router, engines: Mapping[str, str]) -> ModelPool:
-        """Return the model pool of a router; its processes get the flags of this verb."""
+    def _pool(self, router: Any, engines: Mapping[str, str]) -> ModelPool:
+        """Return the models of a Router, name -> engine; their processes get the flags of this
+        verb."""
         from g4ir.serve import worker
+        from g4ir.serve.pool import ModelPool
+
+        devices = {open_artefact(Path(e)).config.device for e in engines.values()}
+        if len(devices) > 1:
+            kinds = " and ".join(sorted(devices))
+            raise InputError(f"the models run on {kinds}: serve each kind alone")
 
         def start(model: PooledModel) -> WorkerHandle:
             console.say("loading", model=model.name, needs=size_text(model.need))
@@ -185,12 +189,12 @@ class Serve(Verb):
             log = partial(console.say, model=model.name)
             return worker.WorkerHandle(serve_one, (one, router.secret), log, router.charge)
 
-        limits = {
-            "max_loaded": self.max_loaded,
-            "max_waiting": self.queue,
-            "wait_s": self.load_wait,
-        }
-        return make_pool(router, engines, start, self.models_memory, **limits)
+        memory = self.models_memory or device_memory(*devices)
+        prefixes = router.scheduler_config.prefix_bytes or 0
+        models = [_pooled(n, Path(e), memory, prefixes) for n, e in engines.items()]
+        worker.warm_up()
+        limits = self.max_loaded, self.queue, self.load_wait
+        return ModelPool(models, start, usable(memory), *limits)
 
     def _check_model(self, model: str) -> None:
         """Raise if this is no model, or an engine that cannot be served, before the port opens:
@@ -205,7 +209,7 @@ class Serve(Verb):
             check_engine(model, self.load.trust)
 
     def make_server(self) -> tuple[Server, Address]:
-        """Create the server of one model from the flags."""
+        """Create the server from the flags: of several models a Router."""
         try:
             from g4ir.serve.app import ANY_NAME, Server
             from g4ir.serve.auth import Auth, allowed_hosts
@@ -243,7 +247,15 @@ class Serve(Verb):
             warm_up=True,
             **self.draft.scheduler(),
         )
-        app = Server(
+        kind: type[Server] = Server
+        if others:
+            if launched() is not None:
+                why = "torchrun started several processes, which serve one model: give one"
+                raise InputError(why)
+            from g4ir.serve.router import Router
+
+            kind = Router
+        app = kind(
             name,
             Auth((), allowed_hosts(self.host, self.allow_host), max_bytes),
             AsyncEngineConfig(waiting=self.queue),
@@ -334,41 +346,6 @@ def _pairs(word: str) -> list[tuple[str, str]]:
     if sign and name and model and not folder.exists():
         return [(name, model)]
     return [(folder.resolve().name.removesuffix(GGUF), word)]
-
-
-def make_router(server: Server) -> Router:
-    """Return a router with the settings of a server."""
-    from g4ir.serve.router import Router
-
-    if launched() is not None:
-        raise InputError("torchrun started several processes, which serve one model: give one")
-    router = Router(**{f.name: getattr(server, f.name) for f in fields(server)})
-    router.read_keys()
-    return router
-
-
-def make_pool(
-    router: Router,
-    engines: Mapping[str, str],
-    start: Callable[[PooledModel], WorkerHandle],
-    memory: int | None,
-    **limits: Any,
-) -> ModelPool:
-    """Return the models of a router, name -> engine. `start` starts a process; `memory`: bytes for
-    all; `limits`: fields of ModelPool."""
-    from g4ir.serve.pool import ModelPool
-    from g4ir.serve.worker import warm_up
-
-    devices = {open_artefact(Path(e)).config.device for e in engines.values()}
-    if len(devices) > 1:
-        raise InputError(
-            f"the models run on {' and '.join(sorted(devices))}: serve each kind alone"
-        )
-    memory = memory or device_memory(*devices)
-    prefixes = router.scheduler_config.prefix_bytes or 0
-    models = [_pooled(n, Path(e), memory, prefixes) for n, e in engines.items()]
-    warm_up()
-    return ModelPool(models, start, usable(memory), **limits)
 
 
 def _pooled(name: str, engine: Path, memory: int, prefixes: int) -> PooledModel:

@@ -19,26 +19,23 @@ def device_memory(device: str) -> int:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     import psutil
 
-    return min([psutil.virtual_memory().total, *memory_limits()])
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
 
 
-def memory_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Yield the memory limits of the process's control groups."""
+def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Yield the memory limits of the process's control groups, and the bytes in use of each."""
     for group in control_groups(root):
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            yield int((group / "memory.max").read_text())
+            limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
+            yield limit, used
 
 
 def free_memory() -> int:
     """Return the bytes of available memory, within the container's limit."""
     import psutil
 
-    limits = [psutil.virtual_memory().available]
-    for group in control_groups():
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
-            limits.append(max(limit - used, 0))
-    return min(limits)
+    free = (max(limit - used, 0) for limit, used in memory_limits())
+    return min([psutil.virtual_memory().available, *free])
 
 
 def free_on(device: str) -> int:
