@@ -172,6 +172,8 @@ def test_a_client_that_leaves(
     operated: Running, lines: Lines, path: str, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request ends before the next token, and the log says so."""
+    if stream == "true" and path == "/v1/audio/transcriptions":
+        return  # not streamed
     prompts, held = operated.server.prompts, Held()
     assert prompts
     made = prompts._sampling
