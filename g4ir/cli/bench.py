@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 STDOUT = "-"
 TERMS = """\
-TTFT: time to first token; ITL: time between two tokens; TPOT: mean time per token
-after the first; MFU, MBU: share of the measured FLOP/s and memory bandwidth;
-roofline: shortest time that these allow; ±: where 95 % of further rounds lie"""
+TTFT: time to first token; ITL: time between two tokens; E2E: time of a request;
+MFU, MBU: share of the measured FLOP/s and memory bandwidth; ±: where 95 % of further
+rounds lie"""
 
 
 class Bench(Verb):

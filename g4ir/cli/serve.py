@@ -87,6 +87,14 @@ class Serve(Verb):
     draft: Draft
     disk: OnDisk
 
+    def __post_init__(self) -> None:
+        if self.max_body < 1:
+            raise InputError(f"--max-body {self.max_body}: expected at least 1 MiB")
+        if not self.max_gap > 0:
+            raise InputError(f"--max-gap {self.max_gap:g}: expected more than 0 milliseconds")
+        if (self.key_requests, self.key_tokens) != (None, None) and not self.api_key_file:
+            raise InputError("--set key_requests and key_tokens are for keys: give --api-key-file")
+
     def __call__(self) -> int:
         console.use_format(self.log_format)
         named = named_models(self.models)
@@ -224,12 +232,7 @@ class Serve(Verb):
         from g4ir.engine.requests import check_minimums
         from g4ir.engine.scheduler import SchedulerConfig
 
-        if self.max_body < 1:
-            raise InputError(f"--max-body {self.max_body}: expected at least 1 MiB")
         max_bytes = self.max_body << 20
-        limits = KeyLimits(self.key_requests, self.key_tokens)
-        if limits != KeyLimits() and not self.api_key_file:
-            raise InputError("--set key_requests and key_tokens are for keys: give --api-key-file")
         default, *others = named_models(self.models)
         own = [n for n in self.served_name if n != ANY_NAME]
         if others and own:
@@ -237,8 +240,6 @@ class Serve(Verb):
         name, *aliases = own or [default]
         aliases += [ANY_NAME] if ANY_NAME in self.served_name else []
         check_minimums(vars(self), max_loaded=1, load_wait=0, key_requests=1, key_tokens=1)
-        if not self.max_gap > 0:
-            raise InputError(f"--max-gap {self.max_gap:g}: expected more than 0 milliseconds")
         config = SchedulerConfig(
             chunk_tokens=self.chunk_tokens,
             max_gap_ms=self.max_gap,
@@ -266,7 +267,7 @@ class Serve(Verb):
             origins=_origins(self.allow_origin),
             root_path=_root_path(self.root_path),
             key_file=self.api_key_file,
-            key_limits=limits,
+            key_limits=KeyLimits(self.key_requests, self.key_tokens),
             adapter_folders=self._adapter_folders(),
             log=console.say if self.log_requests else None,
             embedder=next(iter(named_embedder(self.embed)), None),
