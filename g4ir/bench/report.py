@@ -95,7 +95,7 @@ def roof_values(dtype: str, rates: Sequence[Rates]) -> Values:
 
 
 def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: bool) -> Values:
-    """Return a runner's part of the report: raw samples in milliseconds, and `metrics` of them."""
+    """Return a runner's part of the report."""
     rounds, engine, shares, facts = runner.rounds, runner.engine, dict[str, Stat](), None
     if engine:
         shares = machine_shares(rounds, rates, request_costs(engine, w))

@@ -69,7 +69,7 @@ class Meter:
         return make(*shape, device=self.device)
 
     def measure(self) -> Rates:
-        """Measure the rates in about half a second, and store them."""
+        """Measure the rates in about a second, and store them."""
         source, target = self.buffer.chunk(2)
         passes = min(MAX_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
         read = min(
