@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.cpu.lowerings import lowered
-from g4ir.backends.cuda.lowerings import _write_ring, smallest
-from g4ir.backends.inductor.cache_write import write_list
+from g4ir.backends.cuda.lowerings import smallest
+from g4ir.backends.inductor.cache_write import write_list, write_ring
 from g4ir.backends.inductor.compile import compile_program
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.programs import phase_steps
@@ -138,7 +138,7 @@ def test_slots_of_a_chunk(into: str, chunk: int, start: list[int], lengths: list
     for row, count in enumerate(lengths):
         new[row, count:] = torch.nan
     with Slots() as slots:
-        {"list": write_list, "ring": _write_ring}[into](cache, new, *where)
+        {"list": write_list, "ring": write_ring}[into](cache, new, *where)
     assert torch.equal(cache, want)
     (slot,) = slots.written
     assert slot.shape == (min(chunk, 16), 3)

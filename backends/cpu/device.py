@@ -61,9 +61,10 @@ class CompiledCpu(Cpu, Compiler):
         return Target(self.name)
 
     def lowered(self, g: Graph, target: Target) -> Any:
-        from .lowerings import compiled
+        from g4ir.backends.inductor.lower import COMMON
+        from g4ir.backends.inductor.lowered import LoweredByOp
 
-        return compiled(g)
+        return LoweredByOp(g, COMMON)
 
     def sources(self) -> Sequence[Path]:
         return []

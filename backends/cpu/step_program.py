@@ -20,7 +20,7 @@ import torch
 
 from g4ir.backends.base import Tensors, Watch
 from g4ir.backends.inductor.lower import dense
-from g4ir.backends.inductor.lowered import Coded, Rounded
+from g4ir.backends.inductor.lowered import Coded
 from g4ir.backends.inductor.segment import writes_last
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import Run, run_node
@@ -28,7 +28,7 @@ from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.encoder import ENCODE
 from g4ir.ops.base import as_tuple
-from g4ir.ops.codecs import FORMAT_OF
+from g4ir.ops.codecs import FORMAT_OF, fake_quantize_values
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.rope import inverse_frequencies
@@ -96,6 +96,18 @@ def _sizes(v: Value) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(int(d) for d in v.type.shape), torch_dtype(v.type.dtype)
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Input rows with a pending `fake_quantize` to a format, for matmuls that fuse it."""
+
+    x: Any
+    fmt: str
+
+
+def _dense(value: Any) -> Any:
+    return fake_quantize_values(value.x, value.fmt) if isinstance(value, Rounded) else dense(value)
+
+
 #: in a program: the next instruction, and the next op that torch runs
 Position = tuple[int, int]
 
@@ -110,7 +122,7 @@ class TorchOp:
     outputs: tuple[Tensor, ...]
 
     def run(self) -> None:
-        results = self.call([dense(x) for x in self.inputs])
+        results = self.call([_dense(x) for x in self.inputs])
         for t, result in zip(self.outputs, results, strict=True):
             t.copy_(result)
 

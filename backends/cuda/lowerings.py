@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.inductor.cache_write import cache_write, write_list
 from g4ir.backends.inductor.lower import COMMON, dense
 from g4ir.backends.inductor.lowered import Coded, Lowering, Run
 from g4ir.ir.graph import Graph, Node
@@ -123,25 +122,6 @@ def smallest(max_value: int) -> torch.dtype:
     )
 
 
-def _write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write a chunk to a ring or full-length cache."""
-    ring = not isinstance(n["cache"].type.shape[0], str)
-    (_write_ring if ring else write_list)(cache, new, start, lengths)
-
-
-def _write_ring(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write each sequence's min(chunk, C) newest tokens to their slots of a ring [C,B,n,d], so
-    that no slot is written twice. If a sequence has fewer tokens, its other slots are rewritten
-    with their old contents."""
-    count = torch.sym_min(new.shape[1], cache.shape[0])
-    rows = torch.arange(new.shape[0], device=new.device)[None].expand(count, -1)
-    tokens = lengths - count + torch.arange(count, device=new.device)[:, None]
-    slot = torch.remainder(start + tokens, cache.shape[0])
-    picked = new[rows, tokens.clamp(min=0)]
-    real = (tokens >= 0)[:, :, None, None]
-    cache.index_put_((slot, rows), torch.where(real, picked, cache[slot, rows]))
-
-
 def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. A custom op,
     since compiled programs support torch's only from 2.12 on."""
@@ -166,5 +146,4 @@ LOWERINGS: Mapping[str, Lowering] = {
     "dequantize": Lowering(_dequantize),
     "embedding_quantized": Lowering(_embedding),
     "experts": Lowering(_experts, (Coded,)),
-    "cache_write": Lowering(cache_write(_write)),
 }

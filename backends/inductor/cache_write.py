@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from g4ir.ir.graph import Node
@@ -11,32 +9,18 @@ from g4ir.ir.graph import Node
 from .lowered import Run
 
 Tensor = torch.Tensor
-#: (node, cache, new, start, lengths): writes a chunk of several tokens
-Write = Callable[[Node, Tensor, Tensor, Tensor, Tensor], None]
 
 
-def cache_write(write: Write) -> Callable[..., Tensor]:
-    """Return the lowering of a cache write; `write` writes chunks of several tokens. fp8 values are
-    copied as bytes: Inductor has no `where` on fp8."""
-
-    def lowered(m: Run, n: Node, cache: Tensor, new: Tensor, *span: Tensor) -> Tensor:
-        bytewise = cache.dtype == torch.float8_e4m3fn
-        target, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
-        if n["new"].type.shape[1] == 1:
-            _write_one(target, rows, *span)
-        else:
-            write(n, target, rows, *span)
-        return cache
-
-    return lowered
-
-
-def _write_one(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write one token of each sequence to its slot; padding rewrites the slot's old contents."""
-    rows = torch.arange(new.shape[0], device=new.device)
-    slot = torch.remainder(start, cache.shape[0])
-    value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
-    cache.index_put_((slot, rows), value)
+def cache_write(
+    m: Run, n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor
+) -> Tensor:
+    """Write a chunk to a ring or full-length cache; fp8 values are copied as bytes: Inductor has no
+    `where` on fp8."""
+    bytewise = cache.dtype == torch.float8_e4m3fn
+    target, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
+    ring = not isinstance(n["cache"].type.shape[0], str) and n["new"].type.shape[1] != 1
+    (write_ring if ring else write_list)(target, rows, start, lengths)
+    return cache
 
 
 def write_list(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
@@ -48,3 +32,16 @@ def write_list(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> No
     slot = torch.remainder(start + tokens, cache.shape[0])
     real = (tokens < lengths)[:, :, None, None]
     cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))
+
+
+def write_ring(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
+    """Write each sequence's min(chunk, C) newest tokens to their slots of a ring [C,B,n,d], so
+    that no slot is written twice. If a sequence has fewer tokens, its other slots are rewritten
+    with their old contents."""
+    count = torch.sym_min(new.shape[1], cache.shape[0])
+    rows = torch.arange(new.shape[0], device=new.device)[None].expand(count, -1)
+    tokens = lengths - count + torch.arange(count, device=new.device)[:, None]
+    slot = torch.remainder(start + tokens, cache.shape[0])
+    picked = new[rows, tokens.clamp(min=0)]
+    real = (tokens >= 0)[:, :, None, None]
+    cache.index_put_((slot, rows), torch.where(real, picked, cache[slot, rows]))

@@ -9,11 +9,11 @@ import torch
 
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.base import as_tuple
-from g4ir.ops.codecs import fake_quantize_values
 from g4ir.ops.types import Type, torch_dtype
 
 from .attention import attention, attention_latent, encoder_attention
-from .lowered import Coded, Lowered, Lowering, Rounded, Run
+from .cache_write import cache_write
+from .lowered import Coded, Lowered, Lowering, Run
 
 Tensor = torch.Tensor
 
@@ -68,38 +68,16 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
 
 
 def dense(value: Any) -> Any:
-    """Return quantised weights and rounded rows as dense tensors; others unchanged."""
-    if isinstance(value, Rounded):
-        return fake_quantize_values(value.x, value.fmt)
+    """Return quantised weights as dense tensors; others unchanged."""
     return value.dense() if isinstance(value, Coded) else value
-
-
-def coded(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Coded:
-    """Return the quantised weight that a node dequantises."""
-    return Coded(codes, scales, torch_dtype(n.word("to")), n.op == "dequantize_tiles")
-
-
-def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
-    return dense(coded(m, n, codes, scales))
-
-
-def _fake_quantize(m: Run, n: Node, x: Tensor) -> Rounded:
-    return Rounded(x, n.word("form"))
-
-
-def linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
-    return torch.nn.functional.linear(dense(x), dense(w))
 
 
 #: op -> default lowering on every device
 COMMON: Mapping[str, Lowering] = {
-    "linear": Lowering(linear, (Coded, Rounded)),
-    "dequantize": Lowering(_dequantize),
-    "dequantize_tiles": Lowering(_dequantize),
-    "fake_quantize": Lowering(_fake_quantize),
     "attention": Lowering(attention),
     "attention_latent": Lowering(attention_latent),
     "encoder_attention": Lowering(encoder_attention),
+    "cache_write": Lowering(cache_write),
 }
 
 

@@ -31,14 +31,6 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """Input rows with a pending `fake_quantize` to a format, for matmuls that fuse it."""
-
-    x: Any
-    fmt: str
-
-
-@dataclass(frozen=True)
 class Lowering:
     """Lowering of an op.
 
