@@ -79,6 +79,40 @@ def test_the_same_codes_and_scales(kind: str, group: int) -> None:
             assert all(map(torch.equal, packed(v, **given), definition(v, **given)))
 
 
+@pytest.mark.usefixtures("kernel_alone")
+@pytest.mark.parametrize("form", ["nl4", "nl3", "nl2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_nonuniform_scales(kind: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(1)
+    w = KINDS[kind](torch.randn(39, 384, generator=random)).clamp(-4096, 4096)
+    monkeypatch.setattr(packing, "quantize", quantize)
+    for moments in (None, torch.randn(1, 384, generator=random).square() ** 2):
+        for v in (w, w.bfloat16()):
+            attrs = {"form": form, "group": 0, "scale": "bf16", "moments": moments}
+            right = quantize.reference(v, **attrs)
+            with monkeypatch.context() as m:
+                m.setattr(packing, "fit_groups", None)
+                made = packing.quantized(v, **attrs)
+            made, right = ([t.view(torch.uint8) for t in pair] for pair in (made, right))
+            assert all(map(torch.equal, made, right))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "size"), [(0, 40), (1, 7), (65, 300), (513, 129)])
+def test_products_of_inputs(dtype: torch.dtype, rows: int, size: int) -> None:
+    """Of columns that are a part of wider rows; the same bits on any number of threads."""
+    x = torch.randn(rows, size + 9, generator=torch.Generator().manual_seed(0)).to(dtype)[:, 5:-4]
+    want = 1 + (x.double().T @ x.double()).triu()
+    totals = []
+    for threads in (1, 2):
+        totals.append(torch.ones(size, size))
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(torch, "get_num_threads", lambda n=threads: n)
+            packing.added_products(totals[-1], x)
+    assert torch.equal(totals[0].triu(), totals[1].triu())
+    torch.testing.assert_close(totals[0].triu(), want.triu().float(), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 5000.0])
 def test_the_definition_computes_other_weights(value: float) -> None:
     w = torch.randn(8, 64)

@@ -11,9 +11,9 @@ import torch
 
 from g4ir.errors import LowerError, MissingError, TrustError
 from g4ir.ops.codecs import FORMATS, integer_range
-from g4ir.ops.grids import GROUP, level_table
+from g4ir.ops.grids import GROUP, fit_groups, level_table
 from g4ir.ops.quant import quantize
-from g4ir.quant.compensation import Grid, Kernels, quantize_columns
+from g4ir.quant.compensation import Grid, Kernels, add_products, quantize_columns
 from g4ir.ui.processor import architecture
 
 from . import pyops
@@ -37,26 +37,53 @@ def quantized(
         sizes = scales.numel(), size, row, row * w.shape[-2:-1].numel()
         if not pyops.kernel("pack")(*addresses, *sizes, dtype, threads):
             return codes, scales
-    return quantize.reference(w, form=form, group=group, scale=scale, moments=moments)
+    attrs: dict[str, Any] = {"form": form, "group": group, "scale": scale, "moments": moments}
+    return quantize.reference(w, **attrs, fit=fitted_groups)
 
 
-def quantized_columns(
-    x: torch.Tensor, by: torch.Tensor, grid: Grid, rounded: torch.Tensor, start: torch.Tensor | None
-) -> None:
+def fitted_groups(
+    x: torch.Tensor, levels: tuple[int, ...], shift_by: int, moments: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `fit_groups`, which also is the fallback, as in `quantized`."""
+    if x.is_cpu and x.dtype == torch.float32 and _has_kernel(DTYPES[x.dtype], GROUP):
+        x, weights = x.contiguous(), None if moments is None else moments.contiguous()
+        scales, shifts = (x.new_empty(x.shape[:-1]) for _ in range(2))
+        operands = x, weights, level_table(levels), scales, shifts
+        addresses = [t if t is None else t.data_ptr() for t in operands]
+        row = 1 if weights is None else weights.numel() // GROUP
+        sizes = scales.numel(), row, levels[0], shift_by, torch.get_num_threads()
+        if not pyops.kernel("fit_groups")(*addresses, *sizes):
+            return scales, shifts
+    return fit_groups(x, levels, shift_by, moments)
+
+
+def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torch.Tensor) -> None:
     """Compute `quantize_columns`; without the kernel it is the fallback."""
     if not _has_kernel(DTYPES[x.dtype], GROUP):
-        quantize_columns(x, by, grid, rounded, start)
+        quantize_columns(x, by, grid, start)
         return
     table, by = FORMATS[grid.form].table, by.contiguous()
     levels = level_table(table) if table else None
-    operands = x, by, grid.step, grid.shift, rounded, start, levels
+    operands = x, by, grid.step, grid.shift, start, levels
     addresses = [t if t is None else t.data_ptr() for t in operands]
     limits = integer_range(grid.form)
     pyops.kernel("round_columns")(*addresses, *x.shape, *limits, torch.get_num_threads())
 
 
+def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
+    """Compute `add_products`, for bf16 by products of bf16; without the kernel it is the fallback.
+    Sums do not depend on the number of threads."""
+    dtype = DTYPES.get(x.dtype)
+    if not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
+        add_products(total, x)
+        return
+    sizes, threads = (*x.shape, x.stride(0)), torch.get_num_threads()
+    if pyops.kernel("add_products")(x.data_ptr(), total.data_ptr(), dtype, *sizes, threads):
+        raise MemoryError(f"no memory for the packed inputs {list(x.shape)} of a matrix")
+
+
 #: kernels of a build
-KERNELS = Kernels(quantized, quantized_columns)
+KERNELS = Kernels(quantized, quantized_columns, added_products)
 
 
 @cache

@@ -38,13 +38,15 @@ _TYPES: dict[str, Any] = {
 }
 _ARGUMENTS = {
     "linear": "pppisssi",
+    "add_products": "ppisssi",
     "run_instructions": "ppspi",
     "run_steps": "ppsppi",
     "request_steps": "ps",
     "wait_steps": "ps",
     "takes_packing": "is",
     "pack": "ppppssssii",
-    "round_columns": "pppppppssiii",
+    "fit_groups": "pppppssiii",
+    "round_columns": "ppppppssiii",
 }
 #: dtype of a quantised weight -> minimum group size, scales per group
 _GROUPS = {

@@ -48,8 +48,6 @@ from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 
 #: maximum and minimum tokens of the texts; tokens of one context, without <bos>
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
-#: columns of the inputs' products that are computed together
-PRODUCTS = 512
 #: name of the text that comes with the package
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
 #: folder of quantised layers, in the cache
@@ -183,7 +181,7 @@ class Stages:
             if v.name not in params:
                 params[v.name] = self.params.load_input(v)
             return params[v.name]
-        t = v.type.bind({"B": 1, "C": env["positions"].shape[1]})  # an empty cache
+        t = v.type.bind({"B": len(env["positions"]), "C": 1})  # an empty cache
         return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
 
 
@@ -215,11 +213,11 @@ class InputProducts:
         if self._owner.setdefault(keys[0], weight) != weight:
             return
         for key, x in zip(keys, rows(), strict=True):
-            parts = column_parts(x.float())
+            parts = column_parts(x)
             if key not in self.sums:
                 self.sums[key] = torch.zeros(*parts.shape[::2], parts.shape[-1])
             for total, columns in zip(self.sums[key], parts, strict=True):
-                _add_products(total, columns)
+                KERNELS.products(total, columns)
 
     def of(self, weight: str) -> list[Inputs]:
         """Return the sums of a weight's inputs, per expert if these differ; CheckError for NaN. An
@@ -236,13 +234,6 @@ class InputProducts:
             sums = [whole if i in unused else t for i, t in enumerate(sums)]
         self._inputs[keys[0]] = [Inputs(t.triu() + t.triu(1).mT) for t in sums]
         return self._inputs[keys[0]]
-
-
-def _add_products(total: Tensor, x: Tensor) -> None:
-    """Add x^T x of columns x [T, K] to a total [K, K], in blocks, none of which is below the
-    diagonal: the product is symmetric."""
-    for i in range(0, len(total), PRODUCTS):
-        total[i : i + PRODUCTS, i:].addmm_(x[:, i : i + PRODUCTS].T, x[:, i:])
 
 
 def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[Tensor]:

@@ -22,7 +22,15 @@ from functools import partial
 from typing import Any
 
 from .base import upcast
-from .grids import GROUP, INTEGER_MAX, fit_groups, group_bytes, integers_of, nearest_level
+from .grids import (
+    GROUP,
+    INTEGER_MAX,
+    fit_groups,
+    group_bytes,
+    integers_of,
+    level_indices,
+    nearest_level,
+)
 from .layouts import LAYOUTS, Layout, in_nibble_pairs, in_six_bits, nibble_pairs, six_bits
 from .types import ITEMSIZE, dtype_name, torch, torch_dtype
 
@@ -163,7 +171,7 @@ def pack_codes(values: Any, fmt: str, integers: Any = None) -> Any:
     codes [.., K / block_values * block_elements]."""
     layout = FORMATS[fmt].layout
     if FORMATS[fmt].table and fmt != "fp4":
-        values = torch.bucketize(values, torch.tensor(FORMATS[fmt].table).to(values))
+        values = level_indices(values, FORMATS[fmt].table)
     data = (values + layout.zero).to(torch.uint8).unflatten(-1, (-1, layout.values))
     fields = {} if integers is None else {"integers": integers.unflatten(-1, (data.shape[-2], -1))}
     return layout.write(data, **fields).flatten(-2).view(torch_dtype(FORMATS[fmt].codes))
@@ -195,7 +203,8 @@ def unpack_codes(codes: Any) -> Any:
         return codes
     values = fmt.layout.read(_blocks(codes, fmt)).flatten(-2)
     if fmt.table:
-        levels = torch.tensor(fmt.table, dtype=torch.int8, device=codes.device)[values.int()]
+        table = torch.tensor(fmt.table, dtype=torch.int8, device=codes.device)
+        levels = table.index_select(0, values.int().flatten()).view_as(values)
         return _add_shift(levels, codes) if fmt.shift else levels
     return values.to(torch.int8) - fmt.layout.zero if fmt.layout.zero else values
 
@@ -334,11 +343,11 @@ def _tile_parts(x: Any) -> Any:
 
 
 def quantize_values(
-    w: Any, fmt: str, group: int, scale: str, moments: Any = None
+    w: Any, fmt: str, group: int, scale: str, moments: Any = None, fit: Any = fit_groups
 ) -> tuple[Any, Any]:
     """Quantise rows [.., K] to codes and scales. For float64, scales and fp8 codes stay float64.
     `moments` [K] weight the squared error of each column in int4, nl4, nl3 and nl2; other formats
-    ignore them."""
+    ignore them. `fit`: `fit_groups`, or a faster one."""
     x = upcast(w).unflatten(-1, (-1, group))
     dtype = torch_dtype(scale)
     if moments is not None:
@@ -347,7 +356,7 @@ def quantize_values(
         stored = torch.float64 if w.dtype == torch.float64 else dtype
         return _quantize_with_minima(x, fmt, stored, dtype)
     if FORMATS[fmt].shift:
-        codes, scales = _quantize_nonuniform(x, fmt, dtype, moments)
+        codes, scales = _quantize_nonuniform(x, fmt, dtype, moments, fit)
         return codes, scales if w.dtype == torch.float64 else scales.to(dtype)
     if fmt == "int4":
         scales = int4_scales(x, dtype, moments)
@@ -405,11 +414,11 @@ _CODES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _quantize_nonuniform(x: Any, name: str, dtype: Any, moments: Any) -> tuple[Any, Any]:
+def _quantize_nonuniform(x: Any, name: str, dtype: Any, moments: Any, fit: Any) -> tuple[Any, Any]:
     """Return the codes of groups x [n, G, g], and their scales rounded to `dtype`."""
     fmt, parts = FORMATS[name], x.unflatten(-1, (-1, GROUP))
     by = None if moments is None else moments.unflatten(-1, (-1, GROUP))
-    scales, shift = fit_groups(parts, fmt.table, fmt.shift, by)
+    scales, shift = fit(parts, fmt.table, fmt.shift, by)
     integers, rows = integers_of(scales, dtype)
     step = (integers * rows).where(integers != 0, 1.0)[..., None]
     values = nearest_level(parts / step - shift[..., None], fmt.table)

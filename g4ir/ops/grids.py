@@ -37,6 +37,18 @@ def nearest_level(y: Any, levels: tuple[int, ...]) -> Any:
     return table.index_select(0, steps.add_(_REACH).flatten()).view_as(y)
 
 
+@lru_cache(maxsize=16)
+def _index_table(levels: tuple[int, ...]) -> Any:
+    return torch.bucketize(torch.arange(-128, 128), torch.tensor(levels)).to(torch.uint8)
+
+
+def level_indices(values: Any, levels: tuple[int, ...]) -> Any:
+    """Return the indices u8 of levels, which are int8 values of any dtype."""
+    entries = values.to(torch.int16).clamp_(-128, 127).to(torch.int32).add_(128)
+    table = _index_table(levels).to(values.device)
+    return table.index_select(0, entries.flatten()).view_as(entries)
+
+
 def fit_groups(
     x: Any, levels: tuple[int, ...], shift_by: int, moments: Any = None
 ) -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ from .codecs import (
     to_tiles,
     unpack_codes,
 )
+from .grids import fit_groups
 from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
 
 
@@ -76,20 +77,20 @@ class quantize:
 
     @staticmethod
     def reference(
-        w: Any, *, form: str, group: int, scale: str, moments: Any = None
+        w: Any, *, form: str, group: int, scale: str, moments: Any = None, fit: Any = fit_groups
     ) -> tuple[Any, Any]:
         """`moments` [.., 1, K]: second moments of the inputs of a calibrated weight, the weights of
         squared errors; for w [E, N, K] optionally per expert."""
         if moments is not None and w.ndim > 2:
             pairs = zip(w, moments.expand(*w.shape[:-2], 1, -1), strict=True)
-            attrs: dict[str, Any] = {"form": form, "group": group, "scale": scale}
+            attrs: dict[str, Any] = {"form": form, "group": group, "scale": scale, "fit": fit}
             each = [quantize.reference(one, **attrs, moments=moment) for one, moment in pairs]
             codes, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
             return codes, scales
         rows = w.reshape(-1, w.shape[-1])
         pieces = rows.split(max(1, PIECE // w.shape[-1]))
         by = None if moments is None else moments.flatten()
-        results = [quantize_values(x, form, group or w.shape[-1], scale, by) for x in pieces]
+        results = [quantize_values(x, form, group or w.shape[-1], scale, by, fit) for x in pieces]
         codes, scales = (torch.cat(parts) for parts in zip(*results, strict=True))
         return codes.view(*w.shape[:-1], -1), scales.view(*w.shape[:-1], -1)
 

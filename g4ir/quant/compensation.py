@@ -29,6 +29,8 @@ FLOOR = 1e-3
 BLOCK = 128
 #: maximum columns whose errors are compensated together: longer rows are cut into equal parts
 COLUMNS = 2048
+#: columns whose products are added together
+PRODUCTS = 512
 #: elements of a weight that are compensated at a time
 ELEMENTS = 1 << 24
 
@@ -56,27 +58,32 @@ class Grid:
         return round_to_grid(x, self.step, self.shift, self.form)
 
     def values(self, rounded: Tensor) -> Tensor:
-        """Return the values that `round` chose."""
+        """Return the values that `round` chose, from its result or near it."""
         return (rounded / self.step - self.shift).round_()
 
 
-def quantize_columns(
-    x: Tensor, by: Tensor, grid: Grid, rounded: Tensor, start: Tensor | None
-) -> None:
-    """Round columns x [K, N] to a grid, one after another. `by` [i, j] times the error of column j,
-    which is relative to `start` if passed, is added to column i > j. Errors replace x."""
+def quantize_columns(x: Tensor, by: Tensor, grid: Grid, start: Tensor) -> None:
+    """Round columns x [K, N] to a grid, one after another. `by` [i, j] times the difference of
+    column j from `start` is added to column i > j. Differences replace x."""
     for j in range(len(x)):
         x[j].addmv_(x[:j].T, by[j, :j])
-        rounded[j] = grid.part(slice(j, j + 1)).round(x[j])
-        x[j] = rounded[j] - (x if start is None else start)[j]
+        x[j] = grid.part(slice(j, j + 1)).round(x[j]) - start[j]
+
+
+def add_products(total: Tensor, x: Tensor) -> None:
+    """Add x^T x of inputs x [T, K] to the upper triangle of a total f32 [K, K], in blocks."""
+    x = x.float()
+    for i in range(0, len(total), PRODUCTS):
+        total[i : i + PRODUCTS, i:].addmm_(x[:, i : i + PRODUCTS].T, x[:, i:])
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Functions of `quantize` and of `quantize_columns`."""
+    """Functions of `quantize`, `quantize_columns` and `add_products`."""
 
     quantize: Callable[..., tuple[Any, ...]] = quantize.reference
-    columns: Callable[[Tensor, Tensor, Grid, Tensor, Tensor | None], None] = quantize_columns
+    columns: Callable[[Tensor, Tensor, Grid, Tensor], None] = quantize_columns
+    products: Callable[[Tensor, Tensor], None] = add_products
 
 
 @dataclass(frozen=True)
@@ -111,12 +118,14 @@ class Inputs:
     def updates(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """For each part: the matrices `by` of `quantize_columns`, for compensation and for
         coordinate descent."""
-        return tuple(_updates(h[i][:, i]) for h, i in zip(self.damped, self.order))
+        # columns of a symmetric matrix: rows of its transpose, which are faster to gather
+        return tuple(_updates(h[i].T.contiguous()[i]) for h, i in zip(self.damped, self.order))
 
-    def errors(self, off: Tensor) -> Tensor:
-        """Return e H e^T [N], damped, for rows e [N, K] of errors."""
-        off = off.unflatten(-1, self.products.shape[:2]).transpose(0, 1)
-        return ((off @ self.damped) * off).sum((0, 2))
+    def errors(self, off: Tensor, by: Tensor | None = None) -> Tensor:
+        """Return e H d^T [N], damped, for rows e and d [N, K], by default both the same errors."""
+        by = off if by is None else by
+        off, by = (e.unflatten(-1, self.products.shape[:2]).transpose(0, 1) for e in (off, by))
+        return ((off @ self.damped) * by).sum((0, 2))
 
 
 def column_parts(x: Tensor) -> Tensor:
@@ -127,10 +136,10 @@ def column_parts(x: Tensor) -> Tensor:
 
 
 def _updates(h: Tensor) -> tuple[Tensor, Tensor]:
-    # The upper Cholesky factor of the inverse of h is the inverse of m, where h = m m^T.
-    m = torch.linalg.cholesky(h.double().flip(0, 1)).flip(0, 1)
-    factor = torch.linalg.solve_triangular(m, torch.eye(len(m), dtype=m.dtype), upper=True)
-    return (factor.T / factor.diagonal()).float(), -h / h.diagonal()[:, None]
+    # With h = m m^T, m upper triangular, e h e^T is the sum over j of (e m)_j^2, which depends on
+    # columns up to j.
+    m = torch.linalg.cholesky(h.double().flip(0, 1))
+    return (m / -m.diagonal()).float().flip(0, 1).T, h / -h.diagonal()[:, None]
 
 
 def calibrated(
@@ -150,7 +159,7 @@ def _calibrated(w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: 
     codes, scales = kernels.quantize(w, **scheme.attrs(dtype), moments=inputs.moments)
     better = with_values(codes, _compensate(w.float(), inputs, codes, scales, scheme.form, kernels))
     off = [dequantize_codes(c, scales, torch.float32) - w.float() for c in (better, codes)]
-    improved = inputs.errors(off[0]) <= inputs.errors(off[1])
+    improved = inputs.errors(off[0] - off[1], off[0] + off[1]) <= 0
     chosen = torch.where(improved[:, None], better.view(torch.uint8), codes.view(torch.uint8))
     return chosen.view(codes.dtype), scales
 
@@ -159,28 +168,27 @@ def _compensate(
     w: Tensor, inputs: Inputs, codes: Tensor, scales: Tensor, form: str, kernels: Kernels
 ) -> Tensor:
     """Return values [N, K] of a format for w; steps and shifts are those of the codes."""
-    step, shift = steps_of(codes, scales)
-    values, size = torch.empty_like(w), w.shape[1] // len(inputs.order)
+    step, shift = (t.T.contiguous() for t in steps_of(codes, scales))
+    columns, values = w.T.contiguous(), torch.empty_like(w.T)
+    size, group = len(columns) // len(inputs.order), len(columns) // len(step)
     for part, (order, updates) in enumerate(zip(inputs.order, inputs.updates, strict=True)):
-        columns = order + part * size
-        group = columns // (w.shape[1] // step.shape[1])
-        # Column by column: rows of the transposed weight are contiguous.
-        columnwise = (w[:, columns], step[:, group], shift[:, group])
-        x, steps, shifts = (t.T.contiguous() for t in columnwise)
-        to, rounded = Grid(steps, shifts, form), torch.empty_like(x)
-        _pass_over(x.clone(), updates[0], to, rounded, None, kernels)
-        start = rounded.clone()
-        _pass_over(start + updates[1] @ (start - x), updates[1], to, rounded, start, kernels)
-        values[:, columns] = to.values(rounded).T
-    return values
+        chosen = order + part * size
+        x, grid = columns[chosen], Grid(step[chosen // group], shift[chosen // group], form)
+        errors = torch.zeros_like(x)
+        for by, triangular in zip(updates, (True, False), strict=True):
+            _pass_over(x, by, triangular, grid, errors, kernels)
+        values[chosen] = grid.values(x + errors)
+    return values.T
 
 
 def _pass_over(
-    x: Tensor, by: Tensor, grid: Grid, rounded: Tensor, start: Tensor | None, kernels: Kernels
+    x: Tensor, by: Tensor, triangular: bool, grid: Grid, errors: Tensor, kernels: Kernels
 ) -> None:
-    """Compute `quantize_columns` by blocks of columns."""
+    """Compute `quantize_columns` by blocks of columns; errors [K, N] are relative to x. A column
+    gets those of all columns, or of earlier ones alone if `by` is triangular."""
     for first in range(0, len(x), BLOCK):
-        block, after = slice(first, first + BLOCK), slice(first + BLOCK, None)
-        begin = None if start is None else start[block]
-        kernels.columns(x[block], by[block, block], grid.part(block), rounded[block], begin)
-        x[after].addmm_(by[after, block], x[block])
+        block, others = slice(first, first + BLOCK), slice(first if triangular else None)
+        start = x[block] + errors[block]
+        y = start.addmm(by[block, others], errors[others])
+        kernels.columns(y, by[block, block], grid.part(block), start)
+        errors[block] += y

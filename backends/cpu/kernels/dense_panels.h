@@ -42,3 +42,60 @@ static int multiply_dense_rows(const void *w, const void *x, void *y, int dtype,
                    .unpack = unpack_rows, .weight = &weight};
     return multiply_many_rows(&m, threads);
 }
+
+/* ---- x^T x ---- */
+
+typedef struct {
+    const void *x;
+    int dtype;
+    int64_t columns, stride; /* elements between rows of x */
+} columns_of_rows;
+
+/* Word j of column i: of two rows of x, or of one. */
+static inline panel_word word_of_column(const char *x, int dtype, int64_t stride, int64_t i, int64_t j, int64_t values) {
+#ifdef PANELS_BF16
+    const bf16 *at = (const bf16 *)x + 2 * j * stride + i;
+    return 2 * j + 1 < values ? at[0] | (uint32_t)at[stride] << 16 : 2 * j < values ? at[0] : 0;
+#else
+    return j < values ? load(x, j * stride + i, dtype) : 0;
+#endif
+}
+
+/* Packs `here` columns of x, as rows of A (depth DEPTH) or columns of B (depth 1); the others of `width` are
+ * zero. */
+INLINED void pack_columns_by(const int64_t depth, const char *x, int dtype, int64_t stride, int64_t here, int64_t width,
+                     int64_t values, panel_word *to) {
+    const int64_t words = words_in_panel(values), whole = values / PER_WORD;
+    for (int64_t j = 0; j < words; j++) {
+        panel_word *row = to + j / depth * depth * width + j % depth;
+        if (j < whole)
+            for (int64_t i = 0; i < here; i++) row[i * depth] = word_of_column(x, dtype, stride, i, j, INT64_MAX);
+        else
+            for (int64_t i = 0; i < here; i++) row[i * depth] = word_of_column(x, dtype, stride, i, j, values);
+        for (int64_t i = here; i < width; i++) row[i * depth] = 0;
+    }
+}
+
+static void pack_columns(const char *x, int dtype, int64_t stride, int64_t count, int64_t values, void *panel) {
+    pack_columns_by(DEPTH, x, dtype, stride, least(count, ROWS), ROWS, values, panel);
+}
+
+static void unpack_columns(const void *weight, int64_t column, int64_t columns, int64_t first, int64_t last,
+                           void *panel) {
+    const columns_of_rows *w = weight;
+    const int size = w->dtype == F32 ? 4 : 2;
+    pack_columns_by(1, (const char *)w->x + (first * w->stride + column) * size, w->dtype, w->stride,
+                    least(columns, w->columns - column), columns, last - first, panel);
+}
+
+/* Adds x^T x to the upper triangle of y [columns, columns] in fp32. */
+static int add_dense_products(const void *x, float *y, int dtype, int64_t rows, int64_t columns, int64_t stride,
+                              int threads) {
+    columns_of_rows w = {x, dtype, columns, stride};
+    if (!rows) return 0;
+    micro_kernel_set set = FLOAT_SET;
+    set.pack = pack_columns;
+    many_rows m = {.x = x, .y = y, .dtype = dtype, .stride = stride, .upper = 1, .rows = columns, .n = columns, .k = rows,
+                   .by = &set, .unpack = unpack_columns, .weight = &w};
+    return multiply_many_rows(&m, threads);
+}

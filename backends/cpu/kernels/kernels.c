@@ -31,6 +31,11 @@ int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t 
     return g4ir_panels[dtype].linear(w, x, y, dtype, rows, n, k, threads);
 }
 
+int g4ir_add_products(const void *x, float *y, int dtype, int64_t rows, int64_t columns, int64_t stride,
+                      int threads) {
+    return g4ir_panels[dtype].add_products(x, y, dtype, rows, columns, stride, threads);
+}
+
 int g4ir_takes_chunk(int dtype, int held, int64_t d) {
     return (dtype == BF16 || dtype == F32) && held >= BF16 && held <= ROWS_FP8 && d % 2 == 0;
 }

@@ -19,7 +19,12 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
 int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int threads);
 
-/* The same for quantised weights: w = codes[n, k] * scales[n, groups], minus minima stored next to the
+/* Adds x^T x of columns of x, `stride` elements between rows, to the upper triangle of y[columns, columns] in
+ * fp32; some elements below the diagonal change too. Returns 0, or 1 if out of memory. */
+int g4ir_add_products(const void *x, float *y, int dtype, int64_t rows, int64_t columns, int64_t stride,
+                      int threads);
+
+/* g4ir_linear for quantised weights: w = codes[n, k] * scales[n, groups], minus minima stored next to the
  * scales in formats with minima. `tiles`: weights are in tiles of 16 rows (layout.h). `rounded`, tiles
  * only: bf16 rows of x are quantised to int8 first, with a scale for every 32 values. */
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);
@@ -70,6 +75,7 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
 /* GEMM and prefill attention (panels.c), by dtype. */
 typedef struct {
     __typeof__(g4ir_linear) *linear;
+    __typeof__(g4ir_add_products) *add_products;
     __typeof__(g4ir_attend_chunk) *attend_chunk;
     __typeof__(g4ir_gemm) *gemm[FORMS];
 } panel_kernels;
@@ -92,6 +98,7 @@ void g4ir_wait_steps(int64_t *pace, int64_t steps);
 int g4ir_takes_packing(int dtype, int64_t group);
 int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
               int64_t row, int64_t matrix, int dtype, int threads);
-int g4ir_round_columns(float *x, const float *by, const float *step, const float *shift, float *rounded,
-                       const float *start, const float *levels, int64_t count, int64_t rows, int low,
-                       int high, int threads);
+int g4ir_fit_groups(const float *x, const float *moments, const float *levels, float *scales, float *shifts,
+                    int64_t groups, int64_t row, int lowest, int shift, int threads);
+int g4ir_round_columns(float *x, const float *by, const float *step, const float *shift, const float *start,
+                       const float *levels, int64_t count, int64_t rows, int low, int high, int threads);

@@ -28,6 +28,8 @@ typedef struct {
     const void *x;
     void *y;
     int dtype; /* of x and y */
+    int upper; /* rows are columns of x; products are added to fp32 y [n, n] in units not below its diagonal */
+    int64_t stride; /* then elements between rows of x */
     int64_t rows, n, k;
     const micro_kernel_set *by;
     /* Packs values `first` to `last` of `columns` weight rows (a multiple of the vector) from `column` on into
@@ -50,10 +52,10 @@ static int64_t words_of_x(const many_rows *p, int64_t values) { return steps_of(
 
 static int pack_x_units(void *context, units *left) {
     const many_rows *p = context;
-    int64_t stride = p->k * (p->dtype == F32 ? 4 : 2);
+    int64_t size = p->dtype == F32 ? 4 : 2, stride = p->upper ? p->stride : p->k * size, apart = p->upper ? size : stride;
     for (int64_t i; (i = take_unit(left)) >= 0;) {
         int64_t first = i * p->by->rows;
-        p->by->pack((const char *)p->x + first * stride, p->dtype, stride, p->rows - first, p->k,
+        p->by->pack((const char *)p->x + first * apart, p->dtype, stride, p->rows - first, p->k,
                     p->panels + first * words_of_x(p, p->k));
     }
     return 0;
@@ -65,11 +67,18 @@ static void store_sums(const many_rows *p, const float *sums, int64_t first, int
     int64_t stride = in_whole(columns, p->by->lane);
     for (int64_t r = 0; r < rows; r++, sums += stride) {
         int64_t at = (first + r) * p->n + column;
-        if (p->dtype == F32)
+        if (p->upper)
+            for (int64_t i = 0; i < columns; i++) ((float *)p->y)[at + i] += sums[i];
+        else if (p->dtype == F32)
             memcpy((float *)p->y + at, sums, columns * sizeof *sums);
         else
             narrow_row(sums, (bf16 *)p->y + at, columns);
     }
+}
+
+/* Of `rows` rows of x from `from` on those that are multiplied with columns up to `end`. */
+static int64_t rows_before(const many_rows *p, int64_t from, int64_t rows, int64_t end) {
+    return p->upper ? least(rows, end > from ? end - from : 0) : rows;
 }
 
 /* Multiplies a unit's rows of x with `columns` weight rows: sums [strips, rows, columns of a strip]. */
@@ -83,10 +92,12 @@ static void multiply_unit(const many_rows *p, int64_t from, int64_t rows, int64_
             int64_t here = in_whole(least(by->columns, columns - s), by->lane);
             p->unpack(p->weight, column + s, here, first, last, b);
             const uint32_t *x = p->panels + from * words_of_x(p, p->k) + by->rows * words_of_x(p, first);
-            for (int64_t r = 0; r < rows; r += by->rows, c += by->rows * here) {
-                by->kernels[here / by->lane](steps_of(p, last - first), x, b, c, first > 0);
+            const int64_t count = rows_before(p, from, rows, column + s + here);
+            for (int64_t r = 0; r < count; r += by->rows) {
+                by->kernels[here / by->lane](steps_of(p, last - first), x, b, c + r * here, first > 0);
                 x += by->rows * words_of_x(p, p->k);
             }
+            c += in_whole(rows, by->rows) * here;
         }
     }
 }
@@ -105,7 +116,7 @@ static int many_row_units(void *context, units *left) {
         multiply_unit(p, from, rows, column, columns, b, sums);
         for (int64_t s = 0; s < columns; s += by->columns) {
             int64_t here = least(by->columns, columns - s);
-            store_sums(p, sums, from, rows, column + s, here);
+            store_sums(p, sums, from, rows_before(p, from, rows, column + s + here), column + s, here);
             sums += in_whole(rows, by->rows) * in_whole(here, by->lane);
         }
     }
@@ -116,7 +127,7 @@ static int many_row_units(void *context, units *left) {
 
 /* Returns the number of units; halves the unit until there are PARTS per thread. */
 static int64_t divide(many_rows *p, int threads) {
-    int64_t each = p->by->rows, most = UNIT_MAX * least(2, p->by->values / p->by->x_words);
+    int64_t each = p->by->rows, most = p->upper ? UNIT_MAX : UNIT_MAX * least(2, p->by->values / p->by->x_words);
     int64_t turns = (p->rows + most - 1) / most;
     p->unit = in_whole((p->rows + turns - 1) / turns, each), p->strips = WIDTH_MAX / p->by->columns;
     for (;;) {

@@ -8,6 +8,9 @@
 
 #include <math.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 /* Groups per vector, values of the largest group, vectors of groups per unit of work; torch's partial sums. */
 enum { SIDE = 16, GROUP_MOST = 512, UNIT = 64, SUMS = 8, ACCUMULATORS = 4 };
@@ -209,15 +212,8 @@ int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, in
     return p.refused;
 }
 
-/* Rows of w per unit of work, columns per block, half the entries of a table of levels (grids.py). */
-enum { LANES = 64, BLOCK_MOST = 128, REACH = 512 };
-
-typedef struct {
-    float *x, *rounded;
-    const float *by, *step, *shift, *start, *levels; /* start, levels: or NULL */
-    int64_t count, rows;
-    float low, high;
-} columns;
+/* Half the entries of a table of levels (grids.py). */
+enum { REACH = 512 };
 
 /* The level of an entry of the table; y may be NaN. */
 static inline float level(const float *levels, float y) {
@@ -226,6 +222,105 @@ static inline float level(const float *levels, float y) {
     at = at <= REACH - 1 ? at : REACH - 1;
     return levels[(int)at + REACH];
 }
+
+/* Replaces SIDE values by their levels. */
+static inline void nearest_levels(const float *levels, float *y) {
+#ifdef __AVX512F__
+    __m512 at = _mm512_roundscale_ps(_mm512_loadu_ps(y) * 4, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    at = _mm512_min_ps(_mm512_max_ps(at, _mm512_set1_ps(-REACH)), _mm512_set1_ps(REACH - 1));
+    _mm512_storeu_ps(y, _mm512_i32gather_ps(_mm512_cvtps_epi32(at), levels + REACH, 4));
+#else
+    EACH y[s] = level(levels, y[s]);
+#endif
+}
+
+/* Values of a group of nonuniform levels; `_STARTS` of grids.py. */
+enum { LEVELS_GROUP = 32, LEVEL_STARTS = 5 };
+static const float level_starts[LEVEL_STARTS] = {1.1f, 1.0f, 0.9f, 0.8f, 0.72f};
+
+typedef struct {
+    const float *x, *moments, *levels; /* moments [row, LEVELS_GROUP], or NULL */
+    float *scales, *shifts;
+    int64_t groups, row; /* number of groups, groups per row */
+    float lowest, shift;
+    int refused;
+} grid_search;
+
+/* Sums of x * level and level^2 for the levels nearest to x * factor - shift, weighted by m, in the order of
+ * `sums`. */
+static void level_products(const grid_search *p, const many *x, const many *m, const float *factor, float shift,
+                           float *dot, float *squares) {
+    EACH dot[s] = squares[s] = 0;
+    for (int j = 0; j < SUMS; j++) {
+        many lane = {0}, lanes = {0};
+        for (int i = j; i < LEVELS_GROUP; i += SUMS) {
+            many q;
+            EACH q[s] = x[i][s] * factor[s] - shift;
+            nearest_levels(p->levels, q);
+            EACH q[s] += shift;
+            EACH lane[s] += q[s] * (x[i][s] * m[i][s]), lanes[s] += q[s] * q[s] * m[i][s];
+        }
+        EACH dot[s] += lane[s], squares[s] += lanes[s];
+    }
+}
+
+/* `fit_groups` of grids.py for groups `first` to `first` + SIDE - 1, or up to the last one. */
+static void fit_tile(grid_search *p, int64_t first) {
+    const int64_t left = p->groups - first, count = left < SIDE ? left : SIDE;
+    many x[LEVELS_GROUP], m[LEVELS_GROUP], extreme = {0}, inverse, factor, dot, squares;
+    many best = {0}, scale = {0}, shift = {0};
+    int large = 0;
+    for (int s = 0; s < SIDE; s++)
+        for (int64_t i = 0; i < LEVELS_GROUP; i++) {
+            x[i][s] = s < count ? p->x[(first + s) * LEVELS_GROUP + i] : 0;
+            m[i][s] = p->moments ? p->moments[(first + s) % p->row * LEVELS_GROUP + i] : 1;
+        }
+    for (int i = 0; i < LEVELS_GROUP; i++) EACH {
+        large |= !(fabsf(x[i][s]) <= WEIGHT_MOST);
+        extreme[s] = fabsf(x[i][s]) > fabsf(extreme[s]) ? x[i][s] : extreme[s];
+    }
+    if (large) __atomic_store_n(&p->refused, 1, __ATOMIC_RELAXED);
+    EACH inverse[s] = p->lowest * (1 / (extreme[s] != 0 ? extreme[s] : 1)); /* as torch divides */
+    for (int n = 0; n < 2 * LEVEL_STARTS; n++) {
+        const float add = n < LEVEL_STARTS ? 0 : p->shift;
+        EACH factor[s] = inverse[s] * level_starts[n % LEVEL_STARTS];
+        level_products(p, x, m, factor, add, dot, squares);
+        EACH {
+            const float fit = dot[s] / (squares[s] < 1e-30f ? 1e-30f : squares[s]), gain = dot[s] * fit;
+            scale[s] = gain > best[s] ? fit : scale[s];
+            shift[s] = gain > best[s] ? add : shift[s];
+            best[s] = gain > best[s] ? gain : best[s];
+        }
+    }
+    memcpy(p->scales + first, scale, count * sizeof *scale);
+    memcpy(p->shifts + first, shift, count * sizeof *shift);
+}
+
+static int fit_units(void *context, units *u) {
+    grid_search *p = context;
+    for (int64_t unit; (unit = take_unit(u)) >= 0;)
+        for (int64_t tile = unit * UNIT; tile < (unit + 1) * UNIT; tile++)
+            if (tile * SIDE < p->groups) fit_tile(p, tile * SIDE);
+    return 0;
+}
+
+/* `fit_groups` for fp32 groups of LEVELS_GROUP values; returns 1 like g4ir_pack. */
+int g4ir_fit_groups(const float *x, const float *moments, const float *levels, float *scales, float *shifts,
+                    int64_t groups, int64_t row, int lowest, int shift, int threads) {
+    grid_search p = {x, moments, levels, scales, shifts, groups, row, lowest, shift, 0};
+    run_region(fit_units, &p, (groups + SIDE * UNIT - 1) / (SIDE * UNIT), threads);
+    return p.refused;
+}
+
+/* Rows of w per unit of work, columns per block. */
+enum { LANES = 64, BLOCK_MOST = 128 };
+
+typedef struct {
+    float *x;
+    const float *by, *step, *shift, *start, *levels; /* levels: or NULL */
+    int64_t count, rows;
+    float low, high;
+} columns;
 
 static void round_columns(const columns *c, int64_t first) {
     float errors[BLOCK_MOST][LANES];
@@ -240,14 +335,13 @@ static void round_columns(const columns *c, int64_t first) {
         }
         for (int64_t s = 0; s < lanes; s++) y[s] = v[s] / c->step[at + s] - c->shift[at + s];
         if (c->levels)
-            for (int s = 0; s < LANES; s++) y[s] = level(c->levels, y[s]);
+            for (int s = 0; s < LANES; s += SIDE) nearest_levels(c->levels, y + s);
         else
             for (int s = 0; s < LANES; s++) y[s] = rintf(fminf(fmaxf(y[s], c->low), c->high));
         memset(errors[j], 0, sizeof errors[j]);
         for (int64_t s = 0; s < lanes; s++) {
             const float rounded = (y[s] + c->shift[at + s]) * c->step[at + s];
-            c->rounded[at + s] = rounded;
-            c->x[at + s] = errors[j][s] = rounded - (c->start ? c->start[at + s] : v[s]);
+            c->x[at + s] = errors[j][s] = rounded - c->start[at + s];
         }
     }
 }
@@ -259,10 +353,9 @@ static int round_units(void *context, units *u) {
 
 /* `quantize_columns` of g4ir/quant/compensation.py for up to BLOCK_MOST columns of `rows` values; levels, or
  * integers from low to high. */
-int g4ir_round_columns(float *x, const float *by, const float *step, const float *shift, float *rounded,
-                       const float *start, const float *levels, int64_t count, int64_t rows, int low,
-                       int high, int threads) {
-    columns c = {x, rounded, by, step, shift, start, levels, count, rows, low, high};
+int g4ir_round_columns(float *x, const float *by, const float *step, const float *shift, const float *start,
+                       const float *levels, int64_t count, int64_t rows, int low, int high, int threads) {
+    columns c = {x, by, step, shift, start, levels, count, rows, low, high};
     run_region(round_units, &c, (rows + LANES - 1) / LANES, threads);
     return 0;
 }

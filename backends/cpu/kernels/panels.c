@@ -37,6 +37,7 @@ __attribute__((constructor)) static void add_panels(void) {
         of->gemm[FORM] = multiply_panels;
 #else
         of->linear = multiply_dense_rows;
+        of->add_products = add_dense_products;
         of->attend_chunk = attend_prompt;
 #endif
     }
