@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.media import KINDS
-from g4ir.model.tensors import dead_tensors, media_tensors, text_tensors, tower_tensors
+from g4ir.model.tensors import dead_tensors, media_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
@@ -33,7 +33,7 @@ from g4ir.weights.random import BLOCK, distribution, random_rows, random_tensor,
 from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES, read_table
-from tests.configs import TINY, VARIANTS
+from tests.configs import TINY
 from tests.engines import published_checkpoint, rewrite
 
 PREFIX = "model.language_model."
@@ -94,32 +94,6 @@ def test_transformers_reads_what_we_write_and_the_reverse(
     assert len(opened.files) > 1 and not opened.ignored and not opened.defaults
     for tensor in text_tensors(spec):
         assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
-
-
-UNIFIED_NAMES = {  # hub name -> name in the reference's module
-    "model.embed_vision.embedding_projection": "model.embed_vision.multimodal_embedder"
-    ".embedding_projection",
-    "model.vision_embedder.": "model.embed_vision.",
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    spec = load_spec(name)
-    config = spec.to_hf()
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(
-            AutoConfig.for_model(config.pop("model_type"), **config)
-        )
-    theirs = {k: tuple(v.shape) for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    text = {spec.prefixes.text[0] + k: v for k, v in text_tensors(spec).items()}
-    towers = tower_tensors(spec)
-    if name == "12b":
-        for hub, module in UNIFIED_NAMES.items():
-            towers = {k.replace(hub, module): v for k, v in towers.items()}
-    assert text | towers == theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

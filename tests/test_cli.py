@@ -258,12 +258,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_build_from_a_checkpoint(text_engine: Path) -> None:
-    manifest = stored_manifest(text_engine)
-    assert manifest["variant"] == "my-tiny"
-    assert {"tokenizer.json", "generation_config.json"} < set(manifest["files"])
-
-
 def test_dry_runs_of_other_sources(checkpoint: Path, tmp_path: Path) -> None:
     """Of a variant and a checkpoint that agree; the compiled programs of a backend."""
     words = ("--variant", "tiny-ple", "--dry-run", "--json", "--out", tmp_path / "e")

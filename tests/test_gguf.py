@@ -35,7 +35,7 @@ from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
-from tests.cases import read_table
+from tests.cases import TABLES, read_table
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.configs import NAMES, TINY, short, spec_called, widened
@@ -85,25 +85,11 @@ def test_blocks_to_the_bit(kind: str) -> None:
     assert torch.equal(form.dequantize(data), want)
 
 
-#: type -> where its float16 is, the largest error of random blocks
-AGAIN = {
-    "IQ1_S": (0, 0.21),
-    "IQ2_XXS": (0, 0.3),
-    "IQ2_XS": (0, 0.28),
-    "IQ2_S": (0, 0.23),
-    "IQ3_XXS": (0, 0.12),
-    "IQ3_S": (0, 0.1),
-    "TQ1_0": (52, 0.0),
-    "TQ2_0": (64, 0.0),
-}
-
-
-@pytest.mark.parametrize("kind", AGAIN)
+@pytest.mark.parametrize(("kind", "at", "most"), TABLES["gguf quantised again"])
 def test_blocks_quantised_again(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, at: int, most: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At most one bit more, with an error that is logged once; other tensors are as they were."""
-    at, most = AGAIN[kind]
     block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     raw = np.random.default_rng(1).integers(0, 256, (600, nbytes), dtype=np.uint8)
     if kind == "TQ2_0":  # no code 3

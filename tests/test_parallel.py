@@ -38,7 +38,6 @@ from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import split_prologue
-from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.draft import shipped_drafter
 from g4ir.model.media import find_media
@@ -297,14 +296,6 @@ def test_messages_of_a_step(name: str, ranks: int) -> None:
         assert len(list(collectives(run_passes(own)))) == MESSAGES[name]
         whole = {v.name for v in own.params if v.type.rank > 1 and not to.part(v.name)}
         assert all(n.startswith("ple.") or ".ple." in n or n.endswith(".router") for n in whole)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_the_graph_is_text_and_the_same_for_all_ranks(name: str) -> None:
-    g = shard(plain(name).graphs["decode"], Sharding(spec_of(name), 2))
-    assert parse_graph(str(g)) == g
-    one = Sharding(spec_of(name), 1)
-    assert shard(plain(name).graphs["decode"], one) == plain(name).graphs["decode"]
 
 
 def odd_spec(**text: Any) -> Spec:

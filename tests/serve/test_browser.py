@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 DOCS, FRAMES = ROOT / "docs", Path(__file__).with_name("frames.js")
 AXE = ROOT / "build/axe/node_modules/axe-core/axe.min.js"
 CASES = read_table("serve/browser.yaml")
+TABLE = read_table("serve/markdown.yaml")
 END = CASES["words"][0]
 READY = "/^(idle|busy)/.test(document.getElementById('status').textContent)"
 #: what tells of its own answers: refusals, which Chromium writes down too
@@ -224,32 +225,13 @@ def test_the_page(
         act(given)
 
 
-#: of a long answer, with all kinds of blocks
-PARTS = """## Part
-
-- one `x`
-- two **y**
-
-```py
-x = f(1)  # note
-```
-
-$$e^{i x} = 1$$
-
-| a | b |
-|---|--:|
-| 1 | 2 |
-
-"""
-
-
 @pytest.mark.skipif(
     not AXE.is_file(), reason=f"no {AXE}: npm install --prefix build/axe axe-core@4"
 )
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """axe-core finds nothing serious in a conversation, settings, the model's facts, on a phone."""
-    served.dictate(monkeypatch, "<|channel>", "thought\nHm.", "<channel|>", PARTS, END)
+    served.dictate(monkeypatch, "<|channel>", "thought\nHm.", "<channel|>", TABLE["parts"], END)
     page.run("find('max_tokens').value = 300; find('thinking').checked = true; keep()")
     say(page, "hello")
     page.run("showError('broken', () => {}); showChats(true)")
@@ -265,8 +247,8 @@ def test_axe(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch, schem
 def test_frames_of_a_long_answer(page: Page) -> None:
     """100 tokens/s into 16 KB: scripting and layout of a frame take a part of its 16 ms, and grow
     little with the text, so that a machine without other work draws 60 a second."""
-    long, script = PARTS * (16_000 // len(PARTS)), FRAMES.read_text()
-    few, many = (page.run(f"({script})({json.dumps([x, PARTS])})") for x in ("", long))
+    long, script = TABLE["parts"] * (16_000 // len(TABLE["parts"])), FRAMES.read_text()
+    few, many = (page.run(f"({script})({json.dumps([x, TABLE['parts']])})") for x in ("", long))
     assert many["median"] < 16 and many["median"] < 4 * few["median"] + 4, (few, many)
     assert many["drawn"] > 20, many
 
@@ -336,7 +318,6 @@ def test_files_of_the_page_and_of_chat_are_the_same(
     page.until("document.querySelector('.user img').naturalWidth === 64")
 
 
-TABLE = read_table("serve/markdown.yaml")
 SCRIPT = Path(__file__).with_name("markdown.js").read_text()
 
 
