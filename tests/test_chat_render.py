@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from g4ir.chat import Template, Vocabulary, encode, make_prompt, render, sandbox
+from g4ir.chat import Template, Vocabulary, make_prompt, render, sandbox
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError
@@ -309,7 +309,7 @@ def test_media_are_tokenised_with_the_text_beside_them() -> None:
     assert ids.count(begin) == 2 and ids.count(soft) == 3
     at = ids.index(end)
     assert ids[at + 1 :][: ids[at + 1 :].index(begin)] == whole("r ")
-    assert encode(prompt, TOKENIZER).count(soft) == 2
+    assert Vocabulary(TOKENIZER).encode(prompt).count(soft) == 2
 
 
 def test_every_rare_character_at_once() -> None:

@@ -10,7 +10,7 @@ Independent of HTTP and engines. Invalid requests raise InputError, whose messag
 field: `messages[2].content: ...`.
 """
 
-from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary, encode
+from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary
 from .reader import Answer, Event, Reader, call_id
 from .template import Template, make_prompt, render
 
@@ -25,7 +25,6 @@ __all__ = [
     "TokenStream",
     "Vocabulary",
     "call_id",
-    "encode",
     "make_prompt",
     "render",
 ]

@@ -284,11 +284,6 @@ class Vocabulary:
         return "".join([*map(stream.push, ids), stream.flush()])
 
 
-def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Return the ids of a prompt; see `Vocabulary.encode`."""
-    return Vocabulary(tokenizer).encode(prompt)
-
-
 class TextStream:
     """Token ids in, text out as soon as it is final; the pieces concatenate to `decode(ids)`.
 

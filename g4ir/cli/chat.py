@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
-from g4ir.model.media import KINDS, check_file
+from g4ir.model.media import KINDS
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.files import read_table
 
 from . import talking
 from .common import Draft, Load, OnDisk, OnEngine, emit, folder_drafts
-from .verb import flag, json_flag
+from .verb import json_flag
 
 if TYPE_CHECKING:
     from g4ir.generate.conversation import ChatSession, Turn
@@ -40,7 +40,6 @@ class Chat(OnEngine):
     json: bool = json_flag()
     load: Load
     talk: talking.Talk
-    media: list[tuple[str, str]] = flag("KIND of the first message", (), "FILE", each=KINDS)
     sampling: talking.Sampling
     draft: Draft
     disk: OnDisk
@@ -48,10 +47,8 @@ class Chat(OnEngine):
     def __call__(self) -> int:
         if sys.stdin is None:
             raise InputError("stdin is closed, and messages are read from it")
-        for kind, path in self.media:
-            check_file(kind, path)
         draft = folder_drafts(self.engine, self.draft)
-        path = self.engine_path(draft, media=self.media)
+        path = self.engine_path(draft)
         with (
             console.Progress() as progress,
             closing(self.load.to_generate(path, progress)) as engine,
@@ -63,8 +60,6 @@ class Chat(OnEngine):
     def _with(self, talk: ChatSession) -> int:
         terminal = sys.stdin.isatty() and sys.stdout.isatty() and not self.json
         repl = Repl(talk, talking.Screen(terminal), self.json)
-        for kind, path in self.media:
-            repl.command(f"/{kind} {path}")
         if not terminal:
             repl.run(from_pipe(sys.stdin.buffer))
             return int(repl.failed)
