@@ -20,6 +20,8 @@ static void widen_row(const char *row, int held, float *to, int64_t d) {
         for (int64_t j = 0; j < d; j++) to[j] = widen_fp8(row[j]);
     else if (held == F16)
         for (int64_t j = 0; j < d; j++) to[j] = load(row, j, F16);
+    else if (held == BF16)
+        for (int64_t j = 0; j < d; j++) to[j] = load(row, j, BF16);
     else
         for (int64_t j = 0; j < d; j++) to[j] = load(row, j, held);
 }

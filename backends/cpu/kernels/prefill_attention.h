@@ -6,6 +6,7 @@
 #pragma once
 #include "cache_rows.h"
 #include "gemm.h"
+#include "transpose.h"
 
 /* Keys per block: a multiple of ROWS and of DEPTH words. */
 #define BLOCK_KEYS (ROWS == 6 ? 96 : 128)
@@ -134,18 +135,25 @@ static int64_t query_row(const prefill *a, int64_t b, int64_t h, int64_t r) {
     return (b * a->queries + r / a->group) * a->heads + h * a->group + r % a->group;
 }
 
+/* Writes the panel words of the query at value `at`; PANELS_BF16 is for queries in bf16. */
+static void query_words(const prefill *a, int64_t at, panel_word *to) {
+    const char *row = (const char *)a->q + at * (a->dtype == F32 ? 4 : 2);
+    const int64_t words = a->d / PER_WORD;
+#ifdef PANELS_BF16
+    memcpy(to, row, words * sizeof *to);
+#else
+    widen_row(row, a->dtype, to, words);
+#endif
+    memset(to + words, 0, (a->words - words) * sizeof *to);
+}
+
 static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, query_block *own) {
     int64_t rows = a->queries * a->group;
+    panel_word *by_query = (panel_word *)own->sums; /* [COLUMNS, words] */
     own->first_from = own->least_last = INT32_MAX, own->most_from = own->most_last = -1;
     for (int64_t l = 0; l < COLUMNS; l++) {
         int64_t r = least(first + l, rows - 1), s = b * a->queries + r / a->group;
-        int64_t at = query_row(a, b, h, r) * a->d;
-        for (int64_t j = a->d / PER_WORD; j < a->words; j++) own->q[j * COLUMNS + l] = 0;
-        for (int64_t j = 0; j < a->d / PER_WORD; j++) {
-            float values[PER_WORD];
-            for (int i = 0; i < PER_WORD; i++) values[i] = load(a->q, at + j * PER_WORD + i, a->dtype);
-            own->q[j * COLUMNS + l] = word_of(values, 1);
-        }
+        query_words(a, query_row(a, b, h, r) * a->d, by_query + l * a->words);
         int64_t from = a->window ? a->positions[s] - a->window + 1 : 0;
         own->from[l] = from = from < 0 ? 0 : from, own->last[l] = a->last[s];
         own->most[l] = LOWEST, own->total[l] = 0;
@@ -154,6 +162,7 @@ static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, 
         if (a->last[s] < own->least_last) own->least_last = a->last[s];
         if (a->last[s] > own->most_last) own->most_last = a->last[s];
     }
+    transpose((const uint32_t *)by_query, a->words, (uint32_t *)own->q, COLUMNS, COLUMNS, a->words);
     memset(own->sums, 0, a->padded * COLUMNS * sizeof *own->sums);
 }
 
@@ -257,9 +266,14 @@ static void store_queries(const prefill *a, int64_t b, int64_t h, int64_t first,
         lanes inverse = where(total == 0, (lanes){0}, 1 / total);
         for (int64_t j = 0; j < a->d; j++) *(any_lanes *)(own->sums + j * COLUMNS + v) *= inverse;
     }
-    for (int64_t l = 0; l < least(COLUMNS, a->queries * a->group - first); l++) {
+    float *by_query = (float *)own->q; /* [COLUMNS, d] */
+    transpose((const uint32_t *)own->sums, COLUMNS, (uint32_t *)by_query, a->d, a->d, COLUMNS);
+    for (int64_t l = 0; l < least(COLUMNS, a->queries * a->group - first); l++, by_query += a->d) {
         int64_t to = query_row(a, b, h, first + l) * a->d;
-        for (int64_t j = 0; j < a->d; j++) store(a->out, to + j, own->sums[j * COLUMNS + l], a->dtype);
+        if (a->dtype == BF16)
+            narrow_row(by_query, (bf16 *)a->out + to, a->d);
+        else
+            for (int64_t j = 0; j < a->d; j++) store(a->out, to + j, by_query[j], a->dtype);
     }
 }
 
