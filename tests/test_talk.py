@@ -496,9 +496,10 @@ def test_run_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     image = ("--image", tmp_path / "a.png", "--max-new-tokens", "2", "--json")
     seen = json.loads(g4ir(*one, "--set", "image_budget=70", *image).out)
     assert seen["prompt_tokens"] > 70 and seen["new_tokens"] == 2
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"what is this?\n")))
+    typed = f"/image {tmp_path / 'a.png'}\nwhat is this?\n".encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
     words = ("--system", "be short", "--think", "--think-budget", "4", "--seed", "3")
-    said = json.loads(g4ir("chat", folder, *image, *words).out)
+    said = json.loads(g4ir("chat", folder, *image[2:], *words).out)
     assert said["prompt_tokens"] > 64
 
 
