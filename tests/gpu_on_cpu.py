@@ -20,11 +20,11 @@ class GpuOnCpu(CudaRuntime, CpuRuntime):
         self.any_length = False
 
     def run(self, phase: str, *step: Any, **more: Any) -> Any:
-        room = CpuRuntime if phase in self.recorded_phases else CudaRuntime
+        room = CudaRuntime if (phase, True) in self.plans else CpuRuntime
         return room.run(self, phase, *step, **more)
 
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
-        if phase in self.recorded_phases:
+        if (phase, True) not in self.plans:
             return lambda feeds: self._run_program(phase, feeds, state, None)
         return super()._step(phase, state)
 

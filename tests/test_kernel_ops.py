@@ -453,7 +453,7 @@ def kernels_of(text: str) -> Counter[str]:
 
 def programs_of(name: str, phase: str = "decode") -> Counter[str]:
     """Texts of the programs of a step of one row, and how often each is called."""
-    steps = phase_steps(program(name), Limits(max_batch=1), embeds=True)[phase]
+    steps = phase_steps(program(name), Limits(max_batch=1))[phase]
     return Counter(s.text for s in steps if isinstance(s, Segment))
 
 

@@ -11,9 +11,6 @@ from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Compiler, Device
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
-from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.draft import DRAFT
-from g4ir.model.encoder import ENCODE
 from g4ir.ops.types import torch
 from g4ir.ui.processor import cpu_flags
 
@@ -26,7 +23,6 @@ class Cpu(Device):
 
     name = "cpu"
     packages = ("torch",)
-    recorded_phases = ("decode", VERIFY, DRAFT, "prefill", BLOCKS, ENCODE)
 
     def needs(self) -> tuple[Callable[[], object], ...]:
         return (lambda: kernels().check(),)
@@ -48,7 +44,7 @@ class Cpu(Device):
     ) -> Any:
         from .runtime import CpuRuntime
 
-        return CpuRuntime(task, steps, files)
+        return CpuRuntime(task)
 
 
 class CompiledCpu(Cpu, Compiler):
@@ -68,6 +64,17 @@ class CompiledCpu(Cpu, Compiler):
 
     def sources(self) -> Sequence[Path]:
         return []
+
+    def runtime(
+        self,
+        task: Task,
+        steps: Mapping[str, Sequence[Any]],
+        files: Mapping[str, Sequence[str | None]],
+        cuda_graph: bool,
+    ) -> Any:
+        from g4ir.backends.inductor.runtime import ProgramRuntime
+
+        return ProgramRuntime(task, steps, files)
 
 
 DEVICE, COMPILER = Cpu(), CompiledCpu()

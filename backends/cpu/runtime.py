@@ -1,9 +1,9 @@
-"""CPU runtime: decode steps and prefill chunks as step programs, other graphs by torch's ops."""
+"""CPU runtime: step programs of text graphs; towers by torch's ops and the C kernels."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 
 from g4ir.backends.base import DeviceChoice, Embed, Task, Tensors, Watch
 from g4ir.backends.inductor.lower import SegmentModule
-from g4ir.backends.inductor.runtime import Call, ProgramRuntime
-from g4ir.backends.inductor.segment import Segment, Step
+from g4ir.backends.inductor.programs import EMBED
+from g4ir.backends.inductor.runtime import ProgramRuntime
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
 from g4ir.ir.rewrite import bind
-from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import CHUNK, TOKENS, VERIFY
 from g4ir.model.encoder import ENCODE
 from g4ir.weights.lora import ADAPTERS
@@ -38,30 +37,17 @@ log = logging.getLogger(__name__)
 class CpuRuntime(ProgramRuntime):
     """A loaded engine on the CPU."""
 
-    def __init__(
-        self,
-        task: Task,
-        steps: Mapping[str, Sequence[Step]],
-        files: Mapping[str, Sequence[str | None]],
-    ) -> None:
-        #: phases that run as programs recorded for a session
-        self.recorded_phases = task.program.graphs.keys() - steps.keys() - {"embed"}
+    def __init__(self, task: Task) -> None:
         #: created at the first use
         self.embedding: Embedding | None = None
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
         pyops.load_kernels(progress=task.progress)
-        super().__init__(task, steps, files)
+        super().__init__(task, {}, {})
 
-    def _without_program(self, segment: Segment) -> Call:
-        """Run a segment eagerly, by torch's ops and the C kernels."""
-        module = SegmentModule(lowered(parse_graph(segment.text)))
-        return torch.no_grad()(lambda args: module(*args))
-
-    def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
-        graphs = (self.program.graphs[phase] for phase in self.recorded_phases)
-        recorded = (v.name for g in graphs for v in g.params)
-        return dict.fromkeys([*super()._param_names(steps), *recorded])
+    def _param_names(self, steps: Any) -> Iterable[str]:
+        graphs = (g for phase, g in self.program.graphs.items() if phase != EMBED)
+        return dict.fromkeys(v.name for g in graphs for v in g.params)
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
         """Memory-map the engine's files, unless they are copied to huge pages."""
@@ -80,8 +66,6 @@ class CpuRuntime(ProgramRuntime):
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
-        if phase not in self.recorded_phases:
-            return super().run(phase, feeds, state, context, logits, watch)
         if not self.weights:
             raise EngineError("the engine is closed")
         outputs = self._run_program(phase, feeds, state, watch, logits)
@@ -143,12 +127,18 @@ class CpuRuntime(ProgramRuntime):
         # not cached for chunks: each prompt has another length
         return follows() if max_tokens else captured.get(StepProgram, (phase, tokens), follows)
 
+    def encode(self, tower: str, feeds: Tensors) -> Tensor:
+        graph, tensors = self.program.graphs[tower], {**self.weights, **feeds}
+        with torch.no_grad():
+            outputs = SegmentModule(lowered(graph))(*(tensors[v.name] for v in graph.sources()))
+        return outputs[0]
+
     def _max_tokens(self, phase: str, tokens: int) -> int:
         """Return the maximum tokens per sequence of a step, for which its arena is sized."""
         return max(tokens, self.limits.prefill_chunk, 3) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        if self.recorded_phases.isdisjoint(("decode", ENCODE)) or not self.weights:
+        if not self.weights:
             return None
         embedding = self.embedding = self.embedding or Embedding(self.program, tables)
         return embedding(tokens)
@@ -163,8 +153,6 @@ class CpuRuntime(ProgramRuntime):
     ) -> StepLoop | None:
         """Return a loop of steps that sample on this thread; None if the host has to embed or
         sample. It is cached with the session's caches."""
-        if "decode" not in self.recorded_phases:
-            return None
         make: Any = partial(self._step_loop, state, batch, choice.suppress, tables)
         return state.captured.get(StepLoop, choice.suppress, make)
 

@@ -69,11 +69,10 @@ class TorchBackend(Backend):
         return find_device(device).packages
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-        compiles = _compiles(task.device, settings)
-        steps = _steps(task.program, task.limits, task.device, compiles)
-        files: Mapping[str, str] = {}
-        if compiles:
-            files = self._compiled(task, texts_of(steps))
+        if not _compiles(task.device, settings):
+            return {}
+        steps = phase_steps(task.program, task.limits)
+        files = self._compiled(task, texts_of(steps))
         return {
             phase: tuple(files.get(s.text) if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
@@ -98,15 +97,15 @@ class TorchBackend(Backend):
         config = prepared.config
         if not _compiles(config.device, config.settings):
             return {}
-        texts = texts_of(_steps(prepared.packing.program, config.limits, config.device, True))
+        texts = texts_of(phase_steps(prepared.packing.program, config.limits))
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
     def load(self, task: Task, files: Programs, cuda_graph: bool = True) -> Any:
         find = find_compiler if self.has_native_code(files) else find_device
         device: Device = find(task.device)
-        recorded = () if device.compiles else task.program.graphs.keys() - files.keys()
-        steps = phase_steps(task.program, task.limits, recorded, device.compiles)
-        _check_programs(task, steps, files, device.compiles)
+        steps = phase_steps(task.program, task.limits) if device.compiles else {}
+        if device.compiles:
+            _check_programs(task, steps, files)
         return device.runtime(task, steps, files, cuda_graph)
 
 
@@ -114,22 +113,13 @@ def _compiles(device: str, settings: Mapping[str, str]) -> bool:
     return settings["programs"] == "inductor" or find_device(device).compiles
 
 
-def _steps(program: Program, limits: Limits, device: str, compiles: bool) -> dict[str, list[Step]]:
-    """Return the steps of the graphs that do not run as step programs."""
-    recorded = () if compiles else find_device(device).recorded_phases
-    return phase_steps(program, limits, recorded, compiles)
-
-
 def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
     """Return the text of each program call."""
     return [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
 
 
-def _check_programs(
-    task: Task, steps: Mapping[str, Sequence[Step]], files: Programs, compiles: bool
-) -> None:
-    """Raise EngineError unless every segment has a program compiled from it; devices without
-    compiled programs need none."""
+def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Programs) -> None:
+    """Raise EngineError unless every segment has a program compiled from it."""
     folder = task.folder / "programs"
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
@@ -142,7 +132,7 @@ def _check_programs(
         )
     checked: set[tuple[str, str]] = set()
     for name, many in texts.items():
-        expected = [compiles and t is not None for t in many]
+        expected = [t is not None for t in many]
         if expected != [f is not None for f in files[name]]:
             raise EngineError(
                 f"{folder}: the manifest does not have a program for each segment of {name}; "

@@ -26,9 +26,8 @@ class Device(ABC):
     name: str
     #: packages whose versions its engines depend on
     packages: tuple[str, ...]
-    #: whether graphs are compiled; graphs that run as step programs otherwise
+    #: whether graphs are compiled
     compiles = False
-    recorded_phases: tuple[str, ...] = ()
 
     @abstractmethod
     def needs(self) -> tuple[Callable[[], object], ...]:

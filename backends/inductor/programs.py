@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import bind
 from g4ir.plan.engine_limits import Limits
@@ -21,17 +19,12 @@ def phases(program: Program) -> list[str]:
     return [p for p in PHASES if p in program.graphs]
 
 
-def phase_steps(
-    program: Program, limits: Limits, recorded: Iterable[str] = (), embeds: bool = False
-) -> dict[str, list[Step]]:
-    """Return the steps of each phase and tower except the `recorded` ones. If the device `embeds`,
-    lookups in quantised tables are steps too. At max_batch 1 the batch dim is a constant."""
+def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
+    """Return the steps of each phase and tower, and of lookups in quantised tables. At max_batch 1
+    the batch dim is a constant."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
-    skipped = {*recorded, EMBED}
-    if embeds and any(program.graphs[EMBED].find("embedding_quantized")):
-        skipped.remove(EMBED)
     return {
         name: graph_steps(bind(g, **fixed))
         for name, g in program.graphs.items()
-        if name not in skipped
+        if name != EMBED or any(g.find("embedding_quantized"))
     }

@@ -90,12 +90,8 @@ class ProgramRuntime:
     def _call(self, step: Step, file: str | None) -> Call:
         """Return the function that runs a step."""
         if isinstance(step, Segment):
-            return self.calls[file] if file else self._without_program(step)
+            return self.calls[str(file)]
         return partial(self.group.run_node if self.group else run_node, step.node)
-
-    def _without_program(self, segment: Segment) -> Call:
-        """Return the function that runs a segment on a device without compiled programs."""
-        raise NotImplementedError(self.device)
 
     def _device_index(self) -> int:
         """Return torch's index of the device for programs; -1: default."""
