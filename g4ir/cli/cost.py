@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.graph import Graph
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import is_tower
+from g4ir.ops.codecs import FORMAT_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, total
 from g4ir.plan.gpus import find_gpu, gpu_names
+from g4ir.quant.recipe import QuantConfig
 from g4ir.ui.table import aligned
 from g4ir.ui.units import si
 
@@ -26,6 +30,8 @@ NOTE = (
     "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
     "are left out, since fused nodes keep them on the chip"
 )
+#: formats with a smaller share of the weights' bytes are not named
+LITTLE = 0.15
 
 
 class StepSize(Part):
@@ -68,8 +74,7 @@ class CostOf(Verb):
         self.graph.check()
         graph, step = self.graph.chosen(), self.step.of(self.graph)
         roof = find_gpu(self.step.gpu).roof if self.step.gpu is not None else None
-        config, costs = self.graph.config, graph_costs(graph, B=step.B, S=step.S, C=step.C)
-        quant = config.quant
+        costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
         if self.layer is not None:
             costs = [c for c in costs if layer_of(c.node) == self.layer]
             if not costs:
@@ -80,7 +85,7 @@ class CostOf(Verb):
             "batch": step.B,
             "new_tokens": step.S,
             "context": step.C + step.S,
-            "weights": quant.name if quant and not is_tower(graph.name) else config.dtype,
+            "weights": _formats(graph, self.graph.config.quant),
             "layer": self.layer,
             "roof": roof and asdict(roof),
             "total": _row(total(costs), roof),
@@ -93,6 +98,18 @@ class CostOf(Verb):
                 if c.cost != Cost()
             ]
         return output(self.json, report, "".join(f"{line}\n" for line in _lines(report)))
+
+
+def _formats(graph: Graph, quant: QuantConfig | None) -> str:
+    """Return the formats to which the graph quantises weights; if it no longer does, its params'
+    formats, largest share first."""
+    coded = any(v.type.dtype in FORMAT_OF for v in graph.params)
+    if quant and not coded and not is_tower(graph.name):
+        return quant.name
+    nbytes: Counter[str] = Counter()
+    for v in graph.params:
+        nbytes[FORMAT_OF.get(v.type.dtype, v.type.dtype)] += v.type.nbytes()
+    return "/".join(d for d, n in nbytes.most_common() if n >= LITTLE * nbytes.total())
 
 
 def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
