@@ -8,16 +8,21 @@ from typing import Any
 from g4ir.backends.base import Tensors
 from g4ir.backends.cpu.runtime import CpuRuntime
 from g4ir.backends.cuda.runtime import CudaRuntime
+from g4ir.backends.inductor.runtime import ProgramRuntime
 from g4ir.backends.kv_cache import Caches
 
 
-class GpuOnCpu(CudaRuntime, CpuRuntime):
-    """Nothing is recorded until a test says so; phases that are step programs stay those."""
+class GpuOnCpu(CudaRuntime):
+    """Nothing is recorded until a test says so."""
 
-    def __init__(self, runtime: CpuRuntime) -> None:
+    def __init__(self, runtime: ProgramRuntime) -> None:
         self.__dict__.update(runtime.__dict__)
         self.record = None
         self.any_length = False
+
+
+class GpuOnStepPrograms(GpuOnCpu, CpuRuntime):
+    """Phases that are step programs stay those."""
 
     def run(self, phase: str, *step: Any, **more: Any) -> Any:
         room = CudaRuntime if (phase, True) in self.plans else CpuRuntime
@@ -32,6 +37,7 @@ class GpuOnCpu(CudaRuntime, CpuRuntime):
 def use_gpu_runtime(engine: Any, patch: Any) -> Any:
     """Give an engine for the CPU the runtime of GPUs, and return it."""
     if not isinstance(engine.runtime, GpuOnCpu):
-        patch.setattr(engine, "runtime", GpuOnCpu(engine.runtime))
+        of = GpuOnStepPrograms if isinstance(engine.runtime, CpuRuntime) else GpuOnCpu
+        patch.setattr(engine, "runtime", of(engine.runtime))
         patch.setattr(engine, "_idle", None)  # a session kept from before has no step of this kind
     return engine.runtime
