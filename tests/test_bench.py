@@ -234,7 +234,7 @@ def test_the_text_shows_agreement_before_any_speed(report: Values) -> None:
     outputs = next(i for i, x in enumerate(lines) if x.startswith("outputs"))
     speed = next(i for i, x in enumerate(lines) if "TTFT" in x)
     assert "same token 4 of 4" in lines[outputs] and outputs < speed
-    busy = {**report, "env": {**report["env"], "load_average": 99.0}}
+    busy = {**report, "env": {**report["env"], "load_average": 99.0, "busy": True}}
     assert "load 99.0 (busy: times are too long)" in text(busy).splitlines()[0]
     for word in ("MBU", "MFU", "roofline", "tokens/s a user"):
         assert any(word in x for x in lines), word

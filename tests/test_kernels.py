@@ -206,7 +206,9 @@ def test_what_is_no_number_stays_none(form: str, bad: float, product: Any) -> No
 
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("form", CODED)
-def test_experts_of_codes(form: str, tokens: int) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_experts_of_codes(form: str, tokens: int, first: int) -> None:
+    """Of all experts, and of a rank that has two of four."""
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(1, tokens, 256, generator=g)
     weights = torch.rand(1, tokens, 2, generator=g)
@@ -214,9 +216,13 @@ def test_experts_of_codes(form: str, tokens: int) -> None:
     gate_up, down = torch.randn(4, 512, 256, generator=g), torch.randn(4, 256, 256, generator=g)
     parts = [QUANTIZE(w, form=form, group=CODED[form][0], scale="f32") for w in (gate_up, down)]
     dense = [dequantize_codes(*p, torch.float32) for p in parts]
-    want = experts_op.reference(x, weights, index, *dense, act="silu")
+    if first:
+        parts, dense = [[t[1:3] for t in p] for p in parts], [d[1:3] for d in dense]
+    rank = (torch.tensor([first]),) if first else ()
+    more: dict[str, Any] = {"act": "silu"} | ({"total": 4} if first else {})
+    want = experts_op.reference(x, weights, index, *dense, *rank, **more)
     stacks = ((*p, False) for p in parts)
-    got = by_steps("experts", x, weights, index, *stacks, act="silu")
+    got = by_steps("experts", x, weights, index, *stacks, *rank, **more)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 

@@ -479,6 +479,13 @@ def test_wrong_flags(folder: Path, verb: str, words: list[str], said: str) -> No
     assert said in refused(verb, folder, *words)
 
 
+def test_a_full_stdout_ends_the_chat(folder: Path) -> None:
+    words = [sys.executable, "-m", "g4ir.cli", "chat", str(folder), "--max-new-tokens", "1"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, input="a\nb\n", text=True, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2 and done.stderr.count("No space left on device") == 1
+
+
 # --- one message ------------------------------------------------------------------------------
 
 

@@ -19,6 +19,9 @@ from g4ir.ui.processor import architecture
 from . import pyops
 from .pyops import DTYPES
 
+#: dtypes of which the kernels have panels
+PANEL_DTYPES = (DTYPES[torch.bfloat16], DTYPES[torch.float32])
+
 
 def quantized(
     w: torch.Tensor, *, form: str, group: int, scale: str, moments: torch.Tensor | None = None
@@ -74,7 +77,7 @@ def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
     """Compute `add_products`, for bf16 by products of bf16; without the kernel it is the fallback.
     Sums do not depend on the number of threads."""
     dtype = DTYPES.get(x.dtype)
-    if not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
+    if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)
         return
     sizes, threads = (*x.shape, x.stride(0)), torch.get_num_threads()

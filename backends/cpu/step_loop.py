@@ -261,7 +261,7 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensors | None:
         """Return the outputs of the embed graph for tokens i64[B,S]; None for 0 or more than ROWS
-        tokens, ids beyond a table, or a table that is no memory."""
+        tokens, ids beyond a table, or a table that cannot be memory-mapped."""
         feeds, count = {"tokens": tokens.reshape(1, -1)}, tokens.numel()
         if not 0 < count <= ROWS or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._ids:
             return None

@@ -617,8 +617,6 @@ def _experts(
     down: Tensor | Coded,
     *first: Tensor,
 ) -> Tensor:
-    if first:
-        raise NoInstruction("experts of one rank")
     _computes(x)
     if weights.dtype != torch.float32:
         raise NoInstruction(f"weights of experts in {weights.dtype}")
@@ -633,7 +631,8 @@ def _experts(
     tiles += r.of_chunk(x) << 2
     act = ACTIVATIONS.index(n.word("act"))
     operands = (r.contiguous(x), weights, index, *operands, *scratch, order, y)
-    r.emit("experts", *operands, n=(act, *format_ids, tiles))
+    rank = float(first[0]) if first else 0.0
+    r.emit("experts", *operands, n=(act, *format_ids, tiles), f=rank)
     for t in (*scratch, order):
         r.arena.use(t, 0)
     return y

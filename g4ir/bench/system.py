@@ -34,9 +34,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "g4ir": __version__,
         "commit": commit(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
         "date": time.strftime("%Y-%m-%d"),
-        "load_average": psutil.getloadavg()[0],
+        "load_average": (load := psutil.getloadavg()[0]),
+        "busy": load > (psutil.cpu_count() or 1) + 0.25,
     }
 
 

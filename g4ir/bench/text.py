@@ -115,7 +115,7 @@ def _workload_text(r: Values) -> str:
 def machine(env: dict[str, Any]) -> str:
     """Return the environment as one line."""
     gpu = f"{env['gpu']}, " if "gpu" in env else ""
-    busy = " (busy: times are too long)" if env["load_average"] > env["cores"] + 0.25 else ""
+    busy = " (busy: times are too long)" if env.get("busy") else ""
     clock = f", {env['cpu_mhz']} MHz" if env.get("cpu_mhz") else ""
     return (
         f"machine  {gpu}{env['cpu']}, {env['cores']} threads, {env['isa']}{clock}, "
@@ -136,7 +136,7 @@ def _table(runs: Sequence[Values]) -> str:
 
 
 def _cells(run: Values, names: Iterable[str]) -> list[str]:
-    """Return metrics of a run with their spreads, shares in %; `-` for what the run has not."""
+    """Return metrics of a run with their spreads, shares in %; `-` if the run lacks one."""
     stats, void = metrics(run), "VOID " * run["void"]
     factors = {name: 100.0 if name in ("mbu", "mfu") else 1.0 for name in names}
     return [f"{void}{stat_text(stats[k], f)}" if k in stats else "-" for k, f in factors.items()]

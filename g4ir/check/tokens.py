@@ -100,14 +100,14 @@ class Turns:
 
 
 def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
-    """Return a long turn, one a little longer than the window, single steps."""
+    """Return the turns of `turn_sizes`, without a short one."""
     every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
     return Turns(ids, turn_sizes(len(ids), window_of(engine), STEPS), every)
 
 
 def turn_sizes(count: int, window: int, steps: int, short: int = 0) -> list[int]:
-    """Return the sizes of turns of `count` tokens: the first, one a little longer than the window,
-    a short one, and single steps; at most so many, fewer of few tokens."""
+    """Return the sizes of turns of `count` tokens: what is left, one of window + 1 tokens if there
+    are so many, a short one, and single steps (`steps`, or a third of the tokens)."""
     steps = min(steps, count // 3)
     prompt = count - steps
     short = min(short, prompt // 4)
@@ -118,9 +118,9 @@ def turn_sizes(count: int, window: int, steps: int, short: int = 0) -> list[int]
 def draft_rounds(
     ids: torch.Tensor, start: int, width: int, max_seq: int
 ) -> Iterator[tuple[int, torch.Tensor, int]]:
-    """Yield the verification steps that decode ids i64[T] from `start` on: position, draft tokens,
-    `width` of them or what fits, and how many at their beginning are right: half."""
-    size, wrong = min(width, len(ids) - start + 1) // 2, ids.flip(0).repeat(width)
+    """Yield the verification steps that decode ids i64[T] from `start` on: position, `width` draft
+    tokens (fewer if the cache has less room), and how many of the first are right (half)."""
+    size, wrong = max(1, min(width, len(ids) - start + 1) // 2), ids.flip(0).repeat(width)
     for at in range(start, len(ids), size):
         right = ids[at : at + size]
         yield at, torch.cat((right, wrong))[: min(width, max_seq - at)], len(right)

@@ -148,7 +148,8 @@ class Repl:
                 self.talk.leave_calls()
                 print()
             except (G4Error, OSError, UnicodeError) as e:
-                if isinstance(e, BrokenPipeError) or not self.talk.alive:
+                no_file = isinstance(e, OSError) and e.filename is None  # stdout is full or closed
+                if no_file or not self.talk.alive:
                     raise
                 self._refuse(e)
 

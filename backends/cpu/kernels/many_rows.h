@@ -52,10 +52,10 @@ static int64_t words_of_x(const many_rows *p, int64_t values) { return steps_of(
 
 static int pack_x_units(void *context, units *left) {
     const many_rows *p = context;
-    int64_t size = p->dtype == F32 ? 4 : 2, stride = p->upper ? p->stride : p->k * size, apart = p->upper ? size : stride;
+    int64_t size = p->dtype == F32 ? 4 : 2, stride = p->upper ? p->stride : p->k * size;
     for (int64_t i; (i = take_unit(left)) >= 0;) {
         int64_t first = i * p->by->rows;
-        p->by->pack((const char *)p->x + first * apart, p->dtype, stride, p->rows - first, p->k,
+        p->by->pack((const char *)p->x + first * (p->upper ? size : stride), p->dtype, stride, p->rows - first, p->k,
                     p->panels + first * words_of_x(p, p->k));
     }
     return 0;
@@ -76,7 +76,7 @@ static void store_sums(const many_rows *p, const float *sums, int64_t first, int
     }
 }
 
-/* Of `rows` rows of x from `from` on those that are multiplied with columns up to `end`. */
+/* Returns how many of `rows` rows of x from `from` on are multiplied with columns before `end`. */
 static int64_t rows_before(const many_rows *p, int64_t from, int64_t rows, int64_t end) {
     return p->upper ? least(rows, end > from ? end - from : 0) : rows;
 }

@@ -784,16 +784,23 @@ static void top_k(const running *a, int64_t from, int64_t to, float *scratch) {
     }
 }
 
+/* The rank's index of an expert; `local`, the number of its experts, for those of other ranks. */
+static inline int64_t local_expert(const running *a, int64_t e, int64_t local) {
+    e -= (int64_t)a->i->f;
+    return e < 0 || e > local ? local : e;
+}
+
 /* Grouped GEMM: multiplies rows of x, sorted by expert, with their experts' weights. `w`: weight and scales;
  * `form` is negative if it is not quantised. */
 static int expert_products(const running *a, const operand *w, int64_t form, int tiles, const operand *x,
                            const operand *y) {
     const operand *scales = w + 1;
     const int64_t *chosen = (const int64_t *)a->of[2].at, *order = (const int64_t *)a->of[11].at;
-    int64_t n = y->width, count = rows_of(y);
+    int64_t n = y->width, count = rows_of(y), local = rows_of(w) / n;
     for (int64_t from = 0, end; from < count; from = end) {
-        int64_t e = chosen[order[from]];
-        for (end = from; end < count && chosen[order[end]] == e;) end++;
+        int64_t e = local_expert(a, chosen[order[from]], local);
+        if (e == local) return 0; /* the last are those of other ranks */
+        for (end = from; end < count && local_expert(a, chosen[order[end]], local) == e;) end++;
         const char *at = w->at + e * n * w->width * w->bytes;
         coded_product p = {.codes = at, .scales = scales->at + e * n * scales->width * scales->bytes,
                            .x = row(x, from), .y = row(y, from), .form = form, .tiles = tiles & 1, .chunk = tiles >> 2,
@@ -808,13 +815,14 @@ static int expert_products(const running *a, const operand *w, int64_t form, int
 }
 
 /* Counting sort of the (token, expert) pairs by expert: `order` is the permutation, then its inverse. */
-static void by_expert(const int64_t *index, int64_t count, int64_t most, int64_t *order) {
-    int64_t starts[most + 1];
-    for (int64_t e = 0; e <= most; e++) starts[e] = 0;
-    for (int64_t i = 0; i < count; i++) starts[index[i] + 1]++;
-    for (int64_t e = 0; e < most; e++) starts[e + 1] += starts[e];
+static void by_expert(const running *a, int64_t count, int64_t local, int64_t *order) {
+    const int64_t *chosen = (const int64_t *)a->of[2].at;
+    int64_t starts[local + 2];
+    for (int64_t e = 0; e < local + 2; e++) starts[e] = 0;
+    for (int64_t i = 0; i < count; i++) starts[local_expert(a, chosen[i], local) + 1]++;
+    for (int64_t e = 0; e <= local; e++) starts[e + 1] += starts[e];
     for (int64_t i = 0; i < count; i++) {
-        int64_t at = starts[index[i]]++;
+        int64_t at = starts[local_expert(a, chosen[i], local)]++;
         order[at] = i, order[count + i] = at;
     }
 }
@@ -841,12 +849,14 @@ static void expert_glu(const running *a, int64_t from, int64_t to, float *scratc
 /* Sums each token's expert outputs, weighted, in the order of rank. */
 static void weigh(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *weights = a->of + 1, *made = a->of + 10, *y = a->of + 12;
-    int64_t d = y->width, k = weights->width;
+    int64_t d = y->width, k = weights->width, local = rows_of(a->of + 5) / d;
+    const int64_t *chosen = (const int64_t *)a->of[2].at;
     const int64_t *place = (const int64_t *)a->of[11].at + rows_of(made);
     float *one = scratch + d;
     for (int64_t t = from; t < to; t++) {
         for (int64_t j = 0; j < d; j++) scratch[j] = 0;
         for (int64_t s = t * k; s < (t + 1) * k; s++) {
+            if (local_expert(a, chosen[s], local) == local) continue;
             float by = ((const float *)weights->at)[s];
             read_numbers(row(made, place[s]), made->dtype, one, d);
             for (int64_t j = 0; j < d; j++) scratch[j] += one[j] * by;
@@ -857,12 +867,13 @@ static void weigh(const running *a, int64_t from, int64_t to, float *scratch) {
 
 /* x [T, D], weights [T, k], index [T, k], gate_up, its scales, down, its scales; scratch: gathered x [T * k,
  * D], gate_up outputs [T * k, 2 I], activation, down outputs, order [2, T * k]; y. n: activation, formats of
- * both weights, bit flags: gate_up tiled, down tiled, prefill chunk. */
+ * both weights, bit flags: gate_up tiled, down tiled, prefill chunk; f: the index of the rank's first expert.
+ * Experts of other ranks add nothing. */
 static int experts(const running *a) {
-    const operand *index = a->of + 2, *up = a->of + 3, *down = a->of + 5, *rows = a->of + 7;
+    const operand *up = a->of + 3, *down = a->of + 5, *rows = a->of + 7;
     const operand *both = a->of + 8, *act = a->of + 9, *made = a->of + 10, *y = a->of + 12;
     const int64_t *n = a->i->n;
-    by_expert((const int64_t *)index->at, rows_of(rows), rows_of(up) / both->width, (int64_t *)a->of[11].at);
+    by_expert(a, rows_of(rows), rows_of(up) / both->width, (int64_t *)a->of[11].at);
     return by_rows(a, rows, expert_rows, 0) || expert_products(a, up, n[1], n[3] & 5, rows, both) ||
            by_rows(a, act, expert_glu, both->width) ||
            expert_products(a, down, n[2], n[3] >> 1 & 1 | n[3] & 4, act, made) || by_rows(a, y, weigh, 2 * y->width);

@@ -75,8 +75,9 @@ def read(original: Body) -> Translation:
         raise bad("file", "is missing or empty; send an audio file")
     if original.get("model") == "":
         raise bad("model", "is empty; name the model, or leave it out")
-    absent = ("stream", "false")
-    original = {k: value for k, value in original.items() if value and (k, value) != absent}
+    if str(original.get("stream")).lower() == "false":
+        original = {k: value for k, value in original.items() if k != "stream"}
+    original = {k: value for k, value in original.items() if value}
     table = TABLES["transcriptions"]
     if other := next((n for n in original if n in CHAT and n not in table["becomes"]), None):
         raise missing(other, "is not supported with audio files; leave it out")
