@@ -265,8 +265,6 @@ ATTENTIONS = ("attention", "attention_latent")
 BY_TORCH = {
     ("attention", 2),
     ("attention_latent", 2),
-    ("experts", 2),
-    ("moe_mlp", 2),
     ("concat", 0),
 }
 RECORDED = [c for c in CASES if c[0] in (LOWERINGS.keys() | EXPANDED) - WEIGHTS]

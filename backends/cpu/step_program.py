@@ -269,6 +269,11 @@ class Recorder:
                 self.scratch_size = max(self.scratch_size, 3 * t.shape[-1])
         self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
 
+    def copy(self, x: Tensor, y: Tensor) -> None:
+        """Append a copy, unless it is of no values (a null pointer)."""
+        if x.numel():
+            self.emit("copy", x, y)
+
     def of_chunk(self, x: Tensor) -> bool:
         """Whether x has all rows of a prefill chunk, not only the last of each sequence."""
         return self.chunk and x.dim() > 2 and x.shape[1] > 1
@@ -304,7 +309,7 @@ class Recorder:
         if x.is_contiguous():
             return x
         y = self.like(x)
-        self.emit("copy", x, y)
+        self.copy(x, y)
         self.arena.use(y, 0)
         return y
 
@@ -411,7 +416,7 @@ def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor
 def _stack_layers(r: Recorder, n: Node, x: Tensor) -> Tensor:
     by_layer = x.permute(2, 0, 1, 3)
     y = r.arena.empty(tuple(by_layer.shape), x.dtype)
-    r.emit("copy", by_layer, y)
+    r.copy(by_layer, y)
     return y
 
 
@@ -467,7 +472,7 @@ def _latent_row(r: Recorder, n: Node, v: Tensor, k: Tensor) -> Tensor:
     y = r.like(v, d + 2 * pairs)
     parts = v, k[..., :pairs], k[..., half : half + pairs]
     for part, at in zip(parts, (0, d, d + pairs), strict=True):
-        r.emit("copy", part, y[..., at : at + part.shape[-1]])
+        r.copy(part, y[..., at : at + part.shape[-1]])
     return y
 
 
@@ -490,12 +495,12 @@ def _attention_latent(
     for i, at in enumerate((0, half)):
         low, out = q[..., at : at + pairs], d + i * pairs
         r.emit("scale", low, query[..., at : at + pairs], f=0)
-        r.emit("copy", low, query[..., out : out + pairs])
+        r.copy(low, query[..., out : out + pairs])
         rest = slice(at + pairs, at + half)
-        r.emit("copy", weighted[..., rest], query[..., rest])
+        r.copy(weighted[..., rest], query[..., rest])
     summed = _attention(r, n, query, positions, written, cache, cache, *fresh, *fresh, *chunk[1:])
     y = r.like(q)
-    r.emit("copy", summed[..., :d], y)
+    r.copy(summed[..., :d], y)
     for t in (weighted, query, summed):
         r.arena.use(t, 0)
     return y
@@ -630,9 +635,8 @@ def _experts(
     tiles = sum(isinstance(w, Coded) and w.tiles << i for i, w in enumerate((gate_up, down)))
     tiles += r.of_chunk(x) << 2
     act = ACTIVATIONS.index(n.word("act"))
-    operands = (r.contiguous(x), weights, index, *operands, *scratch, order, y)
-    rank = float(first[0]) if first else 0.0
-    r.emit("experts", *operands, n=(act, *format_ids, tiles), f=rank)
+    operands = (r.contiguous(x), weights, index, *operands, *scratch, order, y, *(first or (None,)))
+    r.emit("experts", *operands, n=(act, *format_ids, tiles))
     for t in (*scratch, order):
         r.arena.use(t, 0)
     return y
@@ -648,7 +652,7 @@ def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
         raise NoInstruction("concat of anything but rows")
     y = r.like(x, sum(t.shape[-1] for t in parts))
     for t in parts:
-        r.emit("copy", t, y[..., at : at + t.shape[-1]])
+        r.copy(t, y[..., at : at + t.shape[-1]])
         at += t.shape[-1]
     return y
 

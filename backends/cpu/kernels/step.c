@@ -786,7 +786,8 @@ static void top_k(const running *a, int64_t from, int64_t to, float *scratch) {
 
 /* The rank's index of an expert; `local`, the number of its experts, for those of other ranks. */
 static inline int64_t local_expert(const running *a, int64_t e, int64_t local) {
-    e -= (int64_t)a->i->f;
+    const int64_t *first = (const int64_t *)a->of[13].at;
+    e -= first ? *first : 0;
     return e < 0 || e > local ? local : e;
 }
 
@@ -867,8 +868,8 @@ static void weigh(const running *a, int64_t from, int64_t to, float *scratch) {
 
 /* x [T, D], weights [T, k], index [T, k], gate_up, its scales, down, its scales; scratch: gathered x [T * k,
  * D], gate_up outputs [T * k, 2 I], activation, down outputs, order [2, T * k]; y. n: activation, formats of
- * both weights, bit flags: gate_up tiled, down tiled, prefill chunk; f: the index of the rank's first expert.
- * Experts of other ranks add nothing. */
+ * both weights, bit flags: gate_up tiled, down tiled, prefill chunk. Last operand: the index of the rank's
+ * first expert, or none; experts of other ranks add nothing. */
 static int experts(const running *a) {
     const operand *up = a->of + 3, *down = a->of + 5, *rows = a->of + 7;
     const operand *both = a->of + 8, *act = a->of + 9, *made = a->of + 10, *y = a->of + 12;
