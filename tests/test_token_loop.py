@@ -260,8 +260,7 @@ EXPANDED = {
     *("qkv_write", "moe_mlp", "heads", "merge_heads", "split", "unstack_layers"),
 }
 ATTENTIONS = ("attention", "attention_latent")
-#: samples that torch's ops compute: attention with a softcap, experts of one rank, tensors that are
-#: no rows
+#: samples that torch's ops compute: attention with a softcap, tensors that are no rows
 BY_TORCH = {
     ("attention", 2),
     ("attention_latent", 2),
