@@ -4,7 +4,6 @@ REASONING = "a thought is the field `reasoning`, not `reasoning_content`"
 MORE = "vLLM takes what `g4ir serve` refuses"
 
 DIFFERENCES = {
-    "test_one_model_is_asked_for": "there is no `/v1/models/NAME`",
     "test_several_answers_to_several_prompts": "`n` above 1 wants a temperature above 0",
     "test_what_is_dictated[thoughts-False]": REASONING,
     "test_what_is_dictated[thoughts-True]": REASONING,
@@ -12,6 +11,4 @@ DIFFERENCES = {
     "test_what_is_known_of_a_prompt_is_told": "tokens that were known are not told",
     "test_arguments": "a string of the arguments is one part",
     "test_a_call_that_is_cut": "the string that is cut, and what follows, is left out or closed",
-    "test_errors[False-unable]": MORE,
-    "test_errors[True-unable]": MORE,
 }
