@@ -1,7 +1,6 @@
 """Tests of clients that vLLM's server does not pass -> in what it differs, as docs/vllm.md says."""
 
 REASONING = "a thought is the field `reasoning`, not `reasoning_content`"
-MORE = "vLLM takes what `g4ir serve` refuses"
 
 DIFFERENCES = {
     "test_several_answers_to_several_prompts": "`n` above 1 wants a temperature above 0",
