@@ -106,12 +106,12 @@ def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
 
 
 def turn_sizes(count: int, window: int, steps: int, short: int = 0) -> list[int]:
-    """Return the sizes of turns of `count` tokens: what is left, one of window + 1 tokens if there
-    are so many, a short one, and single steps (`steps`, or a third of the tokens)."""
+    """Return the sizes of turns of `count` tokens: two long ones (the second of window + 1 tokens
+    if there are more, else half), a short one, and single steps (`steps`, or a third of all)."""
     steps = min(steps, count // 3)
     prompt = count - steps
     short = min(short, prompt // 4)
-    long = min(window + 1, max(prompt - short - 1, 0))
+    long = window + 1 if prompt - short > window + 1 else (prompt - short) // 2
     return [n for n in (prompt - short - long, long, short, *[1] * steps) if n]
 
 
