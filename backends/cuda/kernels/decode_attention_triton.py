@@ -15,7 +15,6 @@ result's rms.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import e, log2
 from typing import Any
 
@@ -231,27 +230,6 @@ def _attended_latent(q, w, cache, by_slot, share, factors, CAPPED, GROUP, D, P, 
     return o, top, total
 
 
-@dataclass(frozen=True)
-class DecodeOperands:
-    """Operands of `_decode`."""
-
-    q: Tensor
-    ends: Tensor
-    w: Tensor | None
-    keys: Tensor
-    values: Tensor | None
-    arrivals: Tensor
-    parts: Tensor
-    stats: Tensor
-    out: Tensor
-    slots: Any
-    by_slot: Any
-    by_row: Any
-    by_head: Any
-    inner: float
-    outer: float
-
-
 @triton.jit
 def _decode(
     q,
@@ -384,7 +362,7 @@ def decode_attention(
     start(
         _decode,
         (splits, n, b),
-        DecodeOperands(*operands),
+        operands,
         LATENT=w is not None,
         **_layout(q, keys, w is not None, block_n),
         **constants(out, n, window, softcap),

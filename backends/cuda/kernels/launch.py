@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,10 +27,10 @@ def _direct(kernel: Any, grid: Any, operands: dict[str, Any], meta: dict[str, An
 _START: ContextVar[Callable[..., None]] = ContextVar("start", default=_traced)
 
 
-def start(kernel: Any, grid: tuple[Any, ...], operands: Any, **meta: Any) -> None:
-    """Launch a kernel so that torch's tracers record it. `operands`: the kernel's operand
-    dataclass, whose fields are its parameters; `meta`: constexprs, num_warps and num_stages."""
-    _START.get()(kernel, grid, dict(vars(operands)), meta)
+def start(kernel: Any, grid: tuple[Any, ...], operands: Iterable[Any], **meta: Any) -> None:
+    """Launch a kernel so that torch's tracers record it. `operands`: all its parameters that are no
+    constexprs, which come first; `meta`: constexprs, num_warps and num_stages."""
+    _START.get()(kernel, grid, dict(zip(kernel.arg_names, operands)), meta)
 
 
 def takes(x: torch.Tensor) -> bool:

@@ -12,7 +12,6 @@ exact sum's nearest neighbour except where that sum is within this budget of a t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,18 +27,6 @@ from .launch import activate, blocks, rounded, start, takes
 from .rows_triton import dense
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class ProductOperands:
-    """Operands of `_skinny`."""
-
-    x: Tensor
-    w: Tensor
-    scales: Tensor
-    up: Tensor
-    y: Tensor
-    rows: Any
 
 
 @triton.jit
@@ -125,7 +112,7 @@ def skinny_linear(
     start(
         _skinny,
         (blocks(n, block_n), blocks(rows, block_m)),
-        ProductOperands(x.contiguous(), w, scale_operand, other, y, rows),
+        (x.contiguous(), w, scale_operand, other, y, rows),
         N=n,
         K=k,
         BLOCK_M=block_m,

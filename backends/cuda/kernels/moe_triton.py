@@ -18,7 +18,6 @@ roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a rounding may
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -307,55 +306,6 @@ def _down(
 # --- launches -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RouteOperands:
-    """Operands of `_route`."""
-
-    x: Tensor
-    scale: Tensor
-    proj: Tensor
-    per_expert: Tensor
-    arrivals: Tensor
-    logits: Tensor
-    weights: Tensor
-    index: Tensor
-    listed: Tensor
-    rows: Any
-    root: float
-
-
-@dataclass(frozen=True)
-class GateUpOperands:
-    """Operands of `_gate_up`."""
-
-    x_dense: Tensor
-    x_moe: Tensor
-    index: Tensor
-    listed: Tensor
-    w_dense: Tensor
-    dense_scales: Tensor
-    w: Tensor
-    scales: Tensor
-    out: Tensor
-    rows: Any
-
-
-@dataclass(frozen=True)
-class DownOperands:
-    """Operands of `_down`."""
-
-    act: Tensor
-    index: Tensor
-    listed: Tensor
-    w_dense: Tensor
-    dense_scales: Tensor
-    w: Tensor
-    scales: Tensor
-    dense: Tensor
-    parts: Tensor
-    rows: Any
-
-
 def route_reference(
     logits: Tensor, per_expert: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -403,7 +353,7 @@ def moe_route(
     start(
         _route,
         (blocks(experts, block_n), rows),
-        RouteOperands(*inputs, logits, weights, index, listed, rows, root),
+        (*inputs, logits, weights, index, listed, rows, root),
         HIDDEN=hidden,
         EXPERTS=experts,
         E_P=power_of_2(experts),
@@ -483,7 +433,7 @@ def moe_gate_up(
     start(
         _gate_up,
         (programs, blocks(rows, block_m)),
-        GateUpOperands(x_dense, x_moe, index, listed, *_pointers(weights), out, rows),
+        (x_dense, x_moe, index, listed, *_pointers(weights), out, rows),
         ACT=act,
         **_constants(x_moe.shape[-1], inner, width, top_k, weights),
         **tile(block_n, block_k, warps, stages, block_m),
@@ -526,7 +476,7 @@ def moe_down(
     start(
         _down,
         ((1 + _max_experts(listed, index)) * blocks(hidden, block_n), blocks(rows, block_m)),
-        DownOperands(act, index, listed, *_pointers(weights), out, parts, rows),
+        (act, index, listed, *_pointers(weights), out, parts, rows),
         **_constants(hidden, inner, width, top_k, weights),
         **tile(block_n, block_k, warps, stages, block_m),
     )

@@ -14,7 +14,6 @@ is about half that of the reference and at most twice it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -121,28 +120,6 @@ def _weighted(q, rows, columns, real, w, D, PAIRS):
     query = tl.load(at, mask=real[:, None] & still[None, :], other=0.0).to(tl.float32)
     weight = tl.load(w + columns, mask=still, other=0.0).to(tl.float32)
     return (query * weight[None, :]).to(q.dtype.element_ty)
-
-
-@dataclass(frozen=True)
-class ChunkOperands:
-    """Operands of `_attend`."""
-
-    q: Tensor
-    positions: Tensor
-    written: Tensor
-    w: Tensor
-    cache_k: Tensor
-    cache_v: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    scale: float
-    softcap: float
-    tokens: Any
-    slots: Any
-    by_slot: Any
-    by_row: Any
-    by_head: Any
 
 
 @triton.jit
@@ -301,7 +278,7 @@ def prefill_attention(
     start(
         _attend,
         (blocks(s, block_m // power_of_2(heads // n)), n, b),
-        ChunkOperands(*operands),
+        operands,
         WINDOW=window,
         CAP=softcap > 0,
         LATENT=w is not None,

@@ -6,9 +6,6 @@ Error: the weight in fp32 is one rounding of fp32 off; in bf16 a rounding may fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,18 +19,6 @@ from .codes_triton import weight_tile as tile_of
 from .launch import blocks, rounded, start, takes
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class RowOperands:
-    """Operands of `_rows`."""
-
-    codes: Tensor
-    scales: Tensor
-    ids: Tensor
-    y: Tensor
-    rows: Any
-    factor: float
 
 
 @triton.jit
@@ -95,7 +80,7 @@ def dequantized_rows(
     start(
         _rows,
         (blocks(k, block_k), blocks(rows, block_r)),
-        RowOperands(codes, scales, codes if ids is None else ids, y, rows, factor),
+        (codes, scales, codes if ids is None else ids, y, rows, factor),
         K=k,
         GATHERED=ids is not None,
         BLOCK_R=block_r,
