@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import g4ir
+from g4ir import Engine, Spec, load_spec
 from g4ir.artefact.directory import MANIFEST, manifest_text
-from g4ir.engine.engine import Engine
 from g4ir.model.names import HEAD
 from g4ir.model.tensors import dead_tensors, text_tensors
-from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, sha256
 from g4ir.weights.random import random_tensor, random_weights
 from g4ir.weights.tensorfile import FileTensor, write_tensors

@@ -18,13 +18,12 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.engine.engine import Engine
+from g4ir import Engine, Spec, load_spec
 from g4ir.errors import InputError
 from g4ir.media import videos
 from g4ir.media.videos import Footage
 from g4ir.model.media import KINDS
 from g4ir.spec.parts import Tokens
-from g4ir.spec.record import Spec, load_spec
 from tests.cases import TABLES
 from tests.engines import add_file, random_checkpoint
 from tests.torchvision_half import find_torchvision

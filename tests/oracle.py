@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
+from g4ir import Graph, Spec
 from g4ir.check.hf import cache_argument
-from g4ir.ir.graph import Graph
 from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.spec.parts import SLIDING
-from g4ir.spec.record import Spec
 
 #: the reference's own modes: (attention implementation, token by token through a cache). Both at
 #: once would allow hardly more and take half of the time of all.

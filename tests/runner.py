@@ -11,17 +11,14 @@ from typing import Any
 
 import torch
 
-from g4ir.engine.engine import Engine
+from g4ir import Engine, Spec, build_program, empty_state, interpret
 from g4ir.ir.graph import Program, Value
-from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.rewrite import split_prologue
-from g4ir.model.text import build_program
 from g4ir.passes import PassOptions, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import quantise
-from g4ir.spec.record import Spec
 from tests.oracle import Oracle, graph_params, pieces
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f32"}

@@ -19,16 +19,14 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, Graph, build_graph, build_program, load_spec
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
 from g4ir.check.tokens import Turns
-from g4ir.engine.engine import Engine
 from g4ir.ir.distance import QUANT_ERRORS
-from g4ir.ir.graph import Graph
-from g4ir.model.text import build_graph, build_program
 from g4ir.ops import OPS
 from g4ir.ops.codecs import ACTIVATIONS, fake_quantize_values
 from g4ir.ops.kv_quant import GROUP, NARROW, dequantize_rows
@@ -41,7 +39,6 @@ from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.resolve import pass_options
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import quantise
-from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.checkpoint import Checkpoint
 from tests.cases import TABLES

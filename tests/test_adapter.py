@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import g4ir
+from g4ir import Engine, Spec, load_spec
 from g4ir.check.logits import verify_engine
-from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
 from g4ir.model.media import KINDS
 from g4ir.model.tensors import media_tensors, text_tensors
-from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.adapter import Adapter, with_adapters
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin

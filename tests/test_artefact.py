@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import g4ir
+from g4ir import Engine, load_engine
 from g4ir.artefact import digests, directory
 from g4ir.artefact.digests import SOURCES, file_digest, has_digest
 from g4ir.artefact.directory import MANIFEST, manifest_text, open_artefact, read_manifest, rebuild
-from g4ir.builder.load import load_engine
 from g4ir.cli import main
-from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error
 from g4ir.ui.paths import state_root
 from g4ir.weights.checkpoint import sha256

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import g4ir as g4ir_
+from g4ir import Engine, load_spec
 from g4ir.bench import run
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
 from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, request_costs, speedup, void_roles
@@ -45,12 +46,10 @@ from g4ir.bench.text import (
 )
 from g4ir.check import llama
 from g4ir.check.llama import LlamaSession
-from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import StepCosts
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.rewrite import drop_dead
 from g4ir.plan.cost import Cost, graph_costs, total
-from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ, random_checkpoint

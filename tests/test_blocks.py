@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir import Graph, Program, Spec, load_spec
 from g4ir.backends.cpu.lowerings import lowered
 from g4ir.backends.cuda.kernels.base import reads_blocks
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import Media, placeholders
@@ -26,7 +26,6 @@ from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.spec.parts import SLIDING
-from g4ir.spec.record import Spec, load_spec
 from tests.cases import TABLES
 from tests.configs import check_spec, spec_called
 from tests.test_ops import node, tensors

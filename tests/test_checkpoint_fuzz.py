@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from g4ir.errors import G4Error
+from g4ir import G4Error, Spec, load_spec
 from g4ir.model.tensors import text_tensors
-from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from g4ir.weights.random import random_weights
 from tests.configs import two_layers

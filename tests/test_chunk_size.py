@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from g4ir import Engine, Session
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.chunk_size import FEWEST_TOKENS, FIRST_TOKENS, ChunkSize
-from g4ir.engine.engine import Engine
 from g4ir.engine.requests import FINISHED, Request, RequestHandle
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.engine.session import Session
 from tests.engines import some_tokens
 from tests.spies import spy
 

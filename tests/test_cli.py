@@ -32,26 +32,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from g4ir import Engine, build_graph, load_engine, load_spec, parse_graph
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.trt.target import LIBRARIES
-from g4ir.builder.load import load_engine
 from g4ir.chat.prompt import TextStream, Vocabulary
 from g4ir.cli import VERBS, verb_parser
 from g4ir.cli.build import GROUPS
-from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import Scheduler
 from g4ir.engine.tokenizer_index import INDEX
 from g4ir.errors import MissingError
 from g4ir.generate.offline import RAW, OfflineEngine
-from g4ir.ir.text import parse_graph
-from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import load_spec
 from g4ir.ui import console
 from g4ir.ui.paths import cache_root, private, state_root
 from tests.cases import TABLES, read_table

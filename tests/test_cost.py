@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from g4ir import build_graph, interpret, load_spec
 from g4ir.errors import InputError
 from g4ir.ir.flatten import flatten
 from g4ir.ir.graph import Graph, Value
-from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
-from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible, visible_pairs
 from g4ir.ops.moe import distinct_experts
@@ -40,7 +39,6 @@ from g4ir.plan.cost import (
 )
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
-from g4ir.spec.record import load_spec
 from tests.cases import read_table
 from tests.cli_tools import g4ir
 from tests.configs import TINY, VARIANTS

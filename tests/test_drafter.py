@@ -24,17 +24,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g4ir
+from g4ir import Engine, Session, load_engine
 from g4ir.backends.sampling import SamplingParams
-from g4ir.builder.load import load_engine
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.stages import BACKEND
 from g4ir.engine import speculative
-from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.engine.session import Session
 from g4ir.engine.speculative import AcceptanceStats, NgramProposer, SpeculativeConfig, StepCosts
 from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.decoder import VERIFY

@@ -25,13 +25,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import g4ir
+from g4ir import Engine, load_engine, load_spec
 from g4ir.artefact.directory import Manifest, open_artefact
 from g4ir.builder.build import prepare, write_engine
-from g4ir.builder.load import load_engine
-from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError
 from g4ir.plan.options import BuildConfig, BuildOptions
-from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights import pack as packing
 from g4ir.weights.pack import MadeParams, RowTable, StoredParams

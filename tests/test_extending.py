@@ -12,17 +12,22 @@ import pytest
 import torch
 
 import g4ir
-from g4ir import backends, passes
+from g4ir import (
+    backends,
+    build_program,
+    empty_state,
+    interpret,
+    load_spec,
+    parse_graph,
+    passes,
+    print_graph,
+)
 from g4ir.backends.cpu import lowerings
 from g4ir.backends.inductor import lower
 from g4ir.backends.inductor.lowered import Lowering
 from g4ir.ir.graph import Builder, Graph
-from g4ir.ir.interpret import empty_state, interpret
-from g4ir.ir.text import parse_graph, print_graph
-from g4ir.model.text import build_program
 from g4ir.ops import OPS, Op, with_infer
 from g4ir.ops.types import Type
-from g4ir.spec.record import load_spec
 from tests.test_docs import ROOT, blocks, read_spec
 from tests.test_interpreted import run_pytest
 

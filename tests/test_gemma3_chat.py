@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 import g4ir
-from g4ir.builder.load import load_engine
+from g4ir import Engine, load_engine
 from g4ir.chat import Reader, Template, Vocabulary, make_prompt, render
 from g4ir.chat.special_tokens import ALIASES, CALL, CONTROLS
 from g4ir.chat.tools import read_tools
-from g4ir.engine.engine import Engine
 from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError

@@ -17,15 +17,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from safetensors.torch import load_file
 
 import g4ir
+from g4ir import Engine, Spec, diff_specs, load_spec
 from g4ir.builder.sources import agreed_spec
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.engine.engine import Engine
 from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import FINAL_NORM, HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.codecs import FORMATS, dequantize_codes
-from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf import blocks as block_forms
 from g4ir.weights.gguf.blocks import CODED, REQUANTISED, relative_error

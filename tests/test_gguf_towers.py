@@ -14,17 +14,16 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import G4Error, Spec, diff_specs, load_spec
 from g4ir.artefact.directory import read_manifest
 from g4ir.builder import library
 from g4ir.builder.library import find_engine
 from g4ir.builder.sources import shipped_variant
 from g4ir.check.logits import verify_engine
 from g4ir.engine.speculative import AcceptanceStats
-from g4ir.errors import G4Error
 from g4ir.model.media import KINDS
 from g4ir.model.tensors import media_tensors
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import GgufFile, existing_origin, find_origin, read_folder
 from g4ir.weights.random import random_weights

@@ -13,16 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from g4ir import interpret, load_spec, parse_graph, print_graph, spec_names, verify
 from g4ir.errors import InputError, ParseError, VerifyError
 from g4ir.ir.graph import RESULT, Builder, Graph, Program, Value
-from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import bind, drop_dead, order, rebuild, splice, split_prologue
-from g4ir.ir.text import parse_graph, print_graph
-from g4ir.ir.verify import verify
 from g4ir.model.text import PHASES, build_graph, build_program
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, Type, dtype_name, parse_type, torch_dtype
 from g4ir.passes import PASSES, run_passes
-from g4ir.spec.record import load_spec, spec_names
 from tests.cases import TABLES
 
 X = Type("f32", ("B", 4))

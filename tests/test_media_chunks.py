@@ -20,19 +20,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from g4ir import Engine, Spec, build_graph, interpret, load_spec
 from g4ir.backends.sampling import SamplingParams
-from g4ir.engine.engine import Engine
 from g4ir.engine.inputs import row_prompt
 from g4ir.engine.prefill import Prefiller, shared_length
 from g4ir.engine.requests import FINISHED, Request, RequestHandle
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import InputError
-from g4ir.ir.interpret import interpret
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
-from g4ir.model.text import build_graph
-from g4ir.spec.record import Spec, load_spec
 from tests.configs import check_spec
 from tests.engines import CASES, agrees
 from tests.runner import with_chunk

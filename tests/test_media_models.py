@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, Spec, load_spec
 from g4ir.backends.primitives import vision
 from g4ir.bench.runners import Workload, draw_tokens
 from g4ir.builder.build import prepare
@@ -33,7 +34,6 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, check_media
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
-from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, PlanError, SpecError, WeightsError
 from g4ir.media.audio import Clip, Waveform, prepare_audio
 from g4ir.media.images import PreparedImage, prepare_image
@@ -44,7 +44,6 @@ from g4ir.model.media import KINDS, LISTS, supported_media
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.parts import UnifiedAudio
-from g4ir.spec.record import Spec, load_spec
 from tests import cli_tools as cli
 from tests.cases import TABLES
 from tests.configs import VARIANTS, short

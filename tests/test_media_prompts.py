@@ -19,8 +19,7 @@ import pytest
 import torch
 import transformers
 
-from g4ir.builder.load import load_engine
-from g4ir.engine.engine import Engine
+from g4ir import Engine, load_engine, load_spec
 from g4ir.errors import InputError
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
@@ -31,7 +30,6 @@ from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, Media, check_budget, check_supported
 from g4ir.spec.parts import Tokens
-from g4ir.spec.record import load_spec
 from tests.cases import TABLES, read_table
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused

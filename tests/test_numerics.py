@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir import build_program, load_spec
 from g4ir.engine.inputs import padded
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import rebuild
-from g4ir.model.text import build_program
-from g4ir.spec.record import load_spec
 from tests.cases import read_table
 from tests.configs import (
     ALL_SEEDS,

@@ -14,11 +14,9 @@ import pytest
 import torch
 import yaml
 
+from g4ir import empty_state, interpret, parse_graph, print_graph, verify
 from g4ir.errors import PassError
 from g4ir.ir.graph import Graph, Program, Value
-from g4ir.ir.interpret import empty_state, interpret
-from g4ir.ir.text import parse_graph, print_graph
-from g4ir.ir.verify import verify
 from g4ir.model.encoder import EMBEDDING, ENCODE
 from g4ir.model.text import build_program, text_graphs
 from g4ir.ops.codecs import ACTIVATIONS

@@ -19,22 +19,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from g4ir import build
+from g4ir import Engine, Graph, Program, Spec, build, build_graph, load_spec, run_passes
 from g4ir.backends import find_backend
 from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
 from g4ir.backends.inductor.target import Target
 from g4ir.builder.build import prepare
 from g4ir.cli.models import named_model
-from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, PlanError
-from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.media import Media
 from g4ir.model.tensors import text_tensors
-from g4ir.model.text import build_graph
 from g4ir.ops.types import TORCH_NAMES
-from g4ir.passes import run_passes
 from g4ir.plan.backend import DEFINITION
 from g4ir.plan.cost import floor, graph_costs, total
 from g4ir.plan.engine_limits import Limits
@@ -49,7 +45,6 @@ from g4ir.plan.resolve import resolved
 from g4ir.plan.table import plan_text
 from g4ir.quant.recipe import SCHEMES, built_in_names, find_quant_config
 from g4ir.quant.rewrite import quantise
-from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
 from g4ir.weights.gguf.checkpoint import READ
 from g4ir.weights.random import random_weights

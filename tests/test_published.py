@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from g4ir.ir.graph import Graph, Program
+from g4ir import Graph, Program, build_graph, load_spec, run_passes
 from g4ir.model.tensors import numel, text_tensors, tower_tensors
-from g4ir.model.text import build_graph
-from g4ir.passes import run_passes
 from g4ir.plan.cost import NodeCost, by_kind, graph_costs, total
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.records import Plan
 from g4ir.quant.recipe import find_quant_config
 from g4ir.quant.rewrite import quantise
-from g4ir.spec.record import load_spec
 from tests.cases import read_table
 
 TABLES = read_table("golden/published.yaml")

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g4ir
+from g4ir import Spec, build_program, interpret, load_spec, spec_names
 from g4ir.backends import find_backend
 from g4ir.backends.onnx_graph.export import EMBED, MODEL
 from g4ir.backends.onnx_graph.runtime import open_session
@@ -25,10 +26,8 @@ from g4ir.builder.build import prepare, write_engine
 from g4ir.check.logits import verify_engine
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program
-from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import checkpoint_name
-from g4ir.model.text import build_program
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMATS, unpack_codes
 from g4ir.ops.types import Type
@@ -37,7 +36,6 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import QuantConfig, Rule, Scheme, built_in_names, find_quant_config
 from g4ir.quant.rewrite import quantise, weights_of
-from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header

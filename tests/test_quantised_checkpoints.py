@@ -16,14 +16,13 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, load_spec
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import pack_codes, unpack_codes
 from g4ir.quant.rewrite import weights_of
-from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.builder.build import build
+from g4ir import Spec, build, load_spec
 from g4ir.errors import InputError
-from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.rules import canonical
 from tests.configs import GEMMA3_SEEDS, check_spec, random_spec, short
 from tests.oracle import relative

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir import Engine, build_graph, load_spec
 from g4ir.bench.runners import peer_model
 from g4ir.check import reference
 from g4ir.check.logits import verify_engine
@@ -20,14 +21,11 @@ from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
 from g4ir.check.report import VerifyReport
 from g4ir.check.tokens import Turns, random_ids
-from g4ir.engine.engine import Engine
 from g4ir.ir import distance
 from g4ir.ir.distance import Anchor, row_errors
-from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES
 from g4ir.plan.resolve import check_latent
-from g4ir.spec.record import load_spec
 from tests.configs import SMALL, TINY, fewest, spec_called
 from tests.engines import random_checkpoint, rewrite
 from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle

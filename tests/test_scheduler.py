@@ -21,13 +21,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from g4ir import Engine, Session, load_spec
 from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import prefill
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.device_loop import TokenSteps
-from g4ir.engine.engine import Engine
 from g4ir.engine.prefill import KEY_BYTES, Prefiller, PrefixCache, prompt_keys, shared_length
 from g4ir.engine.requests import (
     CANCELLED,
@@ -40,12 +40,10 @@ from g4ir.engine.requests import (
     RequestHandle,
 )
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.engine.session import Session
 from g4ir.engine.speculative import NGRAM, SpeculativeConfig
 from g4ir.errors import CheckError, InputError, RankError
 from g4ir.media.soft import Soft
 from g4ir.spec.parts import FULL, SLIDING
-from g4ir.spec.record import load_spec
 from tests.engines import CASES, some_tokens
 from tests.spies import spy
 

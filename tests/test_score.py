@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, Session
 from g4ir.chat.text_files import cut_blocks, read_text
 from g4ir.check import score as scoring
 from g4ir.check.documents import Reader
 from g4ir.check.hf import hf_model
-from g4ir.engine.engine import Engine
-from g4ir.engine.session import Session
 from g4ir.errors import InputError
 from g4ir.weights.origin import find_origin
 from tests.cases import TABLES

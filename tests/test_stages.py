@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, Spec
 from g4ir import passes as pipeline
 from g4ir.backends.cpu import step_program
 from g4ir.check import compare
@@ -28,7 +29,6 @@ from g4ir.check.stages import (
     plain_params,
     stages_of,
 )
-from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.rewrite import rebuild
@@ -37,7 +37,6 @@ from g4ir.ops import OPS
 from g4ir.ops.base import Sample, op
 from g4ir.ops.budgets import MOVES, Budget
 from g4ir.ops.types import Type
-from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests import cli_tools as cli
 from tests.cases import TABLES, read_table

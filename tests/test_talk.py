@@ -26,12 +26,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from g4ir.builder.load import load_engine
+from g4ir import Engine, load_engine
 from g4ir.chat import Event, Reader, make_prompt
 from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END, TURN_END
 from g4ir.cli.chat import COMMANDS, from_pipe, read_message
 from g4ir.cli.talking import Screen, declare
-from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import Defaults
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError

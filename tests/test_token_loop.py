@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, Session, load_spec
 from g4ir.backends.cpu import pyops, runtime
 from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.step_loop import Embedding, LoopProgram, StepLoop
@@ -30,12 +31,10 @@ from g4ir.backends.inductor.target import Target
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import speculative
 from g4ir.engine.device_loop import TokenSteps
-from g4ir.engine.engine import Engine
 from g4ir.engine.inputs import row_prompt
 from g4ir.engine.parts import embed_rows
 from g4ir.engine.requests import PREFILLING, QUEUED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.engine.session import Session
 from g4ir.engine.speculative import AcceptanceStats, NgramProposer, StepCosts
 from g4ir.errors import CheckError
 from g4ir.ir.graph import Builder, Graph, Node, Program
@@ -46,7 +45,6 @@ from g4ir.ops.base import Sample
 from g4ir.ops.codecs import FORMATS
 from g4ir.ops.kv_quant import to_comparable
 from g4ir.ops.types import FLOATS, Type, torch_dtype
-from g4ir.spec.record import load_spec
 from g4ir.weights.pack import RowTable, StoredParams, split_program
 from tests.cases import TABLES
 from tests.configs import VARIANTS

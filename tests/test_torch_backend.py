@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from g4ir import Spec, interpret, load_spec, parse_graph, print_graph
 from g4ir.backends.cpu.lowerings import lowered
 from g4ir.backends.cuda.lowerings import smallest
 from g4ir.backends.inductor.cache_write import write_list, write_ring
@@ -20,13 +21,10 @@ from g4ir.backends.inductor.segment import Glue, Segment, graph_steps, state_ste
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Builder, Graph
-from g4ir.ir.interpret import interpret
-from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
 from g4ir.ops.kv_quant import quantized_type, to_comparable
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
-from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
 from tests.configs import RANDOM, SMALL, cut, spec_called

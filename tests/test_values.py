@@ -18,18 +18,16 @@ import torch
 from safetensors import safe_open
 
 import g4ir
+from g4ir import Engine, G4Error, load_spec
 from g4ir.check import prove
 from g4ir.check.haystack import haystack
 from g4ir.check.modes import compare_modes
 from g4ir.check.prove import Prover, check_contexts, check_logits, compare_weights, read_context
 from g4ir.engine import scheduler
 from g4ir.engine import values as values_module
-from g4ir.engine.engine import Engine
 from g4ir.engine.prefill import PrefixCache
-from g4ir.errors import G4Error
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
-from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok

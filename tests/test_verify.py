@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, build, export, load_spec
 from g4ir.bench.runners import hf_runner
-from g4ir.builder.build import build
-from g4ir.builder.export import export
 from g4ir.check import logits as compare
 from g4ir.check import peers
 from g4ir.check.logits import verify_engine
@@ -24,10 +23,8 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.stage_report import describe_value
 from g4ir.check.tokens import Turns, plain_ids, random_ids
-from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, InputError, MissingError, SpecError, WeightsError
 from g4ir.ir.distance import TOLERANCES, Tolerance, row_errors
-from g4ir.spec.record import load_spec
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES

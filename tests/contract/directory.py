@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, load_engine
 from g4ir.builder.build import prepare
-from g4ir.builder.load import load_engine
-from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from tests.contract.flows import Flow

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir import Engine, Session
 from g4ir.backends import find_backend
 from g4ir.backends.primitives.network import TURNED
-from g4ir.engine.engine import Engine
 from g4ir.engine.inputs import padded
-from g4ir.engine.session import Session
 from g4ir.errors import InputError
 from tests.contract.flows import Flow
 from tests.engines import CHUNK, MAX_SEQ, agrees, some_tokens

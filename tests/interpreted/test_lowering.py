@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir import interpret, parse_graph
 from g4ir.backends.cuda.lowerings import GpuLowered
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.segment import Glue, graph_steps
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
-from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import bind
-from g4ir.ir.text import parse_graph
 from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.pack import split_program

@@ -18,11 +18,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import g4ir
-from g4ir.builder.load import load_engine
-from g4ir.engine.engine import Engine
-from g4ir.ir.text import parse_graph
+from g4ir import Engine, Spec, load_engine, load_spec, parse_graph
 from g4ir.ops import OPS
-from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.random import random_weights
 from g4ir.weights.tensorfile import read_header

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import httpx
 
 import g4ir
+from g4ir import Engine, load_engine
 from g4ir.backends.sampling import SamplingParams
-from g4ir.builder.load import load_engine
 from g4ir.chat.special_tokens import ALIASES, CONTROLS
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
-from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth

@@ -18,11 +18,10 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.engine.engine import Engine
+from g4ir import Engine, load_spec
 from g4ir.serve.embedding_model import EmbeddingModel
 from g4ir.serve.media_sources import MediaFolder
 from g4ir.serve.protocols.embeddings import MAX_TEXTS, METHOD
-from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.media_tools import media_files
 from tests.serve.running import NAME, Running, eventually, running

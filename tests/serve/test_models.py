@@ -25,14 +25,13 @@ import httpx
 import pytest
 
 import g4ir
-from g4ir.builder.load import load_engine
+from g4ir import load_engine, load_spec
 from g4ir.cli.serve import named_models
 from g4ir.errors import EngineError, InputError
 from g4ir.serve.app import ANY_NAME, Server
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.pool import READY, UNLOADED, ModelPool, PooledModel
 from g4ir.serve.router import merged_metrics
-from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.serve.running import (
     LOADING,

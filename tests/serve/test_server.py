@@ -24,10 +24,8 @@ import openai
 import pytest
 
 import g4ir
+from g4ir import Engine, Session, load_engine
 from g4ir.backends.reference import ReferenceBackend
-from g4ir.builder.load import load_engine
-from g4ir.engine.engine import Engine
-from g4ir.engine.session import Session
 from g4ir.errors import CheckError, InputError, MissingError, TrustError
 from g4ir.serve import server
 from g4ir.serve.auth import Auth, allowed_hosts

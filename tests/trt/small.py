@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir import Engine, Program, interpret
 from g4ir.backends.primitives.graph import MEDIA, tower_graphs
 from g4ir.backends.primitives.network import BLOCK_IDS, NO_BLOCK
 from g4ir.backends.reference import ReferenceRuntime
 from g4ir.backends.trt import interface
-from g4ir.engine.engine import Engine
 from g4ir.ir.distance import row_errors
-from g4ir.ir.graph import Program
-from g4ir.ir.interpret import interpret
 from g4ir.model.decoder import HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN
 from tests.configs import spec_called

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import Engine, load_engine, load_spec
 from g4ir.backends.trt import build as building
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import host, runtime
@@ -29,11 +30,8 @@ from g4ir.backends.trt.interface import PLAN, networks
 from g4ir.backends.trt.kernel_cache import DIGEST, KernelCache
 from g4ir.backends.trt.target import RTX, TARGETS, find_target
 from g4ir.builder.build import prepare
-from g4ir.builder.load import load_engine
-from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError, MissingError, PlanError
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command_line

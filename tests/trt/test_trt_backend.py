@@ -24,6 +24,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from g4ir import Engine, load_spec
 from g4ir.artefact.directory import Artefact, open_artefact
 from g4ir.backends.base import Task
 from g4ir.backends.cuda.graph import Captured, WithFallback
@@ -40,14 +41,12 @@ from g4ir.builder.build import prepare
 from g4ir.builder.load import load_engine, open_runtime
 from g4ir.check.logits import verify_engine
 from g4ir.cli import main
-from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, InputError, LowerError, MissingError, PlanError
 from g4ir.ir.graph import Builder
 from g4ir.ops.types import parse_type
 from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import MadeParams
 from tests.cases import TABLES
