@@ -16,5 +16,14 @@ def read_table(name: str) -> Any:
     return yaml.load(text, yaml.SafeLoader if lone else LOADER)
 
 
+def covers(found: Any, wanted: Any) -> bool:
+    """Whether a value has what is wanted of it: some members of an object, each item of a list."""
+    if isinstance(wanted, dict):
+        return all(name in found and covers(found[name], value) for name, value in wanted.items())
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(covers, found, wanted))
+    return bool(found == wanted)
+
+
 #: tables of several test modules
 TABLES: dict[str, Any] = read_table("cases.yaml")

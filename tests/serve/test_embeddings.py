@@ -178,13 +178,9 @@ def test_media_for_an_encoder_of_texts(world: World) -> None:
     assert says == "input: this engine takes no image (text 0[0])"
 
 
-def test_no_such_model_and_no_embedder(world: World, served: Running) -> None:
+def test_no_such_model(world: World) -> None:
     body = {"model": "other", "input": "a"}
     assert "this server has 'tiny' and 'emb'" in world.refused("/v1/embeddings", body, 404)
-    with served.client() as client:
-        for path in ("/v1/embeddings", "/v1/rerank", "/api/embed"):
-            answer = client.post(path, json={"input": "a"})
-            assert answer.status_code == 501 and "--embed" in answer.text
 
 
 def test_an_encoder_alone(world: World) -> None:

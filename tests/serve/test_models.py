@@ -28,7 +28,6 @@ import g4ir
 from g4ir import load_engine, load_spec
 from g4ir.cli.serve import named_models
 from g4ir.errors import EngineError, InputError
-from g4ir.serve.app import ANY_NAME, Server
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.pool import READY, UNLOADED, ModelPool, PooledModel
 from g4ir.serve.router import merged_metrics
@@ -352,12 +351,3 @@ def test_what_is_refused(
         got = client.post(f"/v1/{verb}_lora_adapter", json=body)
         assert got.status_code == status and message in got.json()["error"]["message"]
         assert client.get("/server_info").json()["adapters"] == ["a0"]
-
-
-def test_a_server_without_adapters(served: Running, folder: Path) -> None:
-    body = {"lora_name": "n", "lora_path": str(folder / "a0")}
-    with served.client() as client:
-        got = client.post("/v1/load_lora_adapter", json=body)
-        message = got.json()["error"]["message"]
-        assert got.status_code == 501 and "start one of this model alone with --adapter" in message
-    assert Server(NAME, aliases=(ANY_NAME,))._check_model("x:y") == ""

@@ -33,8 +33,9 @@ from g4ir.serve.http_errors import Refused
 from g4ir.serve.rate_limits import KeyLimits, RateLimits
 from g4ir.serve.server import Address
 from g4ir.ui import console
-from tests.cases import TABLES
+from tests.cases import TABLES, read_table
 from tests.cli_tools import refused
+from tests.serve.exchange import cases, check
 from tests.serve.running import LOADING, NAME, WAIT, Running, eventually, ready
 from tests.serve.test_media import sound
 
@@ -59,17 +60,15 @@ def operated(engine_folder: Path, lines: Lines) -> Iterator[Running]:
         yield r
 
 
-@pytest.mark.parametrize("prefix", ["", "/llm"])
-def test_a_prefix_needs_a_key_too(operated: Running, prefix: str) -> None:
-    """A proxy may take its prefix away, or leave it."""
-    with operated.client() as client:
-        for path in ("/v1/models", "/metrics", "/server_info", "/v1/models/x"):
-            assert client.get(prefix + path).status_code == 401, path
-        assert client.post(f"{prefix}/v1/chat/completions", json=CHAT).status_code == 401
-        assert client.post(f"{prefix}/v1/chat/completions", json=CHAT, headers=BEARER).is_success
-        assert client.get(f"{prefix}/health").is_success and client.get(f"{prefix}/").is_success
-        error = client.post(f"{prefix}/v1/messages", json={}, headers=BEARER).json()
-        assert error["type"] == "error"  # in the form of its API
+@pytest.mark.parametrize("case", cases(read_table("serve/operation.yaml")))
+def test_a_request(operated: Running, case: dict[str, Any]) -> None:
+    check(operated, case)
+
+
+def test_any_name_is_none_of_the_models_own() -> None:
+    server = Server(NAME, aliases=(ANY_NAME,))
+    server._check_model("gpt-4o")
+    assert server.names == [NAME] and server._check_model("x:y") == ""
 
 
 def test_the_head_of_a_request_is_bounded(operated: Running) -> None:
@@ -81,46 +80,6 @@ def test_the_head_of_a_request_is_bounded(operated: Running) -> None:
                 s.sendall(b"X-%d: %s\r\n" % (i, b"a" * 1000))
     with operated.client() as client:
         assert client.get("/health", headers={"X-Long": "a" * 30000}).is_success
-
-
-def test_the_model_has_several_names(operated: Running) -> None:
-    with operated.client(headers=BEARER) as client:
-        assert [m["id"] for m in client.get("/v1/models").json()["data"]] == [NAME, "other"]
-        assert client.get("/v1/models/other").json()["id"] == "other"
-        for name, status in ((NAME, 200), ("other", 200), ("third", 404)):
-            got = client.post("/v1/chat/completions", json={**CHAT, "model": name})
-            assert got.status_code == status
-            assert status != 200 or got.json()["model"] == name  # clients compare it
-    other = Server(NAME, aliases=(ANY_NAME,))
-    other._check_model("gpt-4o")
-    assert other.names == [NAME]
-
-
-@pytest.mark.parametrize(("path", "headers", "status"), TABLES["server"]["keys"])
-def test_kinds_of_keys(operated: Running, path: str, headers: dict[str, str], status: int) -> None:
-    with operated.client(headers=headers) as client:
-        got = client.post(path, json=CHAT)
-    assert got.status_code == status
-    if status == 401:
-        wanted = "Authorization: Bearer KEY" + (", or x-api-key: KEY" if "messages" in path else "")
-        assert got.json()["error"]["message"].endswith(wanted)
-        assert ("two different keys" in got.text) == (len(headers) == 2)
-
-
-def test_pages_of_other_sites(operated: Running) -> None:
-    asks = {"Access-Control-Request-Method": "POST"}
-    asks |= {"Access-Control-Request-Headers": "authorization,content-type"}
-    with operated.client() as client:
-        path, own = "/v1/chat/completions", {"Origin": ORIGIN}
-        got = client.options(path, headers={**own, **asks})
-        assert got.is_success and got.headers["access-control-allow-origin"] == ORIGIN
-        assert "authorization" in got.headers["access-control-allow-headers"]
-        got = client.post(path, json=CHAT, headers={**own, **BEARER})
-        assert got.headers["access-control-allow-origin"] == ORIGIN
-        other = {"Origin": "https://evil.example"}
-        assert client.options(path, headers={**other, **asks}).status_code == 400
-        got = client.post(path, json=CHAT, headers={**other, **BEARER})
-        assert "access-control-allow-origin" not in got.headers
 
 
 def test_requests_have_ids_and_a_line(operated: Running, lines: Lines) -> None:
@@ -193,20 +152,6 @@ def test_a_client_that_leaves(
     (line,) = lines
     assert (line["method"], line["path"], line["end"]) == ("POST", path, "cancelled")
     assert line["status"] == (200 if stream == "true" else 499)
-
-
-def test_what_tools_ask(operated: Running) -> None:
-    with operated.client(headers=BEARER) as client:
-        info = client.get("/server_info").json()
-        assert info["names"] == [NAME, "other"] and info["limits"]["max_batch"] == 4
-        assert info["build"]["backend"] == "torch" and info["media"]
-        tokens = client.get("/tokenizer_info").json()
-        assert (tokens["bos_token"], tokens["vocab_size"]) == ("<bos>", 512)
-        rendered = client.post("/render", json={"messages": CHAT["messages"]}).json()
-        same = client.post("/tokenize", json={"messages": CHAT["messages"]}).json()["tokens"]
-        assert rendered["token_ids"] == same
-        assert rendered["prompt"].startswith("<bos><|turn>user\nHi")
-        assert client.post("/render", json={"prompt": "Hi"}).status_code == 400
 
 
 def test_a_certificate(engine_folder: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from g4ir.serve.protocols import messages, ollama, responses
 from g4ir.serve.protocols.parts import JsonText
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
 from tests.cases import read_table
+from tests.serve.exchange import BASE, JSON, answer, cases, check
 from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, ready
 from tests.serve.test_media import data, picture
 from tests.spies import spy
@@ -51,11 +52,7 @@ def bare(item: Any) -> dict[str, Any]:
     return {k: v for k, v in item.items() if k not in ("id", "call_id", "encrypted_content")}
 
 
-def cases(protocol: str) -> list[Any]:
-    return [pytest.param(case, id=case["name"]) for case in CASES[protocol]]
-
-
-@pytest.mark.parametrize("case", cases("responses"))
+@pytest.mark.parametrize("case", cases(CASES["responses"]))
 def test_responses(
     client: openai.OpenAI, served: Running, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +149,7 @@ def events_of(text: str) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("case", cases("messages"))
+@pytest.mark.parametrize("case", cases(CASES["messages"]))
 def test_messages(served: Running, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and as a stream: the same blocks, from events in their order."""
     served.dictate(monkeypatch, *case["words"])
@@ -227,22 +224,6 @@ def test_a_picture(served: Running, client: openai.OpenAI) -> None:
     assert got.usage.input_tokens == usage["input_tokens"] + usage["cache_read_input_tokens"] > 60
 
 
-@pytest.mark.parametrize("case", cases("refused"))
-def test_refused(served: Running, case: dict[str, Any]) -> None:
-    base: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}]}
-    base |= {"max_tokens": 4}
-    base = {"/v1/responses": {"input": "Hi"}, "/v1/completions": {}}.get(case["path"], base)
-    body = {k: v for k, v in {**base, **case["body"]}.items() if v is not None}
-    got = post(served, case["path"], **body)
-    error = got.json()["error"]
-    assert (got.status_code, error["message"]) == (case.get("status", 400), case["message"])
-    if case["path"] == "/v1/messages":
-        kind = "not_found_error" if got.status_code == 404 else "invalid_request_error"
-        assert got.json()["type"] == "error" and error["type"] == kind
-    elif "param" in case:
-        assert error["param"] == case["param"]
-
-
 def test_failing_streams(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     for form in (responses.ResponsesFormat, messages.MessageFormat):
         monkeypatch.setattr(form, "chunks", Mock(side_effect=RuntimeError("secret")))
@@ -274,9 +255,7 @@ def test_an_empty_instruction_is_no_turn(served: Running) -> None:
 
 
 STATUSES = read_table("serve/requests.yaml")
-BASE = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 KEY = b"open-sesame"
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -287,33 +266,7 @@ def keyed(engine_folder: Path) -> Iterator[Running]:
         yield r
 
 
-def content(case: dict[str, Any]) -> bytes:
-    """The body of a case."""
-    if "raw" in case:
-        raws = {"LARGE": b" " * ((32 << 20) + 1), "NOT UTF-8": b"\xff\xfe"}
-        raw: str = case["raw"]
-        return raws.get(raw) or raw.replace("MODEL", NAME).encode()
-    body = case["body"] if "body" in case else case.get("completion") or BASE | case["chat"]
-    text = json.dumps({k: v for k, v in body.items() if v is not None})
-    longest = "some words, " * 20_000
-    words = {"MODEL": NAME, "LONG": "long " * MAX_SEQ}
-    words |= {"LONGEST": longest, "FLAMINGO": f"🦩{longest}"}
-    for word, value in words.items():
-        text = text.replace(f'"{word}"', f'"{value}"')
-    return text.encode()
-
-
-def answer(r: Running, case: dict[str, Any]) -> httpx.Response:
-    given = {**JSON, **case.get("headers", {})}
-    headers = {name: value.encode() for name, value in given.items()}
-    with r.client() as client:
-        if path := case.get("get"):
-            return client.get(path.replace("MODEL", NAME), headers=headers)
-        path = "/v1/completions" if "completion" in case else "/v1/chat/completions"
-        return client.post(case.get("post", path), content=content(case), headers=headers)
-
-
-@pytest.mark.parametrize("case", STATUSES, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", cases([*STATUSES, *CASES["refused"]]))
 def test_a_request(
     case: dict[str, Any],
     served: Running,
@@ -321,31 +274,10 @@ def test_a_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    where = case.get("server")
-    if where == "draining":
+    if case.get("server") == "draining":
         monkeypatch.setattr(served.server, "draining", True)
-    got = answer(keyed if where == "keyed" else served, case)
-    assert got.status_code == case["status"] and "sesame" not in caplog.text, got.text
-    if got.status_code == 200:
-        assert '"error"' not in got.text
-        return
-    error = got.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
-    assert "Traceback" not in error["message"] and "/tmp" not in error["message"]
-    for name in {"param", "code", "message"} & case.keys():
-        assert error[name] == case[name], error
-    assert ("retry-after" in got.headers) == (got.status_code == 503)
-
-
-def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
-    body = BASE | {"messages": [{"role": "user", "content": "x" * 700}], "stream": True}
-    with served.client() as client:
-        error = client.post("/v1/chat/completions", json=body).json()["error"]
-    assert f"has {MAX_SEQ} tokens" in error["message"] and " 4 new ones" in error["message"]
-    with served.client() as client:
-        body = {"prompt": [5] * MAX_SEQ, "max_tokens": 2}
-        assert client.post("/v1/completions", json=body).status_code == 400
-        assert client.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+    check(keyed if case.get("server") == "keyed" else served, case)
+    assert "sesame" not in caplog.text
 
 
 def test_fields_of_other_servers() -> None:
@@ -382,7 +314,10 @@ def test_a_health_check_of_http_1_0(served: Running, head: str, status: int) -> 
         assert s.recv(64).startswith(f"HTTP/1.1 {status}".encode())
 
 
-@pytest.mark.parametrize("case", [c for c in STATUSES if c["name"].startswith("too_long")], ids=str)
+LONG = [c for c in STATUSES if c["name"].startswith("too_long")]
+
+
+@pytest.mark.parametrize("case", cases(LONG))
 def test_long_texts(case: dict[str, Any], served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[int]()
     for module in (prompt, engine_tokenizer):
@@ -414,25 +349,6 @@ def test_too_many_values(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["[{," * 100_000, '"' * 600_000, "\\" * 300_000 + '"[' * 99_999])
 def test_brackets_inside_a_text_are_text(text: str) -> None:
     assert parsed(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-
-
-def test_tokens_and_their_text(served: Running) -> None:
-    with served.client() as client:
-        got = client.post("/tokenize", json={"model": NAME, "prompt": "ab c"}).json()
-        assert got["count"] == len(got["tokens"]) > 3 and got["max_model_len"] == MAX_SEQ
-        text = client.post("/detokenize", json={"tokens": got["tokens"]}).json()["prompt"]
-        assert text.endswith("ab c") and text.count("<bos>") == 1
-        bare = {"prompt": "ab c", "add_special_tokens": False}
-        assert client.post("/tokenize", json=bare).json()["tokens"] == got["tokens"][1:]
-        for asked, count in ((bare, got["count"] - 1), ({"prompt": "<bos>ab c"}, got["count"])):
-            body = {"model": NAME, "max_tokens": 1, **asked}
-            usage = client.post("/v1/completions", json=body).json()["usage"]
-            assert usage["prompt_tokens"] == count
-        chat = client.post("/tokenize", json={"messages": BASE["messages"]}).json()
-        asked = client.post("/v1/chat/completions", json=BASE).json()
-        assert chat["count"] == asked["usage"]["prompt_tokens"]
-        text = client.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
-        assert text.startswith("<bos><|turn>user\nHi<turn|>")
 
 
 LEAVES = st.one_of(
@@ -511,7 +427,7 @@ def streamed(r: Running, path: str, **body: Any) -> list[Any]:
     return lines
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c["name"]) for c in CASES["ollama"]])
+@pytest.mark.parametrize("case", cases(CASES["ollama"]))
 def test_chats(served: Running, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     served.dictate(monkeypatch, *case["words"])
     body = {"messages": HI, **case["fields"]}
@@ -551,27 +467,3 @@ def test_generate(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (
             loaded["done_reason"] == "load" and loaded["done"] and empty.items() <= loaded.items()
         )
-
-
-@pytest.mark.parametrize(("path", "body", "status", "says"), CASES["ollama refused"])
-def test_ollama_refuses(
-    served: Running, path: str, body: dict[str, Any], status: int, says: str
-) -> None:
-    got = send(served, path, **body)
-    assert (got.status_code, says in got.json()["error"]) == (status, True), got.text
-
-
-def test_models(served: Running) -> None:
-    with served.client() as client:
-        assert client.get("/api/version").json()["version"]
-        (tag,) = client.get("/api/tags").json()["models"]
-        shown = client.post("/api/show", json={"model": f"{NAME}:latest"}).json()
-        assert client.post("/api/show", json={"model": "other"}).status_code == 404
-        form = {"origin": "https://evil.example"}
-        got = client.post("/api/chat", json={"messages": HI}, headers=form)
-        assert got.status_code == 403
-    assert tag["name"] == tag["model"] == NAME and tag["size"] > 1000 and len(tag["digest"]) == 64
-    assert shown["details"] == tag["details"] and shown["template"]
-    family = shown["model_info"]["general.architecture"]
-    assert shown["model_info"][f"{family}.context_length"] == 640
-    assert {"completion", "tools", "thinking", "vision"} <= {*shown["capabilities"]}
