@@ -50,7 +50,7 @@ from g4ir.weights.gguf.checkpoint import READ
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES, read_table
-from tests.cli_tools import g4ir, ok
+from tests.cli_tools import ok
 from tests.configs import NAMES, SMALL, VARIANTS, short, spec_called, widened
 from tests.gguf_files import all_of, write_gguf
 from tests.shrink import shrink
@@ -553,10 +553,3 @@ def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) ->
             kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
             assert kernels[0] == kernels[1]
             assert dense_bytes(one) == dense_bytes(other)
-
-
-def test_devices_by_default() -> None:
-    """A GPU that is named is the device; else that of a build."""
-    for words, device in {"--gpu 24GiB": "cuda", "": "cpu", "--backend trt": "cuda"}.items():
-        found = json.loads(g4ir("plan", "tiny-dense", *words.split(), "--json").out)
-        assert found["device"] == device

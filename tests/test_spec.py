@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from g4ir.cli import main
 from g4ir.errors import SpecError
 from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
 from g4ir.plan.count import counts
@@ -28,7 +27,7 @@ from g4ir.spec.parts import TOWERS
 from g4ir.spec.reader import MAX_ERRORS, Length, Where, did_you_mean, plain_value, tree_of
 from g4ir.spec.record import Spec, diff_specs, load_spec, spec_names, spec_path
 from g4ir.spec.rules import canonical
-from tests.cases import TABLES, read_table
+from tests.cases import read_table
 from tests.configs import random_spec
 from tests.hub_configs import RELEASED, hub_config
 from tests.mutations import junk, mutate
@@ -95,14 +94,6 @@ def test_values_by_field_type(key: str, written: str, value: Any, tmp_path: Path
     got = getattr(variant(tmp_path, f"{key}: {written}").text, key)
     value = tuple(value) if isinstance(value, list) else value
     assert got == value and type(got) is type(value)
-
-
-@pytest.mark.parametrize(("command", "warnings"), TABLES["spec"]["warnings"])
-def test_forced_layers_warn(command: list[str], warnings: int, tmp_path: Path, capsys: Any) -> None:
-    body = "schema: 1\nextends: tiny-moe\ntext: {num_hidden_layers: 7}\n"
-    file = write(tmp_path, body)
-    assert main([word.format(file) for word in command]) == 0
-    assert capsys.readouterr().err.count("becomes a full one") == warnings
 
 
 def test_moe_on_all_layers_is_moe(tmp_path: Path) -> None:

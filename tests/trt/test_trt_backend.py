@@ -40,7 +40,6 @@ from g4ir.backends.trt.runtime import TrtRuntime
 from g4ir.builder.build import prepare
 from g4ir.builder.load import load_engine, open_runtime
 from g4ir.check.logits import verify_engine
-from g4ir.cli import main
 from g4ir.errors import EngineError, G4Error, InputError, LowerError, MissingError, PlanError
 from g4ir.ir.graph import Builder
 from g4ir.ops.types import parse_type
@@ -485,16 +484,6 @@ def test_networks_of_ranks_differ_in_weights_alone(two: Engine) -> None:
 
 def plan_of(engine: Engine, rank: int) -> Any:
     return fake.Plan.read((engine.path / f"engine.rank{rank}of2.plan").read_bytes())
-
-
-# --- dry runs ---------------------------------------------------------------------------------
-
-
-def test_a_report_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "build --variant tiny-dense --backend trt --media none --dtype float32 --tp 2 --dry-run"
-    assert main(words.split()) == 0
-    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert said["tp"] == "2" and int(said["network"].split()[0]) > 100
 
 
 # --- engines ----------------------------------------------------------------------------------
