@@ -10,7 +10,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.plan.presets import Preset
 from g4ir.quant.recipe import QuantConfig
 from g4ir.quant.rewrite import checkpoint_quant_config
-from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
+from g4ir.spec.record import SUFFIXES, Spec, drafter_names, load_spec, spec_names
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.origin import AbsentWeights, Origin, cached_config, existing_origin, find_model
 
@@ -27,8 +27,8 @@ class Model:
 
 
 def any_spec(source: str) -> Spec:
-    """Return the spec of a variant, a YAML file, a config.json, or a model."""
-    return _stated(source)[0]
+    """Return the spec of a variant, a draft model, a YAML file, a config.json, or a model."""
+    return load_spec(source) if source in drafter_names() else _stated(source)[0]
 
 
 def named_model(word: str) -> Model:

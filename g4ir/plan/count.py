@@ -17,6 +17,8 @@ TOP_PARTS = {
     "norm.weight": "final_norm",
     HEAD: "head",
 }
+#: parts of a checkpoint that count as another one
+PARTS = {"vision_embedder": "embed_vision", "drafter": "layers"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class ParameterCounts:
     head: int = 0  # 0 if tied
     ple_table: int = 0
     ple_other: int = 0  # projections, gates and norms of the per-layer embeddings
-    layers: int = 0  # decoder layers without experts and per-layer embeddings
+    #: decoder layers without experts and per-layer embeddings; a draft model's projections too
+    layers: int = 0
     experts: int = 0
     final_norm: int = 0
     vision: int = 0
@@ -77,7 +80,7 @@ def counts(spec: Spec) -> ParameterCounts:
     for name, shape in live.items():
         parts[_text_part(name)] += math.prod(shape)
     for part, tensors in towers.items():
-        field = "embed_vision" if part == "vision_embedder" else part
+        field = PARTS.get(part, part)
         for shape in tensors.values():
             parts[field if shape else f"{field}_scalars"] += math.prod(shape)
     moe = spec.text.moe

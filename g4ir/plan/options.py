@@ -107,7 +107,7 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
     for f in fields(BuildOptions):
         how, value = f.metadata["flag"], values.get(f.name)
         flag = how.get("name") or f"--{f.name.replace('_', '-')}"
-        if value in (None, False, "off", (), [], {}):
+        if value is None or (value in (False, "off", (), [], {}) and f.name != "random_weights"):
             continue
         if how.get("setting"):
             words += ["--set", f"{f.name}={words_of(value)}"]

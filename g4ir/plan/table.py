@@ -145,7 +145,8 @@ def _steps(plan: Plan, batch: int) -> str:
 
 def _rates(plan: Plan, batch: int) -> str:
     def tokens(r: MemoryUse) -> str:
-        return f"{MEASURED_SHARE * batch / (r.step_s or 1):.3g}"
+        rate = f"{MEASURED_SHARE * batch / (r.step_s or 1):.3g}"
+        return f"{float(rate):.12g}"  # 1400, not 1.4e+03
 
     why = "as measured on a CPU"
     if plan.gpu and not plan.gpu.supported:
