@@ -118,11 +118,12 @@ OF_KERNELS = "softcap or every_kernel_is_used or every_step and tiny-dense-off-d
 
 
 def test_the_example_of_a_kernel(tmp_path: Path) -> None:
-    """Its two files are all."""
-    folder, of_kernels = "backends/cuda/kernels", "tests/interpreted/test_{}.py".format
+    """Its two files, and its samples, are all."""
+    folder, tests = "backends/cuda/kernels", "tests/interpreted"
     files = {f"{folder}/{n}.py": example(f"kernel {n}") for n in ("softcap", "softcap_triton")}
+    files[f"{tests}/cases/softcap.py"] = example("samples of kernel softcap")
     tree_with(tmp_path, files)
-    words = [*map(of_kernels, ("samples", "lowering")), "--full", "-k", OF_KERNELS]
+    words = [*(f"{tests}/test_{n}.py" for n in ("samples", "lowering")), "--full", "-k", OF_KERNELS]
     run_pytest(tmp_path, *words, TRITON_INTERPRET="1", PYTHONPATH=str(tmp_path))
 
 

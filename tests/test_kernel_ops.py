@@ -51,7 +51,7 @@ from g4ir.weights.pack import split_program
 from tests.cases import TABLES
 from tests.configs import VARIANTS, short, spec_called
 from tests.hopper import SHARED, SHARED_BYTES, Resources, resources
-from tests.interpreted.samples import Try
+from tests.interpreted.samples import Try, budget_of
 from tests.runner import built_program
 
 MODELS = (("tiny-moe", "off"), ("tiny-ple", "off"), ("31b-small", "value"))
@@ -309,8 +309,8 @@ def test_kernels_fit_hopper(quant: str) -> None:
 
 
 def sample_launches(kernel: Kernel) -> list[Launch]:
-    """Return what a kernel starts on a sample of its record."""
-    one = Try(kernel, kernel.samples[0], "bf16")
+    """Return what a kernel starts on one of its samples."""
+    one = Try(kernel, budget_of(kernel).samples[0], "bf16")
     with recorded() as launches:
         kernel.call(*one.arguments(), *one.ours)
     return launches
@@ -318,7 +318,7 @@ def sample_launches(kernel: Kernel) -> list[Launch]:
 
 def test_each_kernel_compiles_for_hopper() -> None:
     """Once for codes and once for bf16, with the constants of a layer of 26b-a4b, or of its
-    record's sample if such a layer has none; with the constants of every step: at length, above."""
+    first sample if such a layer has none; with the constants of every step: at length, above."""
     cases = [*real_cases(("26b-a4b+int4",), (1, 8)), *real_cases(("26b-a4b",), (1,))]
     every = [launch for case in cases for launch in launches_of_case(case)]
     done = {case.graph.nodes[-1].op for case in cases}

@@ -31,7 +31,7 @@ CAPS = {
     "backends": 790,
     "backends/inductor": 1085,
     "backends/cpu": 1410,
-    "backends/cuda": 2615,
+    "backends/cuda": 2250,
     "backends/primitives": 1285,
     "backends/onnx_graph": 625,
     "backends/trt": 2025,

@@ -1,4 +1,4 @@
-"""A kernel tried on a sample of its record, against the op that it stands for.
+"""A kernel tried on one of its samples, against the op that it stands for.
 
 In fp32 the op is computed in float64, so that only the order of sums is left; in bf16 few results
 may differ from those of the op, or, of an attention, the error may not be larger than the op's.
@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.cuda.kernels.base import Choice, Kernel, PackedWeight, Sample, Schedule
+from g4ir.backends.cuda.kernels.base import Choice, Kernel, PackedWeight, Schedule
 from g4ir.backends.cuda.lowerings import GpuLowered
 from g4ir.backends.inductor.lower import dense
 from g4ir.backends.inductor.lowered import Run
@@ -27,6 +27,9 @@ from g4ir.ops.attention import slot_positions, visible
 from g4ir.ops.base import as_tuple
 from g4ir.ops.kv_quant import dequantized_width
 from g4ir.ops.types import parse_type, torch_dtype
+
+from .cases import BUDGETS
+from .cases.base import Budget, Sample
 
 Tensor = torch.Tensor
 #: of an attention in bf16: its rms error, as a multiple of the op's, or one rounding of the result
@@ -40,6 +43,10 @@ FEW = 2
 def kernel_called(name: str) -> Kernel:
     """The first kernel that starts this one."""
     return next(k for k in KERNELS if name in k.starts)
+
+
+def budget_of(kernel: Kernel) -> Budget:
+    return BUDGETS[next(iter(kernel.starts))]
 
 
 def node_of(kernel: Kernel, s: Sample, dtype: str) -> Node:
@@ -226,7 +233,7 @@ class Try:
             self._check(result, want, exact, rows)
 
     def _check(self, got: Tensor, want: Tensor, exact: Tensor, rows: Any) -> None:
-        kernel = self.kernel
+        budget = budget_of(self.kernel)
         assert got.dtype == want.dtype and got.shape == want.shape
         got, want, exact = got[rows], want[rows], exact[rows]
         assert got.isfinite().all()
@@ -234,9 +241,9 @@ class Try:
         if not got.is_floating_point():
             assert torch.equal(got, want)
         elif got.dtype == torch.float32:
-            unit = rms(exact) if kernel.differ is None else exact.abs().maximum(rms(exact))
-            assert (error <= kernel.error * unit).all(), float((error / unit).max())
-        elif kernel.differ is None:
+            unit = rms(exact) if budget.differ is None else exact.abs().maximum(rms(exact))
+            assert (error <= budget.error * unit).all(), float((error / unit).max())
+        elif budget.differ is None:
             usual = rms(want.double() - exact)
             assert rms(error) <= max(BF16 * usual, ROUNDING * rms(exact)), float(rms(error) / usual)
         else:
@@ -244,4 +251,4 @@ class Try:
             apart = (got.double() - want.double()).abs()
             assert (apart <= self.node.definition.budget.at("bf16") * row).all()
             differ = int((got != want).sum())
-            assert differ <= max(FEW, kernel.differ * got.numel()), differ
+            assert differ <= max(FEW, budget.differ * got.numel()), differ

@@ -7,10 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from g4ir.backends.cuda.kernels.base import attention_sample, zeros_of
+from g4ir.backends.cuda.kernels.base import zeros_of
 from g4ir.backends.cuda.kernels.decode_attention_triton import decode_attention
 from g4ir.backends.cuda.kernels.launch import by_default, recorded
 
+from .cases.base import attention_sample
 from .samples import Try, kernel_called
 
 PLAIN = kernel_called("decode_attention")

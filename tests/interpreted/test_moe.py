@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.cuda.kernels.base import Sample
 from g4ir.backends.cuda.kernels.linear_triton import skinny_linear
 from g4ir.backends.cuda.kernels.moe_triton import moe_route
 from g4ir.backends.cuda.kernels.rows_triton import dense, gathered_rows
@@ -18,7 +17,8 @@ from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMATS, dequantize_codes, take_rows
 from g4ir.ops.moe import router
 
-from .samples import Try, kernel_called, rms
+from .cases.base import Sample
+from .samples import Try, budget_of, kernel_called, rms
 
 KERNEL = kernel_called("moe_down")
 USE = {"block_n": 16, "block_k": 64, "warps": 4}
@@ -89,7 +89,7 @@ def test_equals_by_lower_index(count: int, top_k: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_experts_that_nobody_chose_are_not_read(dtype: str) -> None:
     """Their weights are NaN for the kernel; all rows have negative scores for them."""
-    one = Try(KERNEL, KERNEL.samples[0], dtype)
+    one = Try(KERNEL, budget_of(KERNEL).samples[0], dtype)
     experts = len(one.given[4])
     sign = 1 - 2 * (torch.arange(experts) >= one.node.whole("top_k"))
     one.given[2].abs_(), one.given[3].abs_()

@@ -1,4 +1,4 @@
-"""Every kernel on the samples of its record (see samples.py), in memory that is poisoned; the
+"""Every kernel on its samples (see samples.py), in memory that is poisoned; the
 arithmetic that they share, and the interpreter's bf16."""
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 
 from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.cuda.kernels.base import Kernel, Sample
+from g4ir.backends.cuda.kernels.base import Kernel
 from g4ir.backends.cuda.kernels.launch import activate, by_default, rounded
 from g4ir.backends.cuda.kernels.linear_triton import skinny_linear
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.mlp import activate as reference
 
+from .cases.base import Sample
 from .orders import poisoned
-from .samples import Try
+from .samples import Try, budget_of
 
 DTYPES = ("f32", "bf16")
 
@@ -31,7 +32,7 @@ def called(k: Kernel) -> str:
 def cases() -> Iterator[Any]:
     """All; unless --full is given, one in three in fp32 and one in three in bf16."""
     for kernel in KERNELS:
-        for i, sample in enumerate(kernel.samples):
+        for i, sample in enumerate(budget_of(kernel).samples):
             for dtype in DTYPES:
                 marks = () if i % 3 == DTYPES.index(dtype) else pytest.mark.full
                 yield pytest.param(
@@ -51,7 +52,7 @@ def test_sample(kernel: Kernel, sample: Sample, dtype: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=called)
 def test_off_the_gpu(kernel: Kernel, dtype: str) -> None:
     """There a kernel computes what the op does: in bf16 bit for bit."""
-    for sample in kernel.samples:
+    for sample in budget_of(kernel).samples:
         one = Try(kernel, sample, dtype)
         with by_default():
             got = one.call([x.clone() for x in one.given])

@@ -1,11 +1,11 @@
 """The record of a Triton kernel: everything that the compiler knows about it.
 
-A kernel is a pair of files. `NAME.py` has its record: which nodes it replaces, how it is called,
-how often it is launched, and its test samples. `NAME_triton.py` has the device code and a
-`triton_op` in the namespace `g4ir` that launches it; on other devices the op computes the
-reference. Records are used without torch or triton installed, to choose kernels, count launches and
-plan memory: so only `call` imports the second file, when it runs. Every such pair of this folder is
-in the table of kernels; no other file refers to a kernel by name.
+A kernel is a pair of files. `NAME.py` has its record: which nodes it replaces, how it is called and
+how often it is launched. `NAME_triton.py` has the device code and a `triton_op` in the namespace
+`g4ir` that launches it; on other devices the op computes the reference. Records are used without
+torch or triton installed, to choose kernels, count launches and plan memory: so only `call` imports
+the second file, when it runs. Every such pair of this folder is in the table of kernels; no other
+file of the package refers to a kernel by name. `tests/interpreted/cases/NAME.py` has its samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from g4ir.backends.inductor.lowered import Coded
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ops.codecs import FORMAT_OF, FORMATS
-from g4ir.ops.kv_quant import quantized_width
 from g4ir.ops.types import Type
 from g4ir.quant.rewrite import QUANTISED_OPS
 
@@ -29,26 +28,6 @@ DECODED = 8192
 
 Shape = Mapping[str, int]
 Use = Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A test case of a kernel: a node, run once in fp32 and once in bf16.
-
-    inputs  types as text: `T` is the dtype, a leading * marks a weight
-    attrs   the node's attributes; "T" is the dtype
-    use     launch settings; by kernel name if there are several
-    given   input index -> integer values
-    packed  whether inputs must not be views of larger tensors
-    coded   input index -> quantised format, and codes per scale (0: a full row)
-    """
-
-    inputs: tuple[str, ...]
-    attrs: Mapping[str, Any] = field(default_factory=dict)
-    use: Mapping[str, Any] = field(default_factory=dict)
-    given: Mapping[int, Any] = field(default_factory=dict)
-    packed: bool = False
-    coded: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,10 +54,6 @@ class Kernel:
     starts   kernel name -> launches per call, in launch order
     rule     (graph, node, target) -> shape that the launch settings depend on; None: not replaced
     call     (run, node, choice, *tensors) -> the node's outputs; writes caches in place
-    samples  test cases, checked with `error` and `differ`
-    error    tolerance of fp32 outputs against float64, as a fraction of their rms
-    differ   maximum fraction of bf16 outputs that may differ from the op's reference; None: the
-             error against float64 is compared with the reference's instead
     uses     launch settings by kernel name, or a function of the shape: estimates from the size of
              a Hopper GPU, none measured; kernels without an entry have none
     coded    whether weights may be quantised
@@ -89,9 +64,6 @@ class Kernel:
     starts: Mapping[str, int]
     rule: Callable[[Graph, Node, Target], Shape | None]
     call: Callable[..., Any]
-    samples: tuple[Sample, ...]
-    error: float
-    differ: float | None = 0.01
     uses: Mapping[str, Use | Callable[[Shape], Use]] = field(default_factory=dict)
     coded: bool = False
     large: bool = False
@@ -223,44 +195,6 @@ def attention_shape(n: Node) -> dict[str, int] | None:
 def masking(n: Node) -> dict[str, Any]:
     """Return the mask and score attributes that all attention ops share."""
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
-
-
-def attention_sample(
-    lengths: tuple[int, ...],
-    slots: int,
-    window: int,
-    use: Use,
-    tokens: int = 0,
-    heads: tuple[int, int] = (4, 2),
-    d: int = 32,
-    scale: float = 0.3,
-    softcap: float = 0.0,
-    pairs: int | None = None,
-    kv_dtype: str = "",
-) -> Sample:
-    """Return a test case with `lengths` tokens per sequence in caches of `slots` slots; the query
-    is the newest token, or a chunk of `tokens` that follows. `heads`: query and KV heads; `pairs`:
-    rotated pairs of a latent cache; `kv_dtype`: the cache's format, if not the sample's dtype."""
-    b, s, (nq, n) = len(lengths), tokens or 1, heads
-    widths = [d, d] if pairs is None else [d + 2 * pairs]
-    layouts = [(kv_dtype or "T", quantized_width(w, kv_dtype) if kv_dtype else w) for w in widths]
-    attrs: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
-    if pairs is not None:
-        attrs["pairs"] = pairs
-    first = [length - (tokens == 0) for length in lengths]
-    return Sample(
-        (
-            f"T[{b},{s},{nq},{d}]",
-            f"i64[{b},{s}]",
-            f"i64[{b}]",
-            *[f"*T[{d}]"] * (pairs is not None),
-            *(f"{t}[{slots},{b},{n},{w}]" for t, w in layouts),
-            *(f"{t}[{b},{tokens},{n},{w}]" for t, w in layouts * bool(tokens)),
-        ),
-        attrs,
-        use,
-        {1: [[*range(at, at + s)] for at in first], 2: lengths},
-    )
 
 
 def zeros_of(x: Any) -> Any:
