@@ -257,8 +257,8 @@ class Recorder:
 
     def emit(
         self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0
-    ) -> None:
-        """Append an instruction; operand None is a null pointer."""
+    ) -> Any:
+        """Append an instruction; operand None is a null pointer. Return its last operand."""
         first, strided = len(self.operands), STRIDED.get(kind, len(operands))
         if any(t is not None and not t.is_contiguous() for t in operands[strided:]):
             raise NoInstruction(f"{kind} of an operand that is not contiguous")
@@ -268,6 +268,7 @@ class Recorder:
             if t is not None and kind not in _WITHOUT_SCRATCH:
                 self.scratch_size = max(self.scratch_size, 3 * t.shape[-1])
         self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
+        return operands[-1]
 
     def copy(self, x: Tensor, y: Tensor) -> None:
         """Append a copy, unless it is of no values (a null pointer)."""
@@ -349,54 +350,33 @@ def _computes(*tensors: Tensor) -> None:
 # --- the instructions of each op ---------------------------------------------------------------
 
 
-def _norm(r: Recorder, n: Node, x: Tensor, w: Tensor | None = None) -> Tensor:
-    _computes(x, *[] if w is None else [w])
-    y = r.like(x)
-    r.emit("rms_norm", x, w, y, f=n.number("eps"))
-    return y
+def _like_input(
+    kind: str,
+    number: str = "",
+    integers: Callable[[Node, Tensor], tuple[int, ...]] = lambda n, x: (),
+    dtype: torch.dtype | None = None,
+) -> Callable[..., Tensor]:
+    """Return the lowering of an op to one instruction whose result is like its first input.
+    `number`: the attr that is its `f`; `integers`: (node, first input) -> its `n`."""
 
-
-def _add(r: Recorder, n: Node, a: Tensor, b: Tensor) -> Tensor:
-    y = r.like(a)
-    if a.dtype == torch.int64:
-        r.emit("add_integers", a, b, y)
-    else:
-        _computes(a)
-        r.emit("add", a, b, y)
-    return y
-
-
-def _mul(r: Recorder, n: Node, x: Tensor, w: Tensor) -> Tensor:
-    _computes(x, w)
-    y = r.like(x)
-    r.emit("mul", x, w, y)
-    return y
-
-
-def _by_number(kind: str, attr: str) -> Callable[..., Tensor]:
-    """Return the lowering of an op with one scalar."""
-
-    def lower(r: Recorder, n: Node, x: Tensor) -> Tensor:
-        _computes(x)
-        y = r.like(x)
-        r.emit(kind, x, y, f=n.number(attr))
-        return y
+    def lower(r: Recorder, n: Node, *inputs: Tensor) -> Any:
+        _computes(*inputs)
+        x, f = inputs[0], n.number(number) if number else 0
+        return r.emit(kind, *inputs, r.like(x, dtype=dtype), n=integers(n, x), f=f)
 
     return lower
 
 
-def _glu(r: Recorder, n: Node, gate: Tensor, up: Tensor) -> Tensor:
-    _computes(gate)
-    y = r.like(gate)
-    r.emit("glu", gate, up, y, n=(ACTIVATIONS.index(n.word("act")),))
-    return y
+def _norm(r: Recorder, n: Node, x: Tensor, w: Tensor | None = None) -> Any:
+    _computes(x, *[] if w is None else [w])
+    return r.emit("rms_norm", x, w, r.like(x), f=n.number("eps"))
 
 
-def _rope(r: Recorder, n: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    _computes(x)
-    y = r.like(x)
-    r.emit("rope", x, cos, sin, y, n=(x.shape[2],))
-    return y
+def _add(r: Recorder, n: Node, a: Tensor, b: Tensor) -> Any:
+    if a.dtype == torch.int64:
+        return r.emit("add_integers", a, b, r.like(a))
+    _computes(a)
+    return r.emit("add", a, b, r.like(a))
 
 
 #: one table in memory for all programs
@@ -420,40 +400,35 @@ def _stack_layers(r: Recorder, n: Node, x: Tensor) -> Tensor:
     return y
 
 
-def _row_start(r: Recorder, n: Node, positions: Tensor) -> Tensor:
-    y = r.arena.empty((positions.shape[0],), torch.int64)
-    r.emit("row_start", positions, y)
-    return y
+def _row_start(r: Recorder, n: Node, positions: Tensor) -> Any:
+    return r.emit("row_start", positions, r.arena.empty((positions.shape[0],), torch.int64))
 
 
-def _narrow_row(r: Recorder, n: Node, x: Tensor) -> Tensor:
+def _narrow_row(r: Recorder, n: Node, x: Tensor) -> Any:
     _computes(x)
     to = torch_dtype(n.word("to"))
     y = r.like(x, int(n.out.type.shape[-1]), to)
-    r.emit("narrow_row", x, y, n=(pyops.CACHE_DTYPES[to],))
-    return y
+    return r.emit("narrow_row", x, y, n=(pyops.CACHE_DTYPES[to],))
 
 
 def _cache_write(
     r: Recorder, n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor
-) -> Tensor:
+) -> Any:
     if new.dtype != cache.dtype:
         raise NoInstruction(f"rows in {new.dtype} of a cache in {cache.dtype}")
-    r.emit("cache_write", new, start, lengths, cache, n=tuple(new.shape[:3]))
-    return cache
+    return r.emit("cache_write", new, start, lengths, cache, n=tuple(new.shape[:3]))
 
 
 def _attention(
     r: Recorder, n: Node, q: Tensor, positions: Tensor, written: Tensor, *kv: Tensor
-) -> Tensor:
+) -> Any:
     if n.attrs["softcap"]:
         raise NoInstruction("attention with a softcap")
     _computes(q)
     out = r.like(q)
     how: Any = {"n": (*q.shape[:2], n.whole("window"), kv[0].shape[2]), "f": n.number("scale")}
     if len(kv) == 2:
-        r.emit("attention", r.contiguous(q), positions, written, *kv, out, **how)
-        return out
+        return r.emit("attention", r.contiguous(q), positions, written, *kv, out, **how)
     (k, v, *fresh), ids = kv[:4], kv[4:]
     if q.shape[-1] % 2:
         raise NoInstruction(f"attention over a chunk of heads of {q.shape[-1]}")
@@ -506,35 +481,22 @@ def _attention_latent(
     return y
 
 
-def _packed_attention(
-    r: Recorder, n: Node, q: Tensor, k: Tensor, v: Tensor, ends: Tensor
-) -> Tensor:
+def _packed_attention(r: Recorder, n: Node, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Any:
     _computes(q)
     if q.shape[-1] % 2:
         raise NoInstruction(f"attention of heads of {q.shape[-1]}")
-    out, how = r.like(q), (q.shape[1], n.whole("window"), k.shape[2])
-    r.emit("attend_texts", *map(r.contiguous, (q, k, v)), ends, out, n=how, f=n.number("scale"))
-    return out
+    rows, how = map(r.contiguous, (q, k, v)), (q.shape[1], n.whole("window"), k.shape[2])
+    return r.emit("attend_texts", *rows, ends, r.like(q), n=how, f=n.number("scale"))
 
 
-def _packed_mean(r: Recorder, n: Node, x: Tensor, ends: Tensor) -> Tensor:
+def _packed_mean(r: Recorder, n: Node, x: Tensor, ends: Tensor) -> Any:
     _computes(x)
-    y = r.arena.empty((1, len(ends), x.shape[-1]), x.dtype)
-    r.emit("mean_texts", x, ends, y)
-    return y
+    return r.emit("mean_texts", x, ends, r.arena.empty((1, len(ends), x.shape[-1]), x.dtype))
 
 
-def _unit_norm(r: Recorder, n: Node, x: Tensor) -> Tensor:
-    _computes(x)
-    y = r.like(x, dtype=torch.float32)
-    r.emit("unit_norm", x, y)
-    return y
-
-
-def _last_row(r: Recorder, n: Node, x: Tensor, lengths: Tensor) -> Tensor:
+def _last_row(r: Recorder, n: Node, x: Tensor, lengths: Tensor) -> Any:
     y = r.arena.empty((x.shape[0], 1, *x.shape[2:]), x.dtype)
-    r.emit("last_row", r.contiguous(x), lengths, y, n=tuple(x.shape[:2]))
-    return y
+    return r.emit("last_row", r.contiguous(x), lengths, y, n=tuple(x.shape[:2]))
 
 
 def _dequantize(r: Recorder, n: Node, codes: Tensor, scales: Tensor) -> Coded:
@@ -657,13 +619,12 @@ def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
     return y
 
 
-def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Tensor:
+def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Any:
     y, masked = r.like(ids), torch.tensor(n.wholes("ids"), dtype=torch.int64)
-    r.emit("mask_ids", r.contiguous(ids), masked, y, n=(n.whole("pad"),))
-    return y
+    return r.emit("mask_ids", r.contiguous(ids), masked, y, n=(n.whole("pad"),))
 
 
-def _embedding(r: Recorder, n: Node, table: Tensor, *tensors: Tensor) -> Tensor:
+def _embedding(r: Recorder, n: Node, table: Tensor, *tensors: Tensor) -> Any:
     """Embedding lookup; `tensors`: optional scales, ids."""
     *scales, ids = tensors
     format_id, dtype = -1, table.dtype
@@ -673,8 +634,8 @@ def _embedding(r: Recorder, n: Node, table: Tensor, *tensors: Tensor) -> Tensor:
     y = r.arena.empty((*ids.shape, int(n.out.type.shape[-1])), dtype)
     _computes(y)
     operands = r.contiguous(ids), table, scales[0] if scales else None, y
-    r.emit("embed_rows", *operands, n=(format_id, n.op == "embedding_tiles"), f=n.number("scale"))
-    return y
+    how = format_id, n.op == "embedding_tiles"
+    return r.emit("embed_rows", *operands, n=how, f=n.number("scale"))
 
 
 def _cluster_head(
@@ -689,10 +650,8 @@ def _cluster_head(
     return logits, ids
 
 
-def _pick_id(r: Recorder, n: Node, ids: Tensor, at: Tensor) -> Tensor:
-    y = r.like(at)
-    r.emit("pick_id", ids, at, y)
-    return y
+def _pick_id(r: Recorder, n: Node, ids: Tensor, at: Tensor) -> Any:
+    return r.emit("pick_id", ids, at, r.like(at))
 
 
 def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
@@ -703,11 +662,11 @@ def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "rms_norm": _norm,
     "add": _add,
-    "mul": _mul,
-    "scale": _by_number("scale", "value"),
-    "softcap": _by_number("softcap", "cap"),
-    "glu": _glu,
-    "rope": _rope,
+    "mul": _like_input("mul"),
+    "scale": _like_input("scale", "value"),
+    "softcap": _like_input("softcap", "cap"),
+    "glu": _like_input("glu", integers=lambda n, x: (ACTIVATIONS.index(n.word("act")),)),
+    "rope": _like_input("rope", integers=lambda n, x: (x.shape[2],)),
     "rope_table": _rope_table,
     "stack_layers": _stack_layers,
     "row_start": _row_start,
@@ -719,7 +678,7 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "last_row": _last_row,
     "packed_attention": _packed_attention,
     "packed_mean": _packed_mean,
-    "unit_norm": _unit_norm,
+    "unit_norm": _like_input("unit_norm", dtype=torch.float32),
     "dequantize": _dequantize,
     "dequantize_tiles": _dequantize,
     "fake_quantize": _fake_quantize,
