@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ LIMITS: tuple[tuple[Any, ...], ...] = (
     ("min_tokens", 0, math.inf, "0 or more"),
     ("logprobs", 0, math.inf, "0 or more"),
 )
+#: settings that are whole numbers
+WHOLE = ("top_k", "seed", "min_tokens", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ class SamplingParams:
         for name, value, low, high, expected in settings:
             if value is None and getattr(SamplingParams, name.rstrip(":"), 0) is None:
                 continue  # not set
-            if value is None or not low <= value <= high:
+            if isinstance(value, Real) and name in WHOLE and not isinstance(value, Integral):
+                raise InputError(f"{name} {value}: expected a whole number")
+            if not isinstance(value, Real) or not low <= value <= high:
                 raise InputError(f"{name} {str(value)[:20]}: expected {expected}")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def checked_prompt(
     out = checked_ids(ids, vocab, name)
     if not out:
         raise InputError(f"{name} is empty; give at least one token")
-    if count < 1:
-        raise InputError(f"{name}: max_new_tokens {count}: expected at least 1")
+    if not isinstance(count, Integral) or count < 1:
+        whole = "" if isinstance(count, Integral) else "a whole number, "
+        raise InputError(f"{name}: max_new_tokens {count}: expected {whole}at least 1")
     if len(out) + count - 1 > max_seq:
         raise InputError(
             f"{name}: {len(out)} tokens and {count} new ones do not fit the engine's --max-seq "

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
 
+from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.model.media import Media, media_options
 from g4ir.model.text import build_program
@@ -35,6 +37,8 @@ from .formats import DEVICES, DTYPES, KV_NAMES
 from .gpus import gpu_names
 
 _HELP: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
+#: type of a field -> the types of its values, and what an error says
+NUMBERS = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gpu_names()}
 
 
@@ -86,6 +90,14 @@ class BuildOptions:
     )
     memory: int | None = option("memory", None, "GPU|BYTES")
     link_weights: bool = option("link_weights", False)
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a value that is no number where one is expected."""
+        for f in fields(self):
+            value, kind = getattr(self, f.name), NUMBERS.get(str(f.type).partition(" ")[0])
+            if kind and value is not None and not isinstance(value, kind[0]):
+                flag = f"--{f.name.replace('_', '-')}"
+                raise InputError(f"{flag} {value!r}: expected {kind[1]}")
 
 
 def options_text() -> str:
