@@ -101,9 +101,9 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
     made = module("lowering linear_softcap", "lowering")
     calls: list[str] = []
 
-    def lowering(run: Any, n: Any, *tensors: torch.Tensor) -> Any:
+    def lowering(n: Any, *tensors: torch.Tensor) -> Any:
         calls.append(n.op)
-        return made.lower_linear_softcap(run, n, *tensors)
+        return made.lower_linear_softcap(n, *tensors)
 
     monkeypatch.setitem(lowerings.LOWERINGS, softcap_op.name, Lowering(lowering))
     g = one_node_graph(softcap_op)

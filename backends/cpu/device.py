@@ -58,9 +58,9 @@ class CompiledCpu(Cpu, Compiler):
 
     def lowered(self, g: Graph, target: Target) -> Any:
         from g4ir.backends.inductor.lower import COMMON
-        from g4ir.backends.inductor.lowered import LoweredByOp
+        from g4ir.backends.inductor.lowered import lowered_by_op
 
-        return LoweredByOp(g, COMMON)
+        return lowered_by_op(g, COMMON)
 
     def sources(self) -> Sequence[Path]:
         return []

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from g4ir.backends.inductor.lower import COMMON
-from g4ir.backends.inductor.lowered import Lowered, LoweredByOp, Lowering, Run
+from g4ir.backends.inductor.lowered import Lowered, Lowering, lowered_by_op
 from g4ir.ir.graph import Graph, Node
 
 from . import pyops
@@ -17,15 +17,15 @@ Tensor = torch.Tensor
 
 def lowered(g: Graph) -> Lowered:
     """Return a graph with the CPU's lowerings."""
-    return LoweredByOp(g, LOWERINGS)
+    return lowered_by_op(g, LOWERINGS)
 
 
-def _clip(m: Run, n: Node, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _clip(n: Node, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Clamp by scalars: ten times as fast as by tensors."""
     return x.clamp(float(low), float(high))
 
 
-def _linear(m: Run, n: Node, x: Tensor, w: Tensor) -> Tensor:
+def _linear(n: Node, x: Tensor, w: Tensor) -> Tensor:
     return pyops.linear(x, w) if w.numel() >= FROM else functional.linear(x, w)
 
 

@@ -67,9 +67,9 @@ class Cuda(Compiler):
             yield "attention on this GPU is the library's: our kernels need Hopper's shared memory"
 
     def lowered(self, g: Graph, target: Target) -> Any:
-        from .lowerings import GpuLowered
+        from .lowerings import lowered
 
-        return GpuLowered(schedule(g, target))
+        return lowered(schedule(g, target))
 
     def sources(self) -> Sequence[Path]:
         folder = Path(__file__).resolve().parent

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from g4ir.backends.inductor.lower import COMMON, dense
-from g4ir.backends.inductor.lowered import Coded, Lowering, Run
-from g4ir.ir.graph import Graph, Node
+from g4ir.backends.inductor.lowered import Coded, Lowered, Lowering
+from g4ir.ir.graph import Node
 from g4ir.ops.base import upcast
 from g4ir.ops.codecs import FORMAT_OF, dequantize_codes
 from g4ir.ops.mlp import activate
@@ -24,35 +22,26 @@ from .kernels.base import PackedWeight, Schedule, codes_of
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class GpuLowered:
-    """A graph with the kernels of its schedule; other nodes have lowerings."""
+def lowered(s: Schedule) -> Lowered:
+    """Return a graph with the kernels of its schedule; other nodes have lowerings."""
 
-    schedule: Schedule
-
-    @property
-    def graph(self) -> Graph:
-        return self.schedule.graph
-
-    def lowering(self, n: Node) -> Lowering | None:
-        """Return a node's lowering; None: its reference."""
-        choice = self.schedule.find(n)
-        if choice is None:
+    def lowering(n: Node) -> Lowering | None:
+        if (choice := s.find(n)) is None:
             return LOWERINGS.get(n.op)
-        return Lowering(partial(_call, choice), (Coded,) if choice.kernel.coded else ())
+        kernel = choice.kernel
+        call = lambda n, *tensors: kernel.call(n, choice, *tensors)  # noqa: E731
+        return Lowering(call, (Coded,) if kernel.coded else ())
+
+    return Lowered(s.graph, lowering)
 
 
-def _call(choice: Any, run: Run, n: Node, *tensors: Any) -> Any:
-    return choice.kernel.call(run, n, choice, *tensors)
-
-
-def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
+def _dequantize(n: Node, codes: Tensor, scales: Tensor) -> Any:
     """Return the quantised weight if kernels read it, otherwise dense."""
     weight = PackedWeight(codes.view(torch.uint8), scales, torch_dtype(n.word("to")), form=_form(n))
     return weight if codes_of(n) else dequantize_codes(_typed(n, codes), scales, weight.dtype)
 
 
-def _embedding(m: Run, n: Node, codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+def _embedding(n: Node, codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
     if not codes_of(n):
         attrs: dict[str, Any] = {**n.attrs}
         return embedding_quantized.reference(_typed(n, codes), scales, ids, **attrs)
@@ -72,7 +61,6 @@ def _typed(n: Node, codes: Tensor) -> Tensor:
 
 
 def _experts(
-    m: Run,
     n: Node,
     x: Tensor,
     weights: Tensor,

@@ -13,13 +13,10 @@ from g4ir.ir.graph import Node
 from g4ir.ops.attention import last_visible, slot_positions, split_chunk, visible
 from g4ir.ops.kv_quant import dequantize_rows
 
-from .lowered import Run
-
 Tensor = torch.Tensor
 
 
 def attention(
-    m: Run,
     n: Node,
     q: Tensor,
     positions: Tensor,
@@ -38,7 +35,7 @@ def attention(
 
 
 def attention_latent(
-    m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *operands: Tensor
+    n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *operands: Tensor
 ) -> Tensor:
     """Attend over rows that are both keys and values (MLA latents)."""
     if n.attrs["softcap"]:
@@ -51,7 +48,7 @@ def attention_latent(
     return _grouped(query, rows, rows, mask, n.number("scale"))[..., : w.shape[0]]
 
 
-def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
+def encoder_attention(n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
     """Attend by SDPA, which does not materialise the scores: q [B,P,nq,d], k and v [B,T,n,d]."""
     bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]

@@ -6,14 +6,10 @@ import torch
 
 from g4ir.ir.graph import Node
 
-from .lowered import Run
-
 Tensor = torch.Tensor
 
 
-def cache_write(
-    m: Run, n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor
-) -> Tensor:
+def cache_write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
     """Write a chunk to a ring or full-length cache; fp8 values are copied as bytes: Inductor has no
     `where` on fp8."""
     bytewise = cache.dtype == torch.float8_e4m3fn

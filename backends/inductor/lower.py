@@ -13,30 +13,30 @@ from g4ir.ops.types import Type, torch_dtype
 
 from .attention import attention, attention_latent, encoder_attention
 from .cache_write import cache_write
-from .lowered import Coded, Lowered, Lowering, Run
+from .lowered import Coded, Lowered, Lowering
 
 Tensor = torch.Tensor
 
 
-def run_node(run: Run, n: Node) -> None:
-    """Run a node by its lowering, reference or expansion; its outputs are added to `run.env`."""
-    lowering = run.lowered.lowering(n)
+def run_node(lowered: Lowered, n: Node, env: dict[str, Any]) -> None:
+    """Run a node by its lowering, reference or expansion; its outputs are added to `env`."""
+    lowering = lowered.lowering(n)
     takes = lowering.takes if lowering else ()
-    inputs = (run.env[v.name] for v in n.inputs)
+    inputs = (env[v.name] for v in n.inputs)
     tensors = (t if isinstance(t, takes) else dense(t) for t in inputs)
     if lowering:
-        results = as_tuple(lowering.call(run, n, *tensors))
+        results = as_tuple(lowering.call(n, *tensors))
     elif n.definition.reference:
         results = as_tuple(n.definition.reference(*tensors, **n.attrs))
     else:
         nodes, values = n.expanded
         for inner in nodes:
-            run_node(run, inner)
-        results = tuple(run.env[v.name] for v in values)
+            run_node(lowered, inner, env)
+        results = tuple(env[v.name] for v in values)
         for inner in nodes:
             for v in inner.outputs:
-                del run.env[v.name]
-    run.env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
+                del env[v.name]
+    env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
 
 
 class SegmentModule(torch.nn.Module):
@@ -48,13 +48,13 @@ class SegmentModule(torch.nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         g = self.lowered.graph
-        run = Run(self.lowered, {v.name: t for v, t in zip(g.sources(), tensors, strict=True)})
-        _unify_dims(g.sources(), run.env)
+        env: dict[str, Any] = {v.name: t for v, t in zip(g.sources(), tensors, strict=True)}
+        _unify_dims(g.sources(), env)
         for i, n in enumerate(g.nodes):
-            run_node(run, n)
+            run_node(self.lowered, n, env)
             for name in g.last_uses.get(i, ()):
-                del run.env[name]
-        return tuple(dense(run.env[v.name]).contiguous() for v in g.outputs)
+                del env[name]
+        return tuple(dense(env[v.name]).contiguous() for v in g.outputs)
 
 
 def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.codecs import dequantize_codes, from_tiles
@@ -34,7 +34,7 @@ class Coded:
 class Lowering:
     """Lowering of an op.
 
-    call   (run, node, *tensors) -> the node's results, caches written in place
+    call   (node, *tensors) -> the node's results, caches written in place
     takes  types of operands that it accepts in addition to tensors
     """
 
@@ -42,35 +42,17 @@ class Lowering:
     takes: tuple[type, ...] = ()
 
 
-class Lowered(Protocol):
-    """A graph and the lowerings of its nodes."""
-
-    @property
-    def graph(self) -> Graph: ...
-
-    def lowering(self, n: Node) -> Lowering | None:
-        """Return the lowering of a node of the graph or of an expansion; None: the op's
-        reference."""
-
-
 @dataclass(frozen=True)
-class LoweredByOp:
-    """A graph and the lowerings of its ops."""
+class Lowered:
+    """A graph and its lowerings.
+
+    lowering  node of the graph or of an expansion -> its lowering; None: the op's reference
+    """
 
     graph: Graph
-    table: Mapping[str, Lowering]
-
-    def lowering(self, n: Node) -> Lowering | None:
-        return self.table.get(n.op)
+    lowering: Callable[[Node], Lowering | None]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One pass over a segment: lowerings read and add values by name in `env`."""
-
-    lowered: Any
-    env: dict[str, Any]
-
-    @property
-    def graph(self) -> Graph:
-        return self.lowered.graph
+def lowered_by_op(g: Graph, table: Mapping[str, Lowering]) -> Lowered:
+    """Return a graph whose lowerings are those of its ops."""
+    return Lowered(g, lambda n: table.get(n.op))

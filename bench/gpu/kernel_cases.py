@@ -13,7 +13,7 @@ import torch
 
 from g4ir.backends.cuda.kernels.base import Choice, Schedule, byte_params
 from g4ir.backends.cuda.kernels.launch import Launch, recorded
-from g4ir.backends.cuda.lowerings import GpuLowered
+from g4ir.backends.cuda.lowerings import lowered
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.segment import canonical, part
@@ -157,7 +157,7 @@ def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> Tenso
 
 def run_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Run a case through the kernel."""
-    module = SegmentModule(GpuLowered(case.schedule))
+    module = SegmentModule(lowered(case.schedule))
     return module(*(given[v.name] for v in case.graph.sources()))
 
 

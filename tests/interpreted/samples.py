@@ -15,11 +15,8 @@ from zlib import crc32
 import torch
 
 from g4ir.backends.cuda.kernels import KERNELS
-from g4ir.backends.cuda.kernels.base import Choice, Kernel, PackedWeight, Schedule
-from g4ir.backends.cuda.lowerings import GpuLowered
+from g4ir.backends.cuda.kernels.base import Choice, Kernel, PackedWeight
 from g4ir.backends.inductor.lower import dense
-from g4ir.backends.inductor.lowered import Run
-from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
@@ -205,13 +202,12 @@ class Try:
         assert len(got) == len(self.node.outputs)
         return got
 
-    def arguments(self, **use: Any) -> tuple[Run, Node, Choice]:
+    def arguments(self, **use: Any) -> tuple[Node, Choice]:
         """What the kernel's call takes before the operands."""
         starts, s = self.kernel.starts, self.sample
         uses = s.use if len(starts) > 1 else {name: {**s.use, **use} for name in starts}
         choice = Choice(self.kernel, {}, {name: uses[name] for name in starts})
-        g = Graph("one", self.node.inputs, (), (), (self.node,), self.node.outputs)
-        return Run(GpuLowered(Schedule(g, Target("cpu"), {})), {}), self.node, choice
+        return self.node, choice
 
     def run(self, **use: Any) -> tuple[Tensor, ...]:
         """The kernel's results; nothing else has changed."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from g4ir import interpret, parse_graph
-from g4ir.backends.cuda.lowerings import GpuLowered
+from g4ir.backends.cuda.lowerings import lowered
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.segment import Glue, graph_steps
@@ -119,7 +119,7 @@ def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
         ]
         s = schedule(parse_graph(step.text), target)
         started += sum(s.find(n) is not None for n in s.graph.nodes)
-        made = SegmentModule(GpuLowered(s))(*operands)
+        made = SegmentModule(lowered(s))(*operands)
         spared = SPARED if any(s.graph.find("router", "moe_mlp")) else 0.0
         for value, got in zip(step.outputs, made, strict=True):
             near(got, known[value], value, spared)

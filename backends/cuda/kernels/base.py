@@ -53,7 +53,7 @@ class Kernel:
 
     starts   kernel name -> launches per call, in launch order
     rule     (graph, node, target) -> shape that the launch settings depend on; None: not replaced
-    call     (run, node, choice, *tensors) -> the node's outputs; writes caches in place
+    call     (node, choice, *tensors) -> the node's outputs; writes caches in place
     uses     launch settings by kernel name, or a function of the shape: estimates from the size of
              a Hopper GPU, none measured; kernels without an entry have none
     coded    whether weights may be quantised

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.kv_quant import GROUP
@@ -41,7 +40,7 @@ def _latent_estimate(shape: Shape) -> Use:
 
 
 def _attention(
-    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
+    n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
     """Attend over K and V, or over a latent cache; its first operand is then the weight of K's
     norm."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 
@@ -60,7 +59,7 @@ def _glu(shape: Shape) -> Use:
     return {"block_m": row_tile(shape), **tile, "warps": 4, "stages": 3}
 
 
-def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
+def _linear(n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
     from .linear_triton import skinny_linear
 
     w, scales, form = codes_and_scales(w)

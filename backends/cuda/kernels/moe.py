@@ -6,7 +6,6 @@ import operator
 from functools import reduce
 from typing import Any
 
-from g4ir.backends.inductor.lowered import Run
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 
@@ -63,7 +62,7 @@ def _down(shape: Shape) -> Use:
     return _tile(shape, 1, one, (64, 64, 4))
 
 
-def _experts(run: Run, n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
+def _experts(n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
     """Return (dense, experts). The dense MLP runs in the same grids as the experts, whose outputs
     are summed in the order of rank."""
     from .moe_triton import moe_down, moe_gate_up, moe_route
