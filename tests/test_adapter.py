@@ -457,6 +457,7 @@ def test_what_is_refused(lora: Lora, tmp_path: Path) -> None:
         adapters.load(name, lora.folder / "a0")
     with pytest.raises(InputError, match="no slot of 5 is free"):
         adapters.load("b2", lora.folder / "a0")
+    assert adapters.load("b1", lora.folder / "a2", replace=True) == adapters.loaded["b1"]
     replaced = adapters.loaded["b1"]
     adapters.unload("b0")
     assert adapters.load("b1", f"{lora.folder / 'a1'}=0.5", replace=True).slot != replaced.slot

@@ -531,13 +531,16 @@ def test_embed_command(model: Any, tmp_path: Path) -> None:
     assert values["dims"] == 32 and values["embeddings"] == want.tolist()
     plain, lines = tmp_path / "in.txt", tmp_path / "in.jsonl"
     plain.write_text("\n".join(texts))
-    lines.write_text("".join(json.dumps({"text": t, "id": 1}) + "\n" for t in texts))
+    lines.write_text("".join(json.dumps({"text": t, "id": 1}) + "\n\n" for t in texts))
     ok("embed", model.path, "--input", plain, *QUERY, "--out", tmp_path / "o.npy")
     assert np.array_equal(np.load(tmp_path / "o.npy"), want.numpy())
     ok("embed", model.path, "--input", lines, *QUERY, "--out", tmp_path / "o.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [r["index"] for r in rows] == [0, 1, 2]
     assert [r["embedding"] for r in rows] == want.tolist()
+    plain.write_bytes("a\u2028b\x0cc\r\nw7\n".encode())  # two lines
+    values = json.loads(ok("embed", model.path, "--input", plain, "--json"))
+    assert values["embeddings"] == model.embed(["a\u2028b\x0cc", "w7"]).tolist()
     assert "packed_mean" in ok("show", "--variant", NAMES[0])
     assert json.loads(ok("cost", NAMES[0], "--json"))["phase"] == "encode"
     out = ok("embed", model.path, "--text", "ab", "--text", "ab")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.errors import MissingError
+from g4ir.errors import InputError, MissingError
 from g4ir.spec.record import load_spec
 from tests.configs import cut
 from tests.engines import random_checkpoint
@@ -41,6 +41,8 @@ def test_logits_are_those_of_the_engine(name: str, tmp_path: Path) -> None:
     assert len(out.hidden_states) == len(out.attentions) + 1 == spec.text.num_hidden_layers + 1
     out.loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    with pytest.raises(InputError, match="nothing calls a list of modules"):
+        module.model.layers.register_forward_hook(print)
     assert module.spec == spec and torch.equal(copy.deepcopy(module)(ids).logits, out.logits)
 
 

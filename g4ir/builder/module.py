@@ -65,6 +65,9 @@ def module(
     finally:
         source.close()
     model_module.spec, model_module.config.use_cache = spec, False
+    for part in model_module.modules():
+        if isinstance(part, torch.nn.ModuleList):
+            vars(part).update(dict.fromkeys(HOOKS, _refuse_hook))
     return model_module
 
 
@@ -173,6 +176,15 @@ def encoder_with_towers(engine: Engine, origin: Origin | None, text: Any) -> Any
         model = load_published(path, engine.dtype, "AutoModel")
     model.language_model = text.model
     return model
+
+
+#: methods that register a hook on the call of a module
+HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")
+
+
+def _refuse_hook(*args: Any, **options: Any) -> Any:
+    problem = "hook: nothing calls a list of modules, so a hook on it would never run"
+    raise InputError(f"{problem}; hook its modules, such as model.layers[0]")
 
 
 #: kind -> argument of transformers' models -> input of a tower

@@ -317,13 +317,15 @@ def _prompt(
     return Prompt(template.write(*marked), mark, media_of(messages))
 
 
-def open_chat(folder: Path, tokenizer: Any, chat_format: str) -> tuple[Template, Vocabulary]:
-    """Read a folder's template, or the built-in one of `chat_format`, for a tokenizer. InputError
-    if the tokenizer has no chat turns."""
+def open_chat(
+    folder: Path, tokenizer: Any, chat_format: str, label: str
+) -> tuple[Template, Vocabulary]:
+    """Read a folder's template, or the built-in one of `chat_format`, for a tokenizer. InputError,
+    with the model's `label`, if the tokenizer has no chat turns."""
     vocabulary = Vocabulary(tokenizer, chat_format)
     if not vocabulary.chats:
         why = "its tokenizer has no turns of a chat: this model was not made for chats"
-        raise InputError(f"{folder}: {why}")
+        raise InputError(f"{label}: {why}")
     return Template.open(folder, chat_format), vocabulary
 
 

@@ -39,7 +39,7 @@ def with_defaults(parser: Parser, values: Mapping[str, Any]) -> dict[str, Any]:
     path = values.get("config", environment.get("config"))
     layers = [_file(parser, Path(path)) if path else {}, environment, values]
     settings = {k: v for layer in layers for k, v in layer.get("settings", {}).items()}
-    merged = {k: v for layer in layers for k, v in layer.items()}
+    merged = {k: v for layer in layers for k, v in layer.items() if k != "settings"}
     return merged | ({"settings": settings} if settings else {})
 
 
@@ -86,12 +86,16 @@ def _file(parser: Parser, path: Path) -> dict[str, Any]:
     for key, node in tree.entries.items():
         where, action = f"{tree.keys[key]}: {key}", actions.get(key.replace("_", "-"))
         if key == SETTINGS and isinstance(node, Map):
-            values["settings"] = {k: _texts(v, where)[0] for k, v in node.entries.items()}
+            texts = {k: ",".join(_texts(v, where)) for k, v in node.entries.items()}
+            values |= parser.parse([f"--set={k}={text}" for k, text in texts.items()])
             continue
         if not action:
             raise InputError(f"{where}: {unknown_key(key, sorted(actions))}")
         with named(where):
-            values |= _parsed(parser, action, _texts(node, where))
+            parsed = _parsed(parser, action, _texts(node, where))
+            if values.keys() & parsed.keys():  # max-gap and max_gap
+                raise InputError("is given twice; keep one")
+            values |= parsed
     return values
 
 

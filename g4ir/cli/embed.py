@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,15 @@ def read_texts(source: str) -> list[Any]:
     name = "stdin" if source == "-" else source
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        lines = raw.decode("utf-8-sig").splitlines()
+        text = raw.decode("utf-8-sig")
     except OSError as e:
         raise InputError(f"--input {source}: {e.strerror}") from None
     except UnicodeDecodeError as e:
         raise InputError(f"{name}: not UTF-8 at byte {e.start}") from None
     as_json = source.endswith(JSONL) or (source == "-" and raw.lstrip()[:1] == b"{")
-    texts = [_text(f"{name}: line {i}", line, as_json) for i, line in enumerate(lines, 1)]
+    # Not splitlines: a text may contain form feeds and U+2028.
+    lines = ((i, line.rstrip("\n")) for i, line in enumerate(StringIO(text, newline=None), 1))
+    texts = [_text(f"{name}: line {i}", x, as_json) for i, x in lines if x.strip() or not as_json]
     if not texts:
         raise InputError(f"{name} has no lines")
     return texts

@@ -140,7 +140,9 @@ class Serve(Verb):
                     return self._pool(app, dict(zip(named, engines, strict=True)))
                 loaded = self.load.to_generate(engines[0], report, True, **self.slots())
             if self.embed and loaded.spec.embedding:
-                raise InputError(f"--embed {self.embed}: {engines[0]} embeds itself; leave it out")
+                raise InputError(
+                    f"--embed {self.embed}: {loaded.label} embeds itself; leave it out"
+                )
             gc.set_threshold(*USUAL)
             return loaded
 
@@ -168,6 +170,14 @@ class Serve(Verb):
         backend = find_backend(o.backend)
         settings = checked_settings(backend, o.settings or {})
         backend.require_adapters(model, device_of(backend, o.device), settings)
+
+    def _check_names(self, served: Sequence[str]) -> None:
+        """Raise InputError if the encoder or an adapter has the name of another model."""
+        names = [*{*served}, *named_embedder(self.embed), *self._adapters()]
+        if both := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(
+                f"{both!r} would be two models: give --embed or --adapter another NAME="
+            )
 
     def _adapters(self) -> dict[str, str]:
         """Return the name and the directory (`DIR` or `DIR=SCALE`) of each adapter."""
@@ -239,6 +249,7 @@ class Serve(Verb):
             raise InputError("--served-name is for one model; give several as NAME=MODEL")
         name, *aliases = own or [default]
         aliases += [ANY_NAME] if ANY_NAME in self.served_name else []
+        self._check_names([name, *aliases])
         check_minimums(vars(self), max_loaded=1, load_wait=0, key_requests=1, key_tokens=1)
         config = SchedulerConfig(
             chunk_tokens=self.chunk_tokens,

@@ -261,7 +261,8 @@ class Flags:
 
 
 def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    """Return the flag of a field."""
+    return "--set" if name == "settings" else f"--{name.replace('_', '-')}"
 
 
 def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:

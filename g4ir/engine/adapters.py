@@ -62,7 +62,10 @@ class Adapters:
             if name in self._loaded and not replace:
                 why = f"is loaded already, from {self._loaded[name].path}"
                 raise InputError(f"adapter {name!r} {why}; unload it first")
-            slot = next((i for i in range(self.slots.count) if not self._users[i]), None)
+            # An adapter that is replaced frees its slot, if no request uses it.
+            own = self._loaded[name].slot if name in self._loaded else None
+            slots = range(self.slots.count)
+            slot = next((i for i in slots if self._users[i] == (i == own)), None)
             if slot is None:
                 names = ", ".join(sorted(self._loaded)) or "none, but requests still use some"
                 fix = "unload one, or load the engine with more adapter_slots"

@@ -123,7 +123,7 @@ class Engine(EngineParts):
         drafts = resolve_draft(self.config, self.label, draft, draft_tokens)
         media = list_media(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
-            template, words = open_chat(self.path, self.tokenizer(), self.spec.chat)
+            template, words = open_chat(self.path, self.tokenizer(), self.spec.chat, self.label)
             prompt = prompt_ids(prompt, template, words, [kind for kind, _ in media])
             stop_ids = {*self.stop_ids(), *words.ends} if stop_ids is None else stop_ids
         prompts, single = _prompts(prompt)

@@ -104,7 +104,8 @@ class ChatSession:
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
         self.engine, self.defaults = engine, engine.defaults()
         tokenizer = engine.text_tokenizer()
-        self.template, self.vocabulary = open_chat(engine.path, tokenizer, engine.spec.chat)
+        how = tokenizer, engine.spec.chat, engine.label
+        self.template, self.vocabulary = open_chat(engine.path, *how)
         self.messages: list[dict[str, Any]] = []
         #: parts of the next message
         self.attached: list[dict[str, Any]] = []

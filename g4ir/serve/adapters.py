@@ -44,5 +44,5 @@ def adapters_of(engine: Engine) -> Adapters:
     if engine.adapters is None:
         message = "this server has no adapters: start one of this model alone with --adapter"
         message += ", or --set adapter_slots=4"
-        raise Refused(501, message, code="not_supported")
+        raise Refused(400, message, code="not_supported")
     return engine.adapters

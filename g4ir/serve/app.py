@@ -42,7 +42,7 @@ from .adapters import Action, adapters_of, load, unload
 from .answers import ResponseFormat, usage_of
 from .auth import JSON, Auth, read_keys, salt_of
 from .embedding_model import EmbeddingModel, media_of
-from .http_errors import Refused, ending, later, refusal
+from .http_errors import Refused, bad, ending, later, refusal
 from .media_queue import MediaQueue, wait_for_leaving
 from .media_sources import MediaFolder, encode_media
 from .metrics import Metrics
@@ -363,7 +363,10 @@ class Server:
     async def change_adapters(self, request: Request, action: Action) -> Response:
         """Load or remove an adapter."""
         engine, raw = self._ready()[0].engine, await self.gate.body(request)
-        how = adapters_of(engine), schema.parsed(raw), self.adapter_folders
+        fields = schema.parsed(raw)
+        if (name := fields.get("lora_name")) in (*self.names, *self.embedders):
+            raise bad("lora_name", f"{name!r} is a model of this server; give another name")
+        how = adapters_of(engine), fields, self.adapter_folders
         return json_response({"status": "ok", "message": await run_in_threadpool(action, *how)})
 
     async def server_info(self, request: Request) -> Response:
@@ -398,38 +401,44 @@ class Server:
 
     async def show(self, request: Request) -> Response:
         """Return the description of a model in ollama's format."""
-        prompts, _ = self._ready()
+        self._check_ready()
         self._check_origin(request)
         body = await run_in_threadpool(schema.parsed, await self.gate.body(request, None))
-        self._check_model(ollama.model_of(body))
+        name = ollama.model_of(body) or self.name
+        if self.embeddings and name in self.embedders:
+            return json_response(ollama.show(self.embeddings.engine))
+        self._check_model(name)
+        prompts, _ = self._ready()
         return json_response(ollama.show(prompts.engine, prompts.template))
 
     async def embed(self, request: Request, api: EmbeddingApi) -> Response:
         """Return the embeddings of texts, or documents ranked by them."""
         self._check_ready()
         if not (model := self.embeddings):
-            raise Refused(501, "no embedding model here: use --embed MODEL", code="not_supported")
+            raise Refused(400, "no embedding model here: use --embed MODEL", code="not_supported")
         if api.content_type != JSON:
             self._check_origin(request)
         raw = await self.gate.body(request, api.content_type)
 
-        def parse() -> EmbeddingRequest:
+        def parse() -> tuple[str, EmbeddingRequest]:
             body = schema.parsed(raw)
-            if (name := ollama.model_of(body)) not in (None, *self.embedders):
+            name = ollama.model_of(body) or model.name
+            if name not in self.embedders:
                 if name in self.names:
                     raise _other_kind(f"{name!r} generates text; to embed give {model.name!r}")
-                raise self._no_model(str(name))
-            return api.read(body)
+                if ANY_NAME not in self.aliases:
+                    raise self._no_model(name)
+            return name, api.read(body)
 
         async with self._large if len(raw) > LARGE else contextlib.nullcontext():
-            asked = await run_in_threadpool(parse)
+            name, asked = await run_in_threadpool(parse)
         if media := media_of(asked):
             with_soft = partial(model.with_soft, asked, media, self.folder)
             asked = await self._media.run(request, media, with_soft)
         vectors, tokens = await model.embed(request, asked)
         request.state.said |= {"prompt": tokens}
         self.charge(request.state.salt, tokens)
-        body = partial(api.body, asked, vectors, tokens, model.name)
+        body = partial(api.body, asked, vectors, tokens, name)
         return await run_in_threadpool(lambda: json_response(body()))
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -467,7 +476,8 @@ class Server:
         raise self._no_model(name)
 
     def _no_model(self, name: str) -> Refused:
-        names = " and ".join(repr(n) for n in (self.name, *self._adapted, self.embedder) if n)
+        listed = dict.fromkeys((*self.names, *self._adapted, self.embedder))
+        names = " and ".join(repr(n) for n in listed if n)
         message = f"model: there is no {name[:80]!r} here; this server has {names}"
         return Refused(404, message, param="model", code="model_not_found")
 
@@ -569,6 +579,7 @@ class Server:
         try:
             original, fields, prompt, requests = await self._requests(request, api)
         except ollama.NothingAsked as e:
+            self._check_model(ollama.model_of(e.body) or None)
             return json_response(e.body)
         fields = {"model": self.name, **fields}
         format = api.format(fields, requests, original)

@@ -184,14 +184,20 @@ def test_no_such_model(world: World) -> None:
 
 
 def test_an_encoder_alone(world: World) -> None:
-    with running(lambda: g4ir.load_engine(world.engine.path)) as r, r.client() as client:
+    loader, options = lambda: g4ir.load_engine(world.engine.path), {"aliases": ("two", "*")}
+    with running(loader, options=options) as r, r.client() as client:
         eventually(lambda: client.get("/health").status_code == 200, 60)
         answer = client.post("/v1/embeddings", json={"input": TEXTS, "model": NAME}).json()
         assert [d["embedding"] for d in answer["data"]] == world.engine.embed(TEXTS).tolist()
-        (model,) = client.get("/v1/models").json()["data"]
+        for name in ("two", "text-embedding-3-small"):
+            body = {"input": "a", "model": name}
+            assert client.post("/v1/embeddings", json=body).json()["model"] == name
+        shown = client.post("/api/show", json={"model": NAME}).json()
+        assert shown["capabilities"] == ["embedding"] and not shown["template"]
+        model, _ = client.get("/v1/models").json()["data"]
         assert model == client.get(f"/v1/models/{NAME}").json() and model["id"] == NAME
         assert model["embedding_sizes"] == [64, 32, 16] and "media" not in model
-        assert [m["name"] for m in client.get("/api/tags").json()["models"]] == [NAME]
+        assert [m["name"] for m in client.get("/api/tags").json()["models"]] == [NAME, "two"]
         for path in ("/v1/chat/completions", "/tokenize", "/v1/load_lora_adapter"):
             refusal = client.post(path, json={"messages": [], "prompt": "a"})
             assert "embeds texts and generates none" in refusal.text, path

@@ -265,22 +265,22 @@ def tag(name: str, engine: Engine) -> Body:
     return {**head, **size, "details": details}
 
 
-def show(engine: Engine, template: Template) -> Body:
-    """Return the description of an engine by /api/show."""
+def show(engine: Engine, template: Template | None = None) -> Body:
+    """Return the description of an engine by /api/show; an encoder's has no template."""
     spec, facts = engine.spec, tag("", engine)
     info = {"context_length": engine.limits.max_seq, "embedding_length": spec.text.hidden_size}
     info |= {"block_count": spec.text.num_hidden_layers, "vocab_size": spec.text.vocab_size}
     kinds = {"image": "vision", "audio": "audio"}
-    controls = CHAT_FORMATS[template.form]["controls"]
+    controls = CHAT_FORMATS[template.form]["controls"] if template else ()
     can = [
-        "completion",
+        "completion" if template else "embedding",
         *(n for n, c in (("tools", "call"), ("thinking", "think")) if c in controls),
     ]
     sampling = engine.defaults().sampling
     return {
         "modelfile": "",
         "parameters": "\n".join(f"{k} {v}" for k, v in sampling.items()),
-        "template": template.source or "",
+        "template": template.source if template else "",
         "details": facts["details"],
         "model_info": {
             "general.architecture": spec.name,
