@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Compiler, Device
+from g4ir.backends.inductor.programs import Steps
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
 from g4ir.ops.types import torch
@@ -35,13 +36,7 @@ class Cpu(Device):
         """Return the program with tiled weights."""
         return in_tiles(program)
 
-    def runtime(
-        self,
-        task: Task,
-        steps: Mapping[str, Sequence[Any]],
-        files: Mapping[str, Sequence[str | None]],
-        cuda_graph: bool,
-    ) -> Any:
+    def runtime(self, task: Task, steps: Steps, cuda_graph: bool) -> Any:
         from .runtime import CpuRuntime
 
         return CpuRuntime(task)
@@ -65,16 +60,10 @@ class CompiledCpu(Cpu, Compiler):
     def sources(self) -> Sequence[Path]:
         return []
 
-    def runtime(
-        self,
-        task: Task,
-        steps: Mapping[str, Sequence[Any]],
-        files: Mapping[str, Sequence[str | None]],
-        cuda_graph: bool,
-    ) -> Any:
+    def runtime(self, task: Task, steps: Steps, cuda_graph: bool) -> Any:
         from g4ir.backends.inductor.runtime import ProgramRuntime
 
-        return ProgramRuntime(task, steps, files)
+        return ProgramRuntime(task, steps)
 
 
 DEVICE, COMPILER = Cpu(), CompiledCpu()

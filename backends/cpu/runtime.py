@@ -43,7 +43,7 @@ class CpuRuntime(ProgramRuntime):
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = StepThread()
         pyops.load_kernels(progress=task.progress)
-        super().__init__(task, {}, {})
+        super().__init__(task, {})
 
     def _param_names(self, steps: Any) -> Iterable[str]:
         graphs = (g for phase, g in self.program.graphs.items() if phase != EMBED)

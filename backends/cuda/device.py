@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Task
 from g4ir.backends.inductor.device import Compiler
-from g4ir.backends.inductor.programs import phases
+from g4ir.backends.inductor.programs import Steps, phases
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Program
 from g4ir.ops.types import torch
@@ -81,16 +81,10 @@ class Cuda(Compiler):
     def versions(self) -> Sequence[str]:
         return [importlib.metadata.version("triton")]
 
-    def runtime(
-        self,
-        task: Task,
-        steps: Mapping[str, Sequence[Any]],
-        files: Mapping[str, Sequence[str | None]],
-        cuda_graph: bool,
-    ) -> Any:
+    def runtime(self, task: Task, steps: Steps, cuda_graph: bool) -> Any:
         from .runtime import CudaRuntime
 
-        return CudaRuntime(task, steps, files, cuda_graph)
+        return CudaRuntime(task, steps, cuda_graph)
 
 
 DEVICE = COMPILER = Cuda()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from g4ir.backends import sampling
 from g4ir.backends.base import DeviceChoice, Task, Tensors, Watch
-from g4ir.backends.inductor.programs import EMBED
+from g4ir.backends.inductor.programs import EMBED, Steps
 from g4ir.backends.inductor.runtime import ProgramRuntime
-from g4ir.backends.inductor.segment import Step
 from g4ir.backends.kv_cache import Caches
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
@@ -30,21 +29,13 @@ STEPS = ("decode", VERIFY, DRAFT)
 class CudaRuntime(ProgramRuntime):
     """A loaded engine on a GPU."""
 
-    def __init__(
-        self,
-        task: Task,
-        steps: Mapping[str, Sequence[Step]],
-        files: Mapping[str, Sequence[str | None]],
-        cuda_graph: bool = True,
-    ) -> None:
+    def __init__(self, task: Task, steps: Steps, cuda_graph: bool = True) -> None:
         decode, rows = task.program.graphs.get("decode"), task.limits.max_batch
         #: captures a decode step; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
         self.any_length = bool(decode and any_length(schedule(decode, find_target(rows))))
-        super().__init__(task, steps, files)
-
-    def _device_index(self) -> int:
-        return torch.cuda.current_device()
+        self.device_index = torch.cuda.current_device()
+        super().__init__(task, steps)
 
     def _operands(self, params: Mapping[str, Any]) -> Tensors:
         packed = frozenset[str]().union(*map(byte_params, self.program.graphs.values()))

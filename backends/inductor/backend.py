@@ -106,7 +106,8 @@ class TorchBackend(Backend):
         steps = phase_steps(task.program, task.limits) if device.compiles else {}
         if device.compiles:
             _check_programs(task, steps, files)
-        return device.runtime(task, steps, files, cuda_graph)
+        pairs = {name: [*zip(many, files[name], strict=True)] for name, many in steps.items()}
+        return device.runtime(task, pairs, cuda_graph)
 
 
 def _compiles(device: str, settings: Mapping[str, str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.plan.backend import no_scratch
 from g4ir.plan.engine_limits import Limits
 
+from .programs import Steps
 from .target import Target
 
 #: name -> the module with its DEVICE and COMPILER
@@ -46,13 +47,7 @@ class Device(ABC):
         return no_scratch(program)
 
     @abstractmethod
-    def runtime(
-        self,
-        task: Task,
-        steps: Mapping[str, Sequence[Any]],
-        files: Mapping[str, Sequence[str | None]],
-        cuda_graph: bool,
-    ) -> Any:
+    def runtime(self, task: Task, steps: Steps, cuda_graph: bool) -> Any:
         """Return a loaded engine."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import bind
 from g4ir.plan.engine_limits import Limits
@@ -12,6 +14,9 @@ from .segment import Step, graph_steps
 #: with media only
 EMBED = "embed"
 PHASES = ("prefill", "decode", "verify", "prefill_media", "encode")
+
+#: graph -> its steps, each with its program file; None: torch runs the step
+Steps = Mapping[str, Sequence[tuple[Step, str | None]]]
 
 
 def phases(program: Program) -> list[str]:

@@ -19,7 +19,7 @@ from g4ir.ir.interpret import run_node
 from g4ir.ui.paths import unpacking
 from g4ir.weights.pack import ParamSource
 
-from .programs import EMBED
+from .programs import EMBED, Steps
 from .segment import Segment, Step, state_steps
 
 Tensor = torch.Tensor
@@ -55,28 +55,24 @@ class BoundStep:
 class ProgramRuntime:
     """A loaded engine of compiled programs. Devices subclass it."""
 
-    def __init__(
-        self,
-        task: Task,
-        steps: Mapping[str, Sequence[Step]],
-        files: Mapping[str, Sequence[str | None]],
-    ) -> None:
+    #: torch's index of the device for programs; -1: default
+    device_index = -1
+
+    def __init__(self, task: Task, steps: Steps) -> None:
         self.program, self.limits, self.device = task.program, task.limits, task.device
         self.source, self.group = task.params, task.group
         folder = task.folder / "programs"
-        names = dict.fromkeys(f for many in files.values() for f in many if f)
+        names = dict.fromkeys(f for pairs in steps.values() for _, f in pairs if f)
         self.unpacked: TemporaryDirectory[str] | None = None
         self.calls = self._load_programs(folder, names) if names else {}
         self.weights = self._load_params(self._param_names(steps), task)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         operands = self._operands(self.weights)
-        for phase, many in steps.items():
+        for phase, pairs in steps.items():
             graph = self.program.graphs[phase]
             alias = {v.name: n for n, v in graph.next.items()}
-            bound = {
-                id(s): _bind(s, self._call(s, f), operands, alias)
-                for s, f in zip(many, files[phase], strict=True)
-            }
+            bound = {id(s): _bind(s, self._call(s, f), operands, alias) for s, f in pairs}
+            many = [s for s, _ in pairs]
             keep = {v.name for v in (*graph.outputs, *graph.inputs)}
             for logits, chosen in ((True, many), (False, state_steps(many))):
                 plan = [bound[id(s)] for s in chosen]
@@ -84,8 +80,8 @@ class ProgramRuntime:
 
     def _load_programs(self, folder: Path, names: Iterable[str]) -> dict[str, Call]:
         with unpacking() as self.unpacked:
-            index = self._device_index()
-            return {name: _load_program(folder / name, self.device, index) for name in names}
+            where = self.device, self.device_index
+            return {name: _load_program(folder / name, *where) for name in names}
 
     def _call(self, step: Step, file: str | None) -> Call:
         """Return the function that runs a step."""
@@ -93,13 +89,9 @@ class ProgramRuntime:
             return self.calls[str(file)]
         return partial(self.group.run_node if self.group else run_node, step.node)
 
-    def _device_index(self) -> int:
-        """Return torch's index of the device for programs; -1: default."""
-        return -1
-
-    def _param_names(self, steps: Mapping[str, Sequence[Step]]) -> Iterable[str]:
+    def _param_names(self, steps: Steps) -> Iterable[str]:
         """Return the params that steps read, each once, without those of embedding tables alone."""
-        many = (s for phase, steps in steps.items() if phase != EMBED for s in steps)
+        many = (s for phase, pairs in steps.items() if phase != EMBED for s, _ in pairs)
         segments = (s for s in many if isinstance(s, Segment))
         return dict.fromkeys(name for s in segments for name in s.params)
 
