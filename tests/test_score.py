@@ -150,6 +150,7 @@ def test_scores_in_python(world: World, model: Any) -> None:
     assert ignored.tokens == 0 and ignored.nll is ignored.ppl is None
 
 
+@pytest.mark.usefixtures("own_home")
 def test_distance_to_the_unquantised_weights(world: World) -> None:
     """By its formula, document by document."""
     int4 = built(world.folder / "int4", "--checkpoint", world.checkpoint, "--all-logits",
@@ -170,6 +171,8 @@ def test_distance_to_the_unquantised_weights(world: World) -> None:
             same = (q.argmax(-1) == p.argmax(-1)).double().mean()
             assert d["same_top"] == pytest.approx(float(same))
     assert found["against"] == "the unquantised weights"
+    first_use = (world.checkpoint, *BUILD[1:5], "--quant", "int4")  # its own weights
+    assert scores("verify", *first_use, *files)["kl"] == pytest.approx(found["kl"], rel=1e-4)
     shown = command("verify", int4, *files, "--checkpoint", world.checkpoint).out
     assert shown.splitlines()[0].endswith("against the unquantised weights")
     assert shown.splitlines()[-1].split()[:2] == ["all", str(found["tokens"])]

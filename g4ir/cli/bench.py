@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 from g4ir.artefact.directory import is_engine, read_manifest
 from g4ir.errors import InputError
-from g4ir.spec.record import SUFFIXES
 from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
-from g4ir.weights.origin import find_model
 
 from .common import Draft, FirstUse, Load, emit, strict
 from .verb import ANY_MODEL, Counts, Verb, argument, flag, flag_of
@@ -111,16 +109,9 @@ class Bench(Verb):
             engines = [
                 opened.enter_context(closing(self.load.engine(path, progress))) for path in paths
             ]
-            options |= {"peers": self.peer, "checkpoint": self._checkpoint()}
+            checkpoint = self.first_use.checkpoint(self.engines[0], self.checkpoint)
+            options |= {"peers": self.peer, "checkpoint": checkpoint}
             return run_bench(engines, workloads, **options, progress=progress)
-
-    def _checkpoint(self) -> str | None:
-        """Return the checkpoint of a baseline: --checkpoint, or the weights of the first MODEL."""
-        model = self.engines[0]
-        explicit = self.checkpoint or self.first_use.options.random_weights is not None
-        if explicit or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
-            return self.checkpoint
-        return str(find_model(model, "", self.first_use.revision)[1])
 
     def _write(self, reports: list[Values]) -> None:
         from g4ir.bench.report import SWEEP_KIND

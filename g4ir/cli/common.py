@@ -18,8 +18,9 @@ from g4ir.model.media import KINDS, MEDIA_SETTINGS, check_file, check_supported
 from g4ir.ops.types import torch
 from g4ir.plan.options import BuildConfig, BuildOptions
 from g4ir.plan.presets import find_preset
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.ui import console
+from g4ir.weights.origin import find_model
 
 from .verb import (
     ANY_MODEL,
@@ -260,6 +261,16 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
                 str(find_engine(m, options, check=partial(checked, m), **how))
                 for m, options in requests
             ]
+
+    def checkpoint(self, model: str, explicit: str | None) -> str | None:
+        """Return the original weights of MODEL: --checkpoint, else its own; None for an engine, and
+        for random weights."""
+        from g4ir.artefact.directory import is_engine
+
+        random = self.options.random_weights is not None
+        if explicit or random or is_engine(Path(model)) or Path(model).suffix in SUFFIXES:
+            return explicit
+        return str(find_model(model, "", self.revision)[1])
 
     def _consent(self) -> Callable[[Any], bool] | bool:
         """Return the function that decides on a download after it has printed its size: yes with

@@ -101,8 +101,7 @@ class Prove(OnEngine):
         with closing(self.load.engine(path, progress)) as engine:
             contexts = self.ctx or [min(4096, engine.limits.max_seq)]
             check_contexts(engine, contexts)
-            file = Path(self.engine).exists() and not is_engine(Path(self.engine))
-            checkpoint = self.checkpoint or (self.engine if file else None)
+            checkpoint = self.first_use.checkpoint(self.engine, self.checkpoint)
             prover = Prover(contexts, checkpoint, deadline, proof_cache(), progress)
             label = f"{engine.config.kv_dtype or engine.dtype} cache"
             return [*prover.parts(label, engine, first)]

@@ -47,8 +47,11 @@ class Verify(OnEngine):
         tokens = token_ids(self.tokens, "--tokens") if self.tokens is not None else None
         against = self.against or "reference"
         check_against(against)
-        how = against, tokens, self.checkpoint, self.each_pass
-        return compared(self.engine_path(encoder=None), self.load, self.json, *how)
+        path, checkpoint = self.engine_path(encoder=None), self.checkpoint
+        if against == "hf":
+            checkpoint = self.first_use.checkpoint(self.engine, checkpoint)
+        how = against, tokens, checkpoint, self.each_pass
+        return compared(path, self.load, self.json, *how)
 
     def _on_texts(self) -> int:
         """Compare an engine with its unquantised weights on texts."""
@@ -60,7 +63,8 @@ class Verify(OnEngine):
         check_files(self.text, "--text")
         with self.opened(self.load, all_logits=True) as (engine, progress):
             progress("opening the unquantised weights")
-            with unquantised(engine, self.checkpoint) as other:
+            checkpoint = self.first_use.checkpoint(self.engine, self.checkpoint)
+            with unquantised(engine, checkpoint) as other:
                 engines, against = [engine], None
                 if isinstance(other, str):
                     console.say(f"note: no KL divergence: {other}")
