@@ -580,9 +580,9 @@ def test_experts(case: str, dtype: torch.dtype, first: int | None) -> None:
         chosen = weights * ((index >= first) & (index < first + 2))
         place = (index - first).clamp(0, 1)
         want = reference(x, chosen, place, gate_up, down, act=act)
-    got = grouped_experts(x, weights, index, gate_up, down, act, *part)
+    got = grouped_experts(act, x, weights, index, gate_up, down, *part)
     assert got.dtype == dtype
     close(got, want, BUDGETS[dtype])
-    lead = grouped_experts(x[None], weights[None], index[None], gate_up, down, act, *part)
+    lead = grouped_experts(act, x[None], weights[None], index[None], gate_up, down, *part)
     assert lead.shape == (1, *x.shape)
     close(lead[0], want, BUDGETS[dtype])

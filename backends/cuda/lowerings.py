@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.inductor.lower import COMMON, dense
+from g4ir.backends.inductor.lower import COMMON
 from g4ir.backends.inductor.lowered import Coded, Lowered, Lowering
 from g4ir.ir.graph import Node
 from g4ir.ops.base import upcast
@@ -60,25 +60,13 @@ def _typed(n: Node, codes: Tensor) -> Tensor:
     return codes.view(torch_dtype(n["codes"].type.dtype))
 
 
-def _experts(
-    n: Node,
-    x: Tensor,
-    weights: Tensor,
-    index: Tensor,
-    gate_up: Tensor | Coded,
-    down: Tensor | Coded,
-    first: Tensor | None = None,
-) -> Tensor:
-    return grouped_experts(x, weights, index, dense(gate_up), dense(down), n.word("act"), first)
-
-
 def grouped_experts(
+    act: str,
     x: Tensor,
     weights: Tensor,
     index: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    act: str,
     first: Tensor | None = None,
 ) -> Tensor:
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
@@ -133,5 +121,5 @@ LOWERINGS: Mapping[str, Lowering] = {
     **COMMON,
     "dequantize": Lowering(_dequantize),
     "embedding_quantized": Lowering(_embedding),
-    "experts": Lowering(_experts, (Coded,)),
+    "experts": Lowering(lambda n, *inputs: grouped_experts(n.word("act"), *inputs)),
 }

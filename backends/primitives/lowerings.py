@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from g4ir.ir.graph import Node
+from g4ir.ops import OPS
 
 from . import attention, audio, encoder, moe, vision
 from .emitter import Operand
@@ -124,8 +125,10 @@ def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
     return tuple(out)
 
 
-#: op -> (network, node, *operands) -> results
+_MODULES = (attention, audio, encoder, moe, vision)
+#: op -> (network, node, *operands) -> results; functions of the other modules have their op's name
 LOWERINGS: Mapping[str, Lowering] = {
+    **{op: f for module in _MODULES for op, f in vars(module).items() if op in OPS},
     "dequantize": quantized_weight,
     "dequantize_columns": quantized_weight,
     "linear": lambda net, n, x, w: linear(net.e, x, w),
@@ -158,29 +161,6 @@ LOWERINGS: Mapping[str, Lowering] = {
     "mask_ids": _mask_ids,
     "stack_layers": lambda net, n, x: net.e.transpose(x, 2, 0, 1, 3),
     "unstack_layers": _unstack_layers,
-    "cache_write": attention.cache_write,
-    "qkv_write": attention.qkv_write,
-    "attention": attention.attention,
-    "attention_latent": attention.attention_latent,
-    "router": moe.router,
-    "experts": moe.experts,
-    "centre_pixels": vision.centre_pixels,
-    "valid_patches": vision.valid_patches,
-    "axial_embedding": vision.axial_embedding,
-    "axial_rope_table": vision.axial_rope_table,
-    "axial_rope": vision.axial_rope,
-    "encoder_attention": vision.encoder_attention,
-    "packed_attention": encoder.packed_attention,
-    "packed_mean": encoder.packed_mean,
-    "unit_norm": encoder.unit_norm,
-    "pool_patches": vision.pool_patches,
-    "standardize": vision.standardize,
-    "mask_rows": audio.mask_rows,
-    "halve_mask": audio.halve_mask,
-    "conv_halve": audio.conv_halve,
-    "sigmoid_glu": audio.sigmoid_glu,
-    "causal_conv": audio.causal_conv,
-    "chunked_attention": audio.chunked_attention,
 }
 
 #: ops outside of networks: embedding tables are gathered outside, values that depend on weights
