@@ -2,7 +2,7 @@
 
 A pass is a file of this folder with
   a function of the same name, `Graph -> Graph`, whose argument `note(value, reason)` is called with
-      what it did and why a candidate does not match; or JOINS, rows of join.py
+      what it did and why a candidate does not match; or JOINS, the ops of join.py
   AFTER  the previous pass, with the reason; None: it is the first
 and optionally
   OPTIONS  default options, a frozen dataclass that checks its fields: the function's third argument
@@ -128,7 +128,7 @@ def find_pass(name: str) -> Callable[..., Graph]:
     if name not in PASSES:
         raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
     parts = vars(_BY_NAME[name])
-    return parts[name] if name in parts else partial(join, rows=parts["JOINS"])
+    return parts[name] if name in parts else partial(join, ops=parts["JOINS"])
 
 
 def run_passes(

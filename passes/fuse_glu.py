@@ -7,8 +7,6 @@ embeddings.
 
 from __future__ import annotations
 
-from .join import Join
-
 AFTER = "quantize_activations"  # linears have their final operands
 
-JOINS = (Join("linear_glu"),)
+JOINS = ("linear_glu",)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .join import Join
-
 AFTER = "fuse_gate_up"  # heads are already split from packed matmuls
 
-JOINS = (Join("norm_rope"),)
+JOINS = ("norm_rope",)

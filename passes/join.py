@@ -1,4 +1,4 @@
-"""Producer-reader fusion: a node and its only reader become one op. Passes list such ops as rows.
+"""Producer-reader fusion: a node and its only reader become one op. Passes list such ops.
 
 The pattern is the fused op's expansion, a producer and its reader. Results are the reader's, then
 the producer's others. Operands and attributes are matched by name, first with the producer's, then
@@ -21,18 +21,11 @@ from .match import Edit, NoMatch, Note, after, edit_each, ignore, match_parts
 
 
 @dataclass(frozen=True)
-class Join:
-    """The fused op of a producer and its reader."""
+class _Pair:
+    """A pattern of the fused op `op`: the reader has a result of the producer as `operand`;
+    `shared` are indices of the producer's results that are also results of the fused op."""
 
     op: str
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A pattern: the reader has a result of the producer as `operand`; `shared` are indices of the
-    producer's results that are also results of the fused op."""
-
-    row: Join
     producer: str
     reader: str
     operand: str
@@ -55,7 +48,7 @@ class _Pair:
         return Edit(parts, [fused], f"fused with {producer.outputs[0]}")
 
     def joined(self, n: Node, producer: Node) -> Node:
-        op = OPS[self.row.op]
+        op = OPS[self.op]
         operands, remaining = dict[str, Value](), list[Value]()
         for m in (producer, n):
             for name, v in zip(chain(m.definition.operands, repeat("")), m.inputs, strict=False):
@@ -75,22 +68,22 @@ class _Pair:
 
 
 @cache
-def _pairs(row: Join) -> tuple[_Pair, ...]:
+def _pairs(op: str) -> tuple[_Pair, ...]:
     """Return the patterns of a fused op, from the expansions of its samples."""
     pairs = []
-    for sample in OPS[row.op].samples:
+    for sample in OPS[op].samples:
         inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(sample.types()))
-        (producer, reader), results = Node(row.op, inputs, inputs[:1], sample.attrs).expanded
+        (producer, reader), results = Node(op, inputs, inputs[:1], sample.attrs).expanded
         named = zip(reader.definition.operands, reader.inputs, strict=False)
         operand = next(name for name, v in named if v in producer.outputs)
         shared = tuple(i for i, v in enumerate(producer.outputs) if v in results)
-        pairs.append(_Pair(row, producer.op, reader.op, operand, shared, sample.attrs))
+        pairs.append(_Pair(op, producer.op, reader.op, operand, shared, sample.attrs))
     return tuple(pairs)
 
 
-def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
-    """Fuse every reader with its producer if the pair matches a row."""
-    pairs = [pair for row in rows for pair in _pairs(row)]
+def join(g: Graph, note: Note = ignore, *, ops: Sequence[str]) -> Graph:
+    """Fuse every reader with its producer if the pair is one of these fused ops."""
+    pairs = [pair for op in ops for pair in _pairs(op)]
     positions = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}
 
     def edit(n: Node) -> Edit:
@@ -101,8 +94,8 @@ def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
             (pair for pair in candidates if producer and pair.producer == producer.op), None
         )
         if pair is None or producer is None:
-            ops = " or ".join(dict.fromkeys(pair.producer for pair in candidates))
-            raise NoMatch(f"{value} is not a result of {ops}")
+            producers = " or ".join(dict.fromkeys(pair.producer for pair in candidates))
+            raise NoMatch(f"{value} is not a result of {producers}")
         return pair.edit(g, n, producer, positions)
 
     return edit_each(g, g.find(*(pair.reader for pair in pairs)), edit, note)
