@@ -180,8 +180,9 @@ def test_verbs_take_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     text.write_text("ab w3 w7 a b")
     drawn = ("--prompt", "ab", "--max-new-tokens", "3", "--seed", "1")
     assert ok("run", checkpoint, *FLAGS, *drawn)
-    for words in (["verify", "--tokens", "2,5,7"], ["bench", "--output-len", "4", "--rounds", "2"]):
-        ok(words[0], checkpoint, *words[1:], *FLAGS)
+    ok("verify", checkpoint, "--tokens", "2,5,7", *FLAGS)
+    table = ok("bench", checkpoint, "--output-len", "4", "--rounds", "2", "--table", *FLAGS)
+    assert "| my-tiny |" in table
     assert len(builds) == 1
     ok("score", checkpoint, *FLAGS, "--text", text)
     assert len(builds) == 2

@@ -137,7 +137,7 @@ def _runners(
     """Yield the runners after their first request, in which a baseline compiles and CUDA graphs are
     captured; its seconds and the peak memory are stored. weights: the transformers model and the
     llama.cpp file, if these are baselines."""
-    names, (model, file) = [e.path.resolve().name for e in engines], weights
+    names, (model, file) = [e.name for e in engines], weights
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
     device = engines[0].device

@@ -49,6 +49,8 @@ class Embed(OnEngine):
     def __post_init__(self) -> None:
         if self.out is not None and not self.out.endswith((NPY, JSONL)):
             raise InputError(f"--out {self.out}: expected a name that ends in {NPY} or {JSONL}")
+        if self.out is not None and not Path(self.out).absolute().parent.is_dir():
+            raise InputError(f"--out {self.out}: no such directory")
         if self.out is not None and self.json:
             raise InputError("give --out or --json, not both")
         if (self.input is None) == (not self.text and not self.media.files):

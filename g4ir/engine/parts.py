@@ -62,6 +62,11 @@ class EngineParts:
         return engine_label(self.path)
 
     @property
+    def name(self) -> str:
+        """The last part of its label, for tables."""
+        return Path(self.label).resolve().name
+
+    @property
     def config(self) -> BuildConfig:
         return self.facts.config
 

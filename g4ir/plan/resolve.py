@@ -251,8 +251,8 @@ def _check_encoder(spec: Spec, o: BuildOptions) -> None:
             values = value if isinstance(value, (list, tuple)) else [value]
             words = " ".join("" if v is True else str(v) for v in values)
             flag = f"--{name.replace('_', '-')} {words}".rstrip()
-            why = f"{spec.name} is an encoder, without KV cache and logits"
-            raise InputError(f"{why}: {flag} does not apply to it")
+            why = f"{spec.name} is an encoder: it embeds texts and generates none"
+            raise InputError(f"{why}; {flag} does not apply to it")
     if o.tp != 1:
         raise InputError(f"--tp {o.tp}: an encoder runs as one rank; leave the option out")
 
