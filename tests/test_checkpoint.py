@@ -27,7 +27,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
-from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.checkpoint import Checkpoint, read_side_files
 from g4ir.weights.origin import find_origin, hub_snapshot
 from g4ir.weights.random import BLOCK, distribution, random_rows, random_tensor, random_weights
 from g4ir.weights.tensorfile import FileTensor, read_header, write_tensors
@@ -302,6 +302,16 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path, dense: Spec) -> Non
         (snapshot / file.name).symlink_to(Path("../../blobs") / str(i))
     opened = Checkpoint.open(snapshot, dense)
     assert torch.equal(opened.tensor("norm.weight"), source(dense).tensor("norm.weight"))
+    # Others are refused: what they lead to could be copied into an engine.
+    (tmp_path / "private").write_text("secret")
+    link = snapshot / "chat_template.jinja"
+    link.symlink_to(tmp_path / "private")
+    with pytest.raises(WeightsError, match=r"jinja: .* leads outside the checkpoint directory"):
+        read_side_files(snapshot)
+    (snapshot / SHARD).unlink()
+    (snapshot / SHARD).symlink_to(path / ".." / "private")
+    with pytest.raises(WeightsError, match=f"'{SHARD}' leads outside the checkpoint directory"):
+        Checkpoint.open(snapshot, dense)
 
 
 def edit_header(file: Path, edit: Callable[[dict[str, Any]], Any]) -> None:

@@ -339,15 +339,18 @@ def _read_shard(path: Path, want: set[str]) -> Header:
 
 
 def _inside(directory: Path, name: str, source: Path) -> Path:
-    """Return the path of a file in `directory`, whose name may not lead elsewhere; links are
-    followed."""
-    path, parts = directory / name, {*re.split(r"[/\\]", name)}
-    if not name.isprintable() or parts & {"", ".", ".."} or Path(name).is_absolute():
-        msg = f"{quoted(name)} leads outside the checkpoint directory, expected a plain file name"
-        raise broken(source, msg, "fix: put the weight files themselves into the directory")
-    if len(name) > 1000 or not path.exists():
+    """Return the path of a file in `directory`. A name or link that leads elsewhere is refused, as
+    its content could be copied into an engine; links into the folder `blobs` of an entry of the
+    hub's cache are how that cache stores files."""
+    path, home, parts = directory / name, directory.resolve(), {*re.split(r"[/\\]", name)}
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    inside = name.isprintable() and not parts & {"", ".", ".."} and not Path(name).is_absolute()
+    if inside and (len(name) > 1000 or not path.exists()):
         msg = f"names {quoted(name)}, which is not in {directory}"
         raise broken(source, msg, "fix: complete the download")
+    if not inside or not any(path.resolve().is_relative_to(h) for h in homes):
+        msg = f"{quoted(name)} leads outside the checkpoint directory, expected a plain file name"
+        raise broken(source, msg, "fix: put the files themselves into the directory")
     return path
 
 
