@@ -47,10 +47,20 @@ static inline row_sums in_32_bits(row_sums sum) {
     return sum;
 }
 
-/* C = A B, or C += A B with `more`, over `blocks` blocks along k. */
-ALWAYS int8_kernel(const int vectors, int64_t blocks, const int32_t *a, const int32_t *b, float *c, int more) {
-    if (!more) memset(c, 0, INT8_ROWS * vectors * WIDE);
+/* Whether the scales of a weight can be the same for all blocks of a panel. */
+#define SCALED_BY_GROUP (BLOCKS_OF(FORM) == 1 && !MINIMA(FORM))
+
+/* C = A B, or C += A B with `more`, over `blocks` blocks along k. `by_panel`: they have the same scales, which
+ * multiply their sum. */
+ALWAYS int8_kernel(const int vectors, const int by_panel, int64_t blocks, const int32_t *a, const int32_t *b,
+                   float *c, int more) {
     const int stride = vectors * WORDS;
+    row_floats total[INT8_ROWS][INT8_VECTORS];
+#define EACH_TOTAL UNROLLED for (int i = 0; i < INT8_ROWS; i++) UNROLLED for (int v = 0; v < vectors; v++)
+    EACH_TOTAL {
+        total[i][v] = (row_floats){0};
+        if (more && !by_panel) total[i][v] = *(any_row_floats *)(c + i * stride + v * WORDS);
+    }
     for (; blocks-- > 0; a += X_WORDS * INT8_ROWS, b += W_WORDS * stride) {
         const float *unit = (const float *)a + (X_WORDS - 1) * INT8_ROWS;
         const float *scales = (const float *)b + INTEGER_WORDS * stride;
@@ -60,55 +70,66 @@ ALWAYS int8_kernel(const int vectors, int64_t blocks, const int32_t *a, const in
             const int first = h * INTEGER_WORDS / SCALED, last = first + INTEGER_WORDS / SCALED;
             for (int j = first; j < last; j += WORDS_SUMMED) {
                 row_sums part[INT8_ROWS][INT8_VECTORS];
-                UNROLLED for (int i = 0; i < INT8_ROWS; i++)
-                    UNROLLED for (int v = 0; v < vectors; v++) part[i][v] = (row_sums){0};
+                EACH_TOTAL part[i][v] = (row_sums){0};
                 UNROLLED for (int t = j; t < j + WORDS_SUMMED; t++) {
                     row_words codes[INT8_VECTORS];
                     UNROLLED for (int v = 0; v < vectors; v++)
                         codes[v] = *(const any_row_words *)(b + t * stride + v * WORDS);
-                    UNROLLED for (int i = 0; i < INT8_ROWS; i++)
-                        UNROLLED for (int v = 0; v < vectors; v++) {
-                            part[i][v] = add_integers(part[i][v], codes[v], a[t * INT8_ROWS + i]);
-                            __asm__("" : "+" IN_VECTOR (part[i][v])); /* no reordering, no spills */
-                        }
-                }
-                UNROLLED for (int i = 0; i < INT8_ROWS; i++)
-                    UNROLLED for (int v = 0; v < vectors; v++) {
-                        row_sums all = in_32_bits(part[i][v]);
-                        if (j > first)
-                            sum[i][v] += all;
-                        else
-                            sum[i][v] = MINIMA(FORM) ? all : all + start[i];
+                    EACH_TOTAL {
+                        part[i][v] = add_integers(part[i][v], codes[v], a[t * INT8_ROWS + i]);
+                        __asm__("" : "+" IN_VECTOR (part[i][v])); /* no reordering, no spills */
                     }
+                }
+                EACH_TOTAL {
+                    row_sums all = in_32_bits(part[i][v]);
+                    if (j > first)
+                        sum[i][v] += all;
+                    else
+                        sum[i][v] = MINIMA(FORM) ? all : all + start[i];
+                }
             }
-            UNROLLED for (int i = 0; i < INT8_ROWS; i++)
-                UNROLLED for (int v = 0; v < vectors; v++) {
-                    any_row_floats *to = (any_row_floats *)(c + i * stride + v * WORDS);
-                    row_floats scale = *(const any_row_floats *)(scales + h * stride + v * WORDS), y = *to;
-                    row_floats one = product_of(__builtin_convertvector(sum[i][v], row_floats), scale);
-                    if (MINIMA(FORM)) {
-                        row_floats below = *(const any_row_floats *)(scales + (SCALED + h) * stride + v * WORDS);
-                        y = multiply_add(below, all_rows(((const float *)start)[i]), y);
-                    }
-                    *to = multiply_add(one, all_rows(unit[i]), y);
+            EACH_TOTAL {
+                row_floats one = __builtin_convertvector(sum[i][v], row_floats);
+                if (!by_panel) one = product_of(one, *(const any_row_floats *)(scales + h * stride + v * WORDS));
+                if (MINIMA(FORM)) {
+                    row_floats below = *(const any_row_floats *)(scales + (SCALED + h) * stride + v * WORDS);
+                    total[i][v] = multiply_add(below, all_rows(((const float *)start)[i]), total[i][v]);
                 }
+                total[i][v] = multiply_add(one, all_rows(unit[i]), total[i][v]);
+            }
         }
+    }
+    const float *scales = (const float *)b - stride;
+    EACH_TOTAL {
+        any_row_floats *to = (any_row_floats *)(c + i * stride + v * WORDS);
+        if (by_panel) {
+            row_floats before = {0};
+            if (more) before = *to;
+            total[i][v] = multiply_add(total[i][v], *(const any_row_floats *)(scales + v * WORDS), before);
+        }
+        *to = total[i][v];
     }
 }
 #define INT8_KERNEL(VECTORS)                                                                        \
     static void int8_kernel_##VECTORS(int64_t blocks, const void *a, const void *b, float *c, int more) {  \
-        int8_kernel(VECTORS, blocks, a, b, c, more);                                                \
+        int8_kernel(VECTORS, 0, blocks, a, b, c, more);                                             \
+    }                                                                                               \
+    static void int8_panel_##VECTORS(int64_t blocks, const void *a, const void *b, float *c, int more) {  \
+        int8_kernel(VECTORS, 1, blocks, a, b, c, more);                                             \
     }
+#define OF_PANEL(VECTORS) (SCALED_BY_GROUP ? int8_panel_##VECTORS : int8_kernel_##VECTORS)
+/* Indexed by whether all blocks of a panel have the same scales, and by vectors. */
 #if WIDE == 64
 INT8_KERNEL(1)
 INT8_KERNEL(2)
-static micro_kernel_of *const int8_kernels[] = {NULL, int8_kernel_1, int8_kernel_2};
+static micro_kernel_of *const int8_kernels[2][3] = {{NULL, int8_kernel_1, int8_kernel_2},
+                                                    {NULL, OF_PANEL(1), OF_PANEL(2)}};
 #elif WIDE == 32
 INT8_KERNEL(2)
-static micro_kernel_of *const int8_kernels[] = {NULL, NULL, int8_kernel_2};
+static micro_kernel_of *const int8_kernels[2][3] = {{NULL, NULL, int8_kernel_2}, {NULL, NULL, OF_PANEL(2)}};
 #else
 INT8_KERNEL(4)
-static micro_kernel_of *const int8_kernels[] = {NULL, NULL, NULL, NULL, int8_kernel_4};
+static micro_kernel_of *const int8_kernels[2][5] = {{[4] = int8_kernel_4}, {[4] = OF_PANEL(4)}};
 #endif
 
 /* Quantises `count` rows of x and packs them into a panel of A; the remaining rows of INT8_ROWS are zero. */
@@ -160,15 +181,17 @@ static void unpack_codes(const void *weight, int64_t column, int64_t columns, in
     }
 }
 
-static const micro_kernel_set INT8_SET = {
-    .rows = INT8_ROWS, .lane = WORDS, .columns = INT8_VECTORS * WORDS, .values = BLOCK, .x_words = X_WORDS,
-    .w_words = W_WORDS, .pack = pack_int8_rows, .kernels = int8_kernels, .begin = begin_products,
-    .end = end_products};
+#define INT8_SET(BY_PANEL)                                                                          \
+    {.rows = INT8_ROWS, .lane = WORDS, .columns = INT8_VECTORS * WORDS, .values = BLOCK, .x_words = X_WORDS,  \
+     .w_words = W_WORDS, .pack = pack_int8_rows, .kernels = int8_kernels[BY_PANEL], .begin = begin_products,  \
+     .end = end_products}
+static const micro_kernel_set INT8_SETS[] = {INT8_SET(0), INT8_SET(1)};
 
 /* y = int8(x) w^T; n is a multiple of TILE, a weight's group of BLOCK. Returns 0, or 1 if out of memory. */
 static int multiply_int8_panels(const coded *p, int threads) {
+    const int by_panel = SCALED_BY_GROUP && (p->each % PANEL == 0 || p->each == p->k);
     many_rows m = {.x = p->x, .y = p->y, .dtype = p->dtype, .rows = p->rows, .n = p->n, .k = p->k,
-                   .by = &INT8_SET, .unpack = unpack_codes, .weight = p};
+                   .by = INT8_SETS + by_panel, .unpack = unpack_codes, .weight = p};
     return multiply_many_rows(&m, threads);
 }
 #else
