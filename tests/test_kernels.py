@@ -7,6 +7,7 @@ rows, and experts.
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from collections.abc import Sequence
 from threading import Event, Thread
@@ -17,7 +18,9 @@ import torch
 from torch.nn.functional import pad
 
 from g4ir.backends.cpu import isa, pyops, tiles
+from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.isa import multiplies_integers
+from g4ir.backends.cpu.step_program import record_step
 from g4ir.backends.cuda.lowerings import grouped_experts
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
@@ -523,13 +526,15 @@ def check_rounded_rows(dtype: torch.dtype, form: tuple[str, int, str], n: int, k
         assert ((got - want[:count]).abs() <= budget[:count]).all(), (n, k, count)
 
 
-@pytest.mark.parametrize("form", ROUNDED)
-def test_many_rounded_rows_are_multiplied_as_codes(form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "group"), [*ROUNDED.items(), ("int8", 768), ("int4", 256), ("int2", 768)]
+)
+def test_many_rounded_rows_are_multiplied_as_codes(form: str, group: int) -> None:
     """Each row has the same bits beside any others, more than a unit of them too; of a block that
     is no number, none are."""
     g = torch.Generator().manual_seed(len(form))
     x, w = torch.randn(600, 768, generator=g).bfloat16(), torch.randn(304, 768, generator=g)
-    parts = QUANTIZE(w, form=form, group=ROUNDED[form], scale="f16")
+    parts = QUANTIZE(w, form=form, group=group, scale="f16")
     codes, scales = map(to_tiles, parts)
     if not multiplies_integers(form):
         assert not takes_gemm(x, codes, scales, True)
@@ -586,3 +591,35 @@ def test_experts(case: str, dtype: torch.dtype, first: int | None) -> None:
     lead = grouped_experts(act, x[None], weights[None], index[None], gate_up, down, *part)
     assert lead.shape == (1, *x.shape)
     close(lead[0], want, BUDGETS[dtype])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_several_instructions(seed: int) -> None:
+    """Threads run instructions together, some rows at a time, unless one's memory is used again for
+    rows of another size: values as of one instruction after the other."""
+    r, b, g = random.Random(seed), Builder("prefill"), torch.Generator().manual_seed(seed)
+    feeds = {f"x{n}": torch.randn(1, 512, n, generator=g).bfloat16() for n in (128, 64)}
+    weights = {f"w{n}": torch.rand(n, generator=g).bfloat16() + 0.5 for n in (128, 64, 32)}
+    w = {len(t): b.param(name, Type("bf16", (len(t),))) for name, t in weights.items()}
+    values = {n: [b.input(f"x{n}", Type("bf16", (1, 512, n)))] for n in (128, 64)}
+    for op in r.choices(["rms_norm", "heads", "add", "mul", "scale"], k=24):
+        width = r.choice((128, 64))
+        x, other = r.choices(values[width][-2:], k=2)
+        if op == "heads":
+            x = b.emit("rms_norm", b.emit("heads", x, n=width // 32), w[32], eps=1e-6)
+            y = b.emit("merge_heads", x)
+        elif op == "scale":
+            y = b.emit("scale", x, value=0.75)
+        else:
+            more = {"eps": 1e-6} if op == "rms_norm" else {}
+            y = b.emit(op, x, other if op == "add" else w[width], **more)
+        values[width].append(y)
+    outputs = [each[-1] for each in values.values()]
+    program = record_step(b.graph(*outputs), weights, {}, dict(feeds), Arena("cpu"))
+    want = {name: t.clone() for name, t in program.run(feeds).items()}
+    for starts in ([0], range(len(program.code.instructions))):
+        for name, x in feeds.items():
+            program.feeds[name].copy_(x)
+        for i, end in itertools.pairwise([*starts, len(program.code.instructions)]):
+            program.code.run((i, 0), (end, 0), threads=2)
+        assert all(torch.equal(program.outputs[y], t) for y, t in want.items())

@@ -5,6 +5,8 @@
 
 /* Values along k per weight panel. */
 #define PANEL 256
+/* Rows of y ahead of those that are stored, whose lines are fetched. */
+#define STORES_AHEAD 8
 /* Maximum rows of x per unit of work (fp32; twice as many for narrower types), minimum rows when units are
  * split to occupy all threads, and maximum columns over all strips. A panel of x is read from memory once for
  * all strips of a unit. */
@@ -71,8 +73,10 @@ static void store_sums(const many_rows *p, const float *sums, int64_t first, int
             for (int64_t i = 0; i < columns; i++) ((float *)p->y)[at + i] += sums[i];
         else if (p->dtype == F32)
             memcpy((float *)p->y + at, sums, columns * sizeof *sums);
-        else
+        else {
+            if (r + STORES_AHEAD < rows) __builtin_prefetch((bf16 *)p->y + at + STORES_AHEAD * p->n, 1);
             narrow_row(sums, (bf16 *)p->y + at, columns);
+        }
     }
 }
 

@@ -132,35 +132,52 @@ typedef void row_body(const running *a, int64_t from, int64_t to, float *scratch
 
 typedef struct {
     const running *a;
-    row_body *body;
-    int64_t rows, each, scratch; /* total rows, rows of a unit, floats of scratch memory */
+    row_body *const *bodies;
+    int64_t count, rows, each, scratch; /* instructions, total rows, rows of a unit, floats of scratch memory */
 } row_work;
 
 static int row_units(void *context, units *left) {
     const row_work *w = context;
     float *scratch = malloc((w->scratch + 1) * sizeof *scratch);
     for (int64_t unit; scratch && (unit = take_unit(left)) >= 0;) {
-        int64_t end = (unit + 1) * w->each;
-        w->body(w->a, unit * w->each, end < w->rows ? end : w->rows, scratch);
+        int64_t from = unit * w->each, end = from + w->each < w->rows ? from + w->each : w->rows;
+        for (int64_t i = 0; i < w->count; i++) w->bodies[i](w->a + i, from, end, scratch);
     }
     return !scratch;
 }
 
+static inline int are_shared(const operand *y, int threads) {
+    return threads > 1 && rows_of(y) * y->width >= SHARED;
+}
+
+/* Runs the bodies of `count` instructions for a unit's rows of y before the next unit's: rows stay in cache. */
+static int share_rows(const running *a, int64_t count, const operand *y, row_body *const *bodies, int64_t scratch) {
+    int64_t rows = rows_of(y), parts = (int64_t)a->threads * PARTS;
+    row_work w = {a, bodies, count, rows, (rows + parts - 1) / parts, scratch};
+    return run_region(row_units, &w, (rows + w.each - 1) / w.each, a->threads);
+}
+
 /* Runs the body for all rows of y, on several threads if y is large. */
 static int by_rows(const running *a, const operand *y, row_body *body, int64_t scratch) {
-    int64_t rows = rows_of(y), parts = (int64_t)a->threads * PARTS;
-    if (a->threads < 2 || rows * y->width < SHARED) {
-        body(a, 0, rows, a->scratch);
-        return 0;
-    }
-    row_work w = {a, body, rows, (rows + parts - 1) / parts, scratch};
-    return run_region(row_units, &w, (rows + w.each - 1) / w.each, a->threads);
+    if (are_shared(y, a->threads)) return share_rows(a, 1, y, &body, scratch);
+    body(a, 0, rows_of(y), a->scratch);
+    return 0;
 }
 
 /* x, y */
 static void copy(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
     for (int64_t r = from; r < to; r++) memcpy(row(y, r), row(x, r), y->width * y->bytes);
+}
+
+/* Four sums at a time hide the latency of additions. */
+static float sum_of_squares(const float *x, int64_t count) {
+    float sums[4] = {0};
+    int64_t j = 0, part = count / 4;
+    for (; j < part; j++)
+        for (int i = 0; i < 4; i++) sums[i] += x[i * part + j] * x[i * part + j];
+    for (j *= 4; j < count; j++) sums[0] += x[j] * x[j];
+    return sums[0] + sums[1] + (sums[2] + sums[3]);
 }
 
 /* x, w of all rows or none, y; f: eps */
@@ -171,9 +188,7 @@ static void rms_norm(const running *a, int64_t from, int64_t to, float *scratch)
     if (w->at) read_numbers(w->at, w->dtype, by, width);
     for (int64_t r = from; r < to; r++) {
         read_numbers(row(x, r), x->dtype, h, width);
-        float sum = 0;
-        for (int64_t j = 0; j < width; j++) sum += h[j] * h[j];
-        float factor = 1.0f / sqrtf(sum / width + (float)a->i->f);
+        float factor = 1.0f / sqrtf(sum_of_squares(h, width) / width + (float)a->i->f);
         for (int64_t j = 0; j < width; j++) h[j] *= factor;
         if (w->at)
             for (int64_t j = 0; j < width; j++) h[j] *= by[j];
@@ -960,16 +975,45 @@ static int lora(const running *a) {
     return run_region(lora_low, (void *)a, low, threads) || run_region(lora_high, (void *)a, high, threads);
 }
 
+/* Instructions whose row r of y follows from row r of its operands, but for weights and tables: body, index of y,
+ * rows of scratch memory. */
+static const struct {
+    row_body *body;
+    int y, scratch;
+} ROWWISE[LORA + 1] = {[COPY] = {copy, 1, 0},  [RMS_NORM] = {rms_norm, 2, 2}, [ADD] = {add, 2, 2},
+                       [MUL] = {mul, 2, 2},    [SCALE] = {scale, 1, 1},       [ROPE] = {rope, 3, 3},
+                       [UNIT_NORM] = {unit_norm, 1, 1}};
+
+/* Maximum instructions that run together. */
+#define ROWWISE_MAX 8
+/* Runs those of `count` instructions, from the first on, that threads share row by row: all of the same number of
+ * rows. The memory of a value is used again only for values of its size (arena.py), so that row r of one shares
+ * bytes only with row r of another. Returns how many (0: none), or -1 if out of memory. */
+static int64_t run_rowwise(const instruction *i, const operand *operands, int64_t count, float *scratch,
+                           int threads) {
+    running a[ROWWISE_MAX];
+    row_body *bodies[ROWWISE_MAX];
+    const operand *y = operands + i->first + ROWWISE[i->kind].y;
+    int64_t n = 0, most = 0;
+    if (!ROWWISE[i->kind].body || !are_shared(y, threads)) return 0;
+    for (; n < count && n < ROWWISE_MAX && ROWWISE[i[n].kind].body; n++) {
+        a[n] = (running){i + n, operands + i[n].first, scratch, threads}, bodies[n] = ROWWISE[i[n].kind].body;
+        if (rows_of(a[n].of + ROWWISE[i[n].kind].y) != rows_of(y)) break;
+        int64_t needed = ROWWISE[i[n].kind].scratch * a[n].of->width;
+        most = needed > most ? needed : most;
+    }
+    return share_rows(a, n, y, bodies, most) ? -1 : n;
+}
+
 static int run_one(const running *a) {
-    switch (a->i->kind) {
-    case COPY: return by_rows(a, a->of + 1, copy, 0);
-    case RMS_NORM: return by_rows(a, a->of + 2, rms_norm, 2 * a->of->width);
-    case ADD: return by_rows(a, a->of + 2, add, 2 * a->of->width);
-    case MUL: return by_rows(a, a->of + 2, mul, 2 * a->of->width);
-    case SCALE: return by_rows(a, a->of + 1, scale, a->of->width);
+    const int64_t kind = a->i->kind;
+    if (ROWWISE[kind].body) {
+        ROWWISE[kind].body(a, 0, rows_of(a->of + ROWWISE[kind].y), a->scratch);
+        return 0;
+    }
+    switch (kind) {
     case SOFTCAP: return by_pieces(a, a->of + 1, softcap_pieces);
     case GLU: return by_pieces(a, a->of + 2, glu_pieces);
-    case ROPE: return by_rows(a, a->of + 3, rope, 3 * a->of->width);
     case ROPE_TABLE: return by_rows(a, a->of + 2, rope_table, 2 * a->of[2].width);
     case CACHE_WRITE: cache_write(a); return 0;
     case ATTENTION: return attention(a);
@@ -992,7 +1036,6 @@ static int run_one(const running *a) {
     case PICK_ID: pick_id(a); return 0;
     case ATTEND_TEXTS: return attend_texts(a);
     case MEAN_TEXTS: return by_rows(a, a->of + 2, mean_texts, 2 * a->of->width);
-    case UNIT_NORM: return by_rows(a, a->of + 1, unit_norm, a->of->width);
     case LORA: return lora(a);
     }
     return 2;
@@ -1018,6 +1061,12 @@ static int run_part(const instruction *i, const operand *operands, int64_t count
                     int threads) {
     for (int64_t at = 0; at < count; at++) {
         running a = {i + at, operands + i[at].first, scratch, threads};
+        int64_t rowwise = run_rowwise(i + at, operands, count - at, scratch, threads);
+        if (rowwise < 0) return 1;
+        if (rowwise > 0) {
+            at += rowwise - 1;
+            continue;
+        }
         read_ahead(i + at, i + count, operands, threads);
         int failed = run_one(&a);
         if (failed) return failed;
