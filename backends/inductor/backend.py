@@ -20,7 +20,7 @@ from . import workers
 from .compile import check_program
 from .device import DEVICES, Device, find_compiler, find_device
 from .programs import phase_steps
-from .segment import Segment, Step
+from .segment import Step
 
 #: file name of a program
 PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
@@ -73,10 +73,7 @@ class TorchBackend(Backend):
             return {}
         steps = phase_steps(task.program, task.limits)
         files = self._compiled(task, texts_of(steps))
-        return {
-            phase: tuple(files.get(s.text) if isinstance(s, Segment) else None for s in many)
-            for phase, many in steps.items()
-        }
+        return {phase: tuple(files.get(s.text) for s in many) for phase, many in steps.items()}
 
     def _compiled(self, task: Task, texts: Sequence[str]) -> dict[str, str]:
         """Compile programs; return text -> file name."""
@@ -116,16 +113,13 @@ def _compiles(device: str, settings: Mapping[str, str]) -> bool:
 
 def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
     """Return the text of each program call."""
-    return [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
+    return [s.text for many in steps.values() for s in many if s.text]
 
 
 def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Programs) -> None:
     """Raise EngineError unless every segment has a program compiled from it."""
     folder = task.folder / "programs"
-    texts: dict[str, list[str | None]] = {
-        name: [s.text if isinstance(s, Segment) else None for s in many]
-        for name, many in steps.items()
-    }
+    texts = {name: [s.text for s in many] for name, many in steps.items()}
     if files.keys() != texts.keys():
         raise EngineError(
             f"{folder}: the manifest has programs of {', '.join(files)}, expected "
@@ -133,7 +127,7 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Prog
         )
     checked: set[tuple[str, str]] = set()
     for name, many in texts.items():
-        expected = [t is not None for t in many]
+        expected = [bool(t) for t in many]
         if expected != [f is not None for f in files[name]]:
             raise EngineError(
                 f"{folder}: the manifest does not have a program for each segment of {name}; "

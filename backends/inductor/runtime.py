@@ -20,7 +20,7 @@ from g4ir.ui.paths import unpacking
 from g4ir.weights.pack import ParamSource
 
 from .programs import EMBED, Steps
-from .segment import Segment, Step, state_steps
+from .segment import Step, state_steps
 
 Tensor = torch.Tensor
 
@@ -85,15 +85,14 @@ class ProgramRuntime:
 
     def _call(self, step: Step, file: str | None) -> Call:
         """Return the function that runs a step."""
-        if isinstance(step, Segment):
+        if step.node is None:
             return self.calls[str(file)]
         return partial(self.group.run_node if self.group else run_node, step.node)
 
     def _param_names(self, steps: Steps) -> Iterable[str]:
         """Return the params that steps read, each once, without those of embedding tables alone."""
         many = (s for phase, pairs in steps.items() if phase != EMBED for s, _ in pairs)
-        segments = (s for s in many if isinstance(s, Segment))
-        return dict.fromkeys(name for s in segments for name in s.params)
+        return dict.fromkeys(name for s in many for name in s.params)
 
     def _operands(self, params: Mapping[str, Any]) -> Tensors:
         """Return params as programs take them."""
@@ -216,7 +215,7 @@ def _bind(
     s: Step, call: Call, weights: Mapping[str, Tensor], alias: Mapping[str, str]
 ) -> BoundStep:
     """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
-    names = s.inputs + (s.params + s.state if isinstance(s, Segment) else ())
+    names = s.inputs + s.params + s.state
     operands = tuple(weights.get(n, NOTHING) for n in names)
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
     return BoundStep(call, operands, slots, s.outputs)

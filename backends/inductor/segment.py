@@ -23,8 +23,9 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True)
-class Segment:
-    """One call of a program: its text and the names of its operands."""
+class Step:
+    """One call of a program, a segment: its text and the names of its operands; or, without text, a
+    `node` that runs eagerly between programs."""
 
     text: str
     inputs: tuple[str, ...]
@@ -32,26 +33,7 @@ class Segment:
     state: tuple[str, ...]
     outputs: tuple[str, ...]
     writes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Glue:
-    """A node that runs eagerly between programs."""
-
-    node: Node
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return _names(self.node.inputs)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return _names(self.node.outputs)
-
-    writes: tuple[str, ...] = ()
-
-
-Step = Segment | Glue
+    node: Node | None = None
 
 
 def graph_steps(g: Graph) -> list[Step]:
@@ -161,14 +143,15 @@ def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key])
 
 
 def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
-    if len(nodes) == 1 and nodes[0].definition.glue:
-        return Glue(nodes[0])
+    n = nodes[0]
+    if len(nodes) == 1 and n.definition.glue:
+        return Step("", _names(n.inputs), (), (), _names(n.outputs), (), n)
     nodes = writes_last(g, nodes)
     outside = {v.name for n in g.nodes if keys[n.outputs[0].name] != key for v in n.inputs}
     outside |= {v.name for v in g.outputs}
     outputs = [v for n in nodes for v in _returned(n, outside)]
     sub = part(g, "segment", nodes, outputs)
-    return Segment(
+    return Step(
         text=print_graph(canonical(sub)),
         inputs=_names(sub.inputs),
         params=_names(sub.params),

@@ -16,7 +16,7 @@ from g4ir import interpret, parse_graph
 from g4ir.backends.cuda.lowerings import lowered
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.lower import SegmentModule
-from g4ir.backends.inductor.segment import Glue, graph_steps
+from g4ir.backends.inductor.segment import graph_steps
 from g4ir.backends.inductor.target import Target
 from g4ir.ir.graph import Graph, Node
 from g4ir.ir.rewrite import bind
@@ -109,7 +109,7 @@ def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
     written = {v.name: cache for cache, v in g.next.items()}
     started, seen = 0, set[str]()
     for step in graph_steps(g):
-        if isinstance(step, Glue) or step.text in seen:  # layers of one kind are one program
+        if step.node or step.text in seen:  # layers of one kind are one program
             continue
         seen.add(step.text)
         own = {c: known[c].clone() for c in step.state}
