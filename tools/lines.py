@@ -29,7 +29,7 @@ CAPS = {
     "g4ir/weights": 5050,
     "g4ir/plan": 1530,
     "backends": 790,
-    "backends/inductor": 1060,
+    "backends/inductor": 1045,
     "backends/cpu": 1390,
     "backends/cuda": 2215,
     "backends/primitives": 1260,
