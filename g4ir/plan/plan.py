@@ -188,7 +188,21 @@ def _largest(
         footprint.format,
         {b: largest(partial(fits, b), limits.max_seq) for b in batches},
         {c: largest(partial(fits, ctx=c), limits.max_batch) for c in contexts},
+        _cards(footprint, batches[0], contexts[-1], capacity),
     )
+
+
+def _cards(footprint: Footprint, batch: int, ctx: int, capacity: int) -> int | None:
+    """Return how many cards a plan of several ranks needs at least, of 1, 2, 4, 8 and its own
+    number; None if these are not enough, and for one rank."""
+    ranks = footprint.config.ranks
+    for n in sorted({1, 2, 4, 8, ranks} if ranks > 1 else ()):
+        with suppress(InputError):  # ranks that cannot share the model
+            rank = footprint.changed(ranks=n, ep=n > 1 and footprint.config.ep)
+            rank.config.sharding.check()
+            if rank.need_at(batch, ctx) <= capacity:
+                return n
+    return None
 
 
 def _sized(memory: Gpu | int | None) -> Gpu | None:

@@ -62,6 +62,7 @@ class Largest:
     weights: str
     max_context: Mapping[int, int]  # by batch
     max_batch: Mapping[int, int]  # by context
+    cards: int | None = None  # of several ranks: the least number that has the longest context
 
 
 @dataclass(frozen=True)

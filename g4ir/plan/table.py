@@ -161,10 +161,13 @@ def _largest(plan: Plan, gpu: Gpu) -> str:
     memory, first = gpu.memory_bytes, plan.largest[0]
     heads = [f"context at batch {b}" for b in first.max_context]
     heads += [f"batch at {count_text(c)}" for c in first.max_batch]
+    ranks = plan.config.ranks > 1
+    heads += [f"cards needed at {count_text(max(first.max_batch))}"] * ranks
     lines: list[Line] = [["maximum", *heads]]
     for x in plan.largest:
         batches = (str(n or "-") for n in x.max_batch.values())
-        lines.append([x.weights, *map(rounded_count, x.max_context.values()), *batches])
+        cards = [str(x.cards or "-")] * ranks
+        lines.append([x.weights, *map(rounded_count, x.max_context.values()), *batches, *cards])
     reserved = size_text(reserve(memory))
     return _section(f"{gpu.name}: {size_text(memory)}, of which {reserved} are reserved", lines)
 
