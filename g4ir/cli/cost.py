@@ -47,6 +47,9 @@ class StepSize(Part):
         spec, phase, context, chunk = graph.spec, graph.graph_name, self.context, self.prefill_chunk
         longest = spec.text.max_position_embeddings
         single = phase in ("decode", VERIFY, DRAFT)
+        if single and chunk is not None:
+            why = f"is for --phase prefill, and the phase is {phase}"
+            raise InputError(f"--prefill-chunk {chunk} {why}")
         new = 1 if single else chunk or min(TOKENS, context or longest)
         if phase == VERIFY:
             new = graph.config.draft_tokens + 1
