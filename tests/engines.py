@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import g4ir
 from g4ir import Engine, Spec, load_spec
 from g4ir.artefact.directory import MANIFEST, manifest_text
+from g4ir.check.reference import reference_engine
 from g4ir.model.names import HEAD
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, sha256
@@ -25,6 +26,8 @@ from g4ir.weights.write import write_checkpoint
 from tests.cases import read_table
 from tests.contract.flows import CHUNK, FLOWS, MAX_SEQ
 from tests.oracle import relative
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 #: tables of several test modules
 CASES = read_table("engine_cases.yaml")
@@ -178,3 +181,12 @@ def agrees(got: torch.Tensor, want: torch.Tensor, budget: float = BUDGET) -> Non
     assert got.shape == want.shape, f"{got.shape}, expected {want.shape}"
     error = relative(got, want).max().item()
     assert error <= budget, f"{error:.2e} of rms, budget {budget:.0e}"
+
+
+def changed(engine: Engine, edits: Mapping[str, Change]) -> Engine:
+    """The engine with other weights after loading."""
+    out = reference_engine(engine)
+    held = out.runtime.params  # type: ignore[attr-defined]
+    edited = {name: edit(held[name]) for name, edit in edits.items()}
+    out.runtime.params = {**held, **edited}  # type: ignore[attr-defined]
+    return out

@@ -59,8 +59,7 @@ from tests.oracle import (
 )
 from tests.serve.running import chat_engine, eventually, running
 from tests.shrink import shrink, shrink_drafter
-from tests.test_stages import break_pass, smaller_rings
-from tests.test_verify import turned
+from tests.test_verify import break_pass, smaller_rings, turned
 from tests.trt import fake
 from tests.uncompiled import run_uncompiled
 

@@ -37,12 +37,11 @@ from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok, refused, tokenizer
 from tests.configs import check_spec, short
-from tests.engines import CASES
+from tests.engines import CASES, changed
 from tests.gguf_files import all_of, write_gguf, write_mmproj
 from tests.gpu_on_cpu import use_gpu_runtime
 from tests.media_tools import media_files, media_tokenizer
 from tests.test_media_models import inputs_of, medium
-from tests.test_rounding import changed
 from tests.trt.emulated import emulated, use
 
 NAMES = ("tiny-embedding", "tiny-embedding-2")

@@ -2,8 +2,7 @@
 
 A file of tests/golden is a transcript: each `$ g4ir ...` is followed by what it prints. With
 `--rewrite-golden` the files are written anew; read the difference, and derive one number of it by
-hand, before you keep it. Numbers from first principles are in test_published.py, test_plan.py and
-test_cost.py.
+hand, before you keep it. Numbers from first principles are in test_plan.py and test_cost.py.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from tests.engines import agrees, random_checkpoint
 from tests.media_tools import UNIFIED, media_pair, noise, video_inputs
 from tests.runner import with_chunk
 from tests.shrink import WINDOW, shrink
-from tests.test_stages import attrs, break_pass, nodes
+from tests.test_verify import attrs, break_pass, nodes
 from tests.trt.emulated import emulated, use
 
 MAX_SEQ = 512

@@ -32,8 +32,8 @@ from tests.configs import VARIANTS, short, spec_called
 from tests.engines import some_tokens
 from tests.network_session import check_op, in_network
 from tests.oracle import relative
+from tests.test_numerics import BUDGET, logits_of
 from tests.test_ops import IN_NETWORKS
-from tests.test_random_engines import BUDGET, logits_of
 
 #: of an op, relative to the result's largest value
 OP_BUDGET = 2e-6

@@ -44,7 +44,7 @@ from g4ir.spec.parts import Moe, Rope
 from g4ir.spec.record import Spec, load_spec, spec_names
 from tests.cases import TABLES
 from tests.configs import check_spec
-from tests.test_stages import break_pass
+from tests.test_verify import break_pass
 
 PHASES = ("prefill", "decode", ENCODE)
 

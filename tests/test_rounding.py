@@ -4,7 +4,7 @@ given the reference module's own inputs, so nothing carries over from one to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,12 +27,10 @@ from g4ir.ops import OPS
 from g4ir.passes import PASSES
 from g4ir.plan.resolve import check_latent
 from tests.configs import SMALL, TINY, fewest, spec_called
-from tests.engines import random_checkpoint, rewrite
+from tests.engines import Change, changed, random_checkpoint, rewrite
 from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle
 from tests.runner import open_session, prefill_then_decode
-from tests.test_stages import attrs, nodes
-
-Change = Callable[[torch.Tensor], torch.Tensor]
+from tests.test_verify import attrs, nodes
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +42,6 @@ def built(make_engine: Any) -> Callable[..., Engine]:
         return make_engine(name, random_weights=seed, **options)
 
     return build
-
-
-def changed(engine: Engine, edits: Mapping[str, Change]) -> Engine:
-    """The engine with other weights after loading."""
-    out = reference_engine(engine)
-    held = out.runtime.params  # type: ignore[attr-defined]
-    edited = {name: edit(held[name]) for name, edit in edits.items()}
-    out.runtime.params = {**held, **edited}  # type: ignore[attr-defined]
-    return out
 
 
 FULL = pytest.mark.full
