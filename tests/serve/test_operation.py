@@ -295,10 +295,6 @@ def test_formats_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain == 'g4ir: warning: draining running=2 path=a"b'
 
 
-CHAT_PATH = "/v1/chat/completions"
-BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-
-
 @pytest.mark.parametrize(("content", "result"), TABLES["server"]["key files"])
 def test_key_files(content: str, result: Any, tmp_path: Path) -> None:
     path = tmp_path / "keys"
@@ -352,7 +348,7 @@ def test_limits_of_a_server(limited: Running) -> None:
     def ask(key: str) -> httpx.Response:
         with limited.client(headers={"Authorization": f"Bearer {key}"}) as client:
             assert client.get("/v1/models").is_success  # only requests with a body count
-            return client.post(CHAT_PATH, json=BODY)
+            return client.post("/v1/chat/completions", json=CHAT)
 
     limited.server.draining = True
     assert ask("few").status_code == 503  # does not count
