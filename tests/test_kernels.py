@@ -595,31 +595,57 @@ def test_experts(case: str, dtype: torch.dtype, first: int | None) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_of_several_instructions(seed: int) -> None:
-    """Threads run instructions together, some rows at a time, unless one's memory is used again for
-    rows of another size: values as of one instruction after the other."""
+    """Threads run instructions together, some rows at a time, unless one reads or writes a row as
+    another row: values as of one instruction after the other."""
     r, b, g = random.Random(seed), Builder("prefill"), torch.Generator().manual_seed(seed)
     feeds = {f"x{n}": torch.randn(1, 512, n, generator=g).bfloat16() for n in (128, 64)}
     weights = {f"w{n}": torch.rand(n, generator=g).bfloat16() + 0.5 for n in (128, 64, 32)}
-    w = {len(t): b.param(name, Type("bf16", (len(t),))) for name, t in weights.items()}
+    weights |= {f"table{i}": torch.randn(1, 512, 32, generator=g).bfloat16() for i in range(2)}
+    params = {name: b.param(name, Type("bf16", tuple(t.shape))) for name, t in weights.items()}
     values = {n: [b.input(f"x{n}", Type("bf16", (1, 512, n)))] for n in (128, 64)}
-    for op in r.choices(["rms_norm", "heads", "add", "mul", "scale"], k=24):
+    outputs = []
+    for op in r.choices(
+        ["rms_norm", "by_head", "stack_layers", "rope", "add", "mul", "scale"], k=24
+    ):
         width = r.choice((128, 64))
         x, other = r.choices(values[width][-2:], k=2)
-        if op == "heads":
-            x = b.emit("rms_norm", b.emit("heads", x, n=width // 32), w[32], eps=1e-6)
-            y = b.emit("merge_heads", x)
+        by_head = b.emit("heads", x, n=width // 32)
+        if op == "by_head":
+            y = b.emit("merge_heads", b.emit("rms_norm", by_head, params["w32"], eps=1e-6))
+        elif op == "rope":
+            y = b.emit("merge_heads", b.emit("rope", by_head, params["table0"], params["table1"]))
+        elif op == "stack_layers":
+            outputs.append(b.emit(op, b.emit("scale", by_head, value=0.5)))
+            continue
         elif op == "scale":
             y = b.emit("scale", x, value=0.75)
         else:
             more = {"eps": 1e-6} if op == "rms_norm" else {}
-            y = b.emit(op, x, other if op == "add" else w[width], **more)
+            y = b.emit(op, x, other if op == "add" else params[f"w{width}"], **more)
         values[width].append(y)
-    outputs = [each[-1] for each in values.values()]
+    outputs += [each[-1] for each in values.values()]
     program = record_step(b.graph(*outputs), weights, {}, dict(feeds), Arena("cpu"))
     want = {name: t.clone() for name, t in program.run(feeds).items()}
     for starts in ([0], range(len(program.code.instructions))):
+        for t in (*program.outputs.values(), *program.code.buffers):
+            t.fill_(0)
         for name, x in feeds.items():
             program.feeds[name].copy_(x)
         for i, end in itertools.pairwise([*starts, len(program.code.instructions)]):
             program.code.run((i, 0), (end, 0), threads=2)
         assert all(torch.equal(program.outputs[y], t) for y, t in want.items())
+
+
+def test_copies_of_operands_stay_until_they_are_read() -> None:
+    """q, k and v are columns of one product, of the same size: attention copies all three, and
+    writes to none."""
+    b, x = Builder("encode"), torch.randn(1, 40, 3 * 64, generator=torch.Generator().manual_seed(3))
+    qkv = b.input("qkv", Type("bf16", tuple(x.shape)))
+    q, k, v = (b.emit("heads", t, n=2) for t in b.emit_all("split", qkv, sizes=(64, 64, 64)))
+    ends = b.input("ends", Type("i64", (2,)))
+    y = b.emit("packed_attention", q, k, v, ends, window=0, scale=0.125)
+    feeds = {"qkv": x.bfloat16(), "ends": torch.tensor([16, 40])}
+    program = record_step(b.graph(y), {}, {}, dict(feeds), Arena("cpu"))
+    q, k, v = (t.unflatten(-1, (2, 32)) for t in feeds["qkv"].split(64, -1))
+    want = OPS["packed_attention"].reference(q, k, v, feeds["ends"], window=0, scale=0.125)
+    close(program.run(feeds)[y.name], want, BUDGETS[torch.bfloat16])

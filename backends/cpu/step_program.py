@@ -168,6 +168,8 @@ class Recorder:
         self.operands: list[tuple[int, tuple[int, ...]]] = []
         self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
         self.scratch_size = 1
+        #: copies of operands, whose memory is free after the next instruction
+        self._copies: list[Tensor] = []
         #: tensors that the program reads or writes; for each node the position at which its outputs
         #: are complete
         self.tensors: list[Tensor] = []
@@ -268,6 +270,8 @@ class Recorder:
             if t is not None and kind not in _WITHOUT_SCRATCH:
                 self.scratch_size = max(self.scratch_size, 3 * t.shape[-1])
         self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
+        while self._copies and kind != "copy":
+            self.arena.use(self._copies.pop(), 0)
         return operands[-1]
 
     def copy(self, x: Tensor, y: Tensor) -> None:
@@ -306,13 +310,12 @@ class Recorder:
         )
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """Return x, or a contiguous copy of it for the instruction that follows."""
+        """Return x, or a contiguous copy of it for the next instruction that is no copy."""
         if x.is_contiguous():
             return x
-        y = self.like(x)
-        self.copy(x, y)
-        self.arena.use(y, 0)
-        return y
+        self._copies.append(self.like(x))
+        self.copy(x, self._copies[-1])
+        return self._copies[-1]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

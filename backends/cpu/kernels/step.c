@@ -975,8 +975,8 @@ static int lora(const running *a) {
     return run_region(lora_low, (void *)a, low, threads) || run_region(lora_high, (void *)a, high, threads);
 }
 
-/* Instructions whose row r of y follows from row r of its operands, but for weights and tables: body, index of y,
- * rows of scratch memory. */
+/* Instructions that compute row r of y from row r of each operand, weights and tables aside: body, index of y, rows
+ * of scratch memory. */
 static const struct {
     row_body *body;
     int y, scratch;
@@ -984,25 +984,49 @@ static const struct {
                        [MUL] = {mul, 2, 2},    [SCALE] = {scale, 1, 1},       [ROPE] = {rope, 3, 3},
                        [UNIT_NORM] = {unit_norm, 1, 1}};
 
+/* Whether row r of one operand is row r of the other, or they share no memory. */
+static int are_same_rows(const operand *a, const operand *b) {
+    const char *end_a = row(a, rows_of(a) - 1) + a->width * a->bytes;
+    const char *end_b = row(b, rows_of(b) - 1) + b->width * b->bytes;
+    if (!a->at || !b->at || end_a <= b->at || end_b <= a->at) return 1;
+    return a->at == b->at && a->bytes == b->bytes && a->width == b->width && a->outer == b->outer &&
+           a->inner == b->inner && a->inner_stride == b->inner_stride && a->outer_stride == b->outer_stride;
+}
+
+/* Whether the last of `count` instructions may run for some rows before the others have run for all: they have as
+ * many rows, and none reads or writes a row that another writes as a different one (stack_layers does). */
+static int may_interleave(const running *a, int64_t count) {
+    const running *last = a + count - 1;
+    const operand *y = last->of + ROWWISE[last->i->kind].y;
+    for (const running *earlier = a; earlier < last; earlier++) {
+        const operand *before = earlier->of + ROWWISE[earlier->i->kind].y;
+        if (rows_of(before) != rows_of(y)) return 0;
+        for (const operand *x = last->of; x <= y; x++)
+            if (!are_same_rows(before, x)) return 0;
+        for (const operand *x = earlier->of; x < before; x++)
+            if (!are_same_rows(x, y)) return 0;
+    }
+    return 1;
+}
+
 /* Maximum instructions that run together. */
 #define ROWWISE_MAX 8
-/* Runs those of `count` instructions, from the first on, that threads share row by row: all of the same number of
- * rows. The memory of a value is used again only for values of its size (arena.py), so that row r of one shares
- * bytes only with row r of another. Returns how many (0: none), or -1 if out of memory. */
+/* Runs those of `count` instructions, from the first on, that threads share row by row. Returns how many (0: none),
+ * or -1 if out of memory. */
 static int64_t run_rowwise(const instruction *i, const operand *operands, int64_t count, float *scratch,
                            int threads) {
     running a[ROWWISE_MAX];
     row_body *bodies[ROWWISE_MAX];
     const operand *y = operands + i->first + ROWWISE[i->kind].y;
-    int64_t n = 0, most = 0;
+    int64_t n = 0, max_scratch = 0;
     if (!ROWWISE[i->kind].body || !are_shared(y, threads)) return 0;
     for (; n < count && n < ROWWISE_MAX && ROWWISE[i[n].kind].body; n++) {
         a[n] = (running){i + n, operands + i[n].first, scratch, threads}, bodies[n] = ROWWISE[i[n].kind].body;
-        if (rows_of(a[n].of + ROWWISE[i[n].kind].y) != rows_of(y)) break;
+        if (!may_interleave(a, n + 1)) break;
         int64_t needed = ROWWISE[i[n].kind].scratch * a[n].of->width;
-        most = needed > most ? needed : most;
+        max_scratch = needed > max_scratch ? needed : max_scratch;
     }
-    return share_rows(a, n, y, bodies, most) ? -1 : n;
+    return share_rows(a, n, y, bodies, max_scratch) ? -1 : n;
 }
 
 static int run_one(const running *a) {
