@@ -15,6 +15,7 @@ from statistics import median
 import pytest
 import torch
 
+import g4ir
 from g4ir.backends.cpu import pyops
 from g4ir.ui import threads
 from g4ir.ui.memory import memory_limits
@@ -53,6 +54,24 @@ def test_same_results_on_any_number_of_threads(count: int) -> None:
     alone = products(40)
     torch.set_num_threads(count)
     assert all(map(torch.equal, products(40), alone))
+
+
+@pytest.mark.parametrize("variant", ["tiny-ple", "tiny-moe", "tiny-embedding-2"])
+def test_same_values_of_models_on_any_number_of_threads(variant: str) -> None:
+    """A prompt after another one, whose rows are what a thread reads that reads too early."""
+    engine = g4ir.load(variant, backend="torch", random_weights=0, max_seq=512)
+    ids = torch.randint(5, 200, (2, 200), generator=torch.Generator().manual_seed(1))
+
+    def values(row: int, count: int) -> torch.Tensor:
+        torch.set_num_threads(count)
+        if "embedding" in variant:
+            return torch.as_tensor(engine.embed([ids[row].tolist()]))
+        return engine.session(batch=1).prefill(ids[row : row + 1])
+
+    alone = values(0, 1)
+    for count in (2, 3):
+        values(1, count)
+        torch.testing.assert_close(values(0, count), alone, atol=1e-4, rtol=1e-4)
 
 
 def test_callers_at_the_same_time() -> None:
