@@ -226,6 +226,20 @@ def test_all_that_a_build_lacks_is_said_at_once(
 # --- run --------------------------------------------------------------------------------------
 
 
+def test_run_prints_what_the_engine_generates(
+    engine: Path, loaded: Engine, text_engine: Path, text_loaded: Engine
+) -> None:
+    """Ids of ids, the text of a prompt, and both as JSON."""
+    ids = loaded.generate([2, 5, 7], 12)
+    words = ("run", engine, "--tokens", "2,5,7", "--max-new-tokens", "12")
+    assert ok(*words) == " ".join(map(str, ids)) + "\n"
+    assert json.loads(ok(*words, "--json")) == {"tokens": ids, "finish_reason": "length"}
+    ids = text_loaded.generate([2, *tokenizer().encode(PROMPT).ids], 12)
+    words = ("run", text_engine, "--max-new-tokens", "12", "--temperature", "0", "-p", PROMPT)
+    assert ok(*words) == CODEC.decode(ids) + "\n"
+    assert covers(json.loads(ok(*words, "--json")), {"tokens": ids, "text": CODEC.decode(ids)})
+
+
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "adds"])
 def test_a_raw_prompt_begins_with_one_bos(

@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from bench.gpu.kernel_cases import Case, all_cases, find_cases, launches_of_case, operands, run_case
 from g4ir.backends.cuda.kernels import KERNELS
 from g4ir.backends.cuda.kernels.base import Kernel
-from g4ir.backends.cuda.kernels.launch import Launch, recorded
+from g4ir.backends.cuda.kernels.launch import Launch, recorded, start
 from g4ir.backends.cuda.schedule import schedule
 from g4ir.backends.inductor.compile import _TRACE as TRACE
 from g4ir.backends.inductor.compile import INDUCTOR, exported, options_of
@@ -226,6 +226,16 @@ def type_of_number(number: float) -> str:
     arg = SizeArg("x", sympy.Float(number))
     with V.set_graph_handler(SimpleNamespace(current_device=torch.device("cuda"))):
         return str(signature_of(arg, size_dtype=None))
+
+
+def test_a_launch_names_every_parameter() -> None:
+    kernel = SimpleNamespace(arg_names=["x", "n", "BLOCK"])
+    with recorded() as launches:
+        start(kernel, (1,), (7, 3), BLOCK=16)
+        for operands in ((7,), (7, 3, 5)):
+            with pytest.raises(ValueError, match="zip"):
+                start(kernel, (1,), operands, BLOCK=16)
+    assert launches == [(kernel, (1,), {"x": 7, "n": 3}, {"BLOCK": 16})]
 
 
 def test_numbers_reach_kernels_as_fp32() -> None:

@@ -31,6 +31,7 @@ from g4ir.ir.interpret import run_node
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok
+from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
 from tests.oracle import random_tokens
 
@@ -260,6 +261,21 @@ def test_a_quantised_file_is_the_baseline(tmp_path: Path) -> None:
         _, summary, data = compare_weights(engine, file)
         assert summary.endswith("against the values of tiny.gguf") and abs(data["kl"]) < 1e-9
         assert "give --checkpoint DIR, the original" in compare_weights(engine, None)[1]
+
+
+def test_a_hub_id_is_the_name_of_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Any
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--some--tiny"
+    random_checkpoint(repo / "snapshots" / "ab12", "tiny-dense")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("ab12")
+    for part in ("check_logits", "read_context"):
+        monkeypatch.setattr(prove, part, lambda *words: (None, "", {}))
+    words = "--quant int8 --ctx 256 --backend reference"
+    done = command("prove", "some/tiny", *words.split())
+    assert "against the values of some/tiny" in done.out, done
 
 
 def test_what_is_not_run_is_said(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,8 @@ class ProgramRuntime:
 
     def _load_programs(self, folder: Path, names: Iterable[str]) -> dict[str, Call]:
         with unpacking() as self.unpacked:
-            where = self.device, self.device_index
-            return {name: _load_program(folder / name, *where) for name in names}
+            device, index = self.device, self.device_index
+            return {name: _load_program(folder / name, device, index) for name in names}
 
     def _call(self, step: Step, file: str | None) -> Call:
         """Return the function that runs a step."""

@@ -4,8 +4,10 @@ from a GGUF file, an engine directory, a quantised checkpoint, or a seed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -67,7 +69,7 @@ def module(
     model_module.spec, model_module.config.use_cache = spec, False
     for part in model_module.modules():
         if isinstance(part, torch.nn.ModuleList):
-            vars(part).update(dict.fromkeys(HOOKS, _refuse_hook))
+            vars(part).update({name: partial(_register_hook, part, name) for name in HOOKS})
     return model_module
 
 
@@ -182,9 +184,11 @@ def encoder_with_towers(engine: Engine, origin: Origin | None, text: Any) -> Any
 HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")
 
 
-def _refuse_hook(*args: Any, **options: Any) -> Any:
-    problem = "hook: nothing calls a list of modules, so a hook on it would never run"
-    raise InputError(f"{problem}; hook its modules, such as model.layers[0]")
+def _register_hook(part: torch.nn.ModuleList, name: str, *args: Any, **options: Any) -> Any:
+    """Register a hook on a list of modules as torch does, with a warning."""
+    problem = "nothing calls a list of modules, so a hook on it never runs"
+    warnings.warn(f"{problem}; hook its modules, such as model.layers[0]", stacklevel=2)
+    return getattr(torch.nn.ModuleList, name)(part, *args, **options)
 
 
 #: kind -> argument of transformers' models -> input of a tower

@@ -89,13 +89,15 @@ Result = tuple[bool | None, str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Prover:
-    """Runs the parts of a report on engines of one model, one per KV cache format."""
+    """Runs the parts of a report on engines of one model, one per KV cache format. source: the
+    checkpoint's name in the report, if not that of its file or folder."""
 
     contexts: Sequence[int]
     checkpoint: str | Path | None = None
     deadline: float = float("inf")
     cache: Path | None = None
     progress: Progress = no_progress
+    source: str | None = None
 
     def parts(self, label: str, engine: Engine, first: bool) -> Iterator[Part]:
         """Yield the parts of one engine; quantisation is compared for the `first` alone. The
@@ -109,7 +111,7 @@ class Prover:
         else:
             yield run("modes", "", lambda: compare_modes(engine, limits))
         if first:
-            weights = partial(compare_weights, engine, self.checkpoint)
+            weights = partial(compare_weights, engine, self.checkpoint, self.source)
             yield run("quantisation", str(self.checkpoint), weights)
         for length in self.contexts:
             name = f"context {count_text(length)}"
@@ -186,9 +188,11 @@ def limits_of(report: VerifyReport) -> dict[str, float]:
     return {"row": row, "gap": report.budget.gap, "kl": row**2}
 
 
-def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
+def compare_weights(
+    engine: Engine, checkpoint: str | Path | None, source: str | None = None
+) -> Result:
     """Compare with the same model on its original weights, without any quantisation; a checkpoint
-    that has only quantised weights is dequantised."""
+    that has only quantised weights is dequantised. source: see Prover."""
     ids = torch.tensor(text_of(engine, min(engine.limits.max_seq, 512)))
     with unquantised(engine, checkpoint, dequantise=True) as other:
         if isinstance(other, str):
@@ -196,7 +200,7 @@ def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
         rows = torch.cat([*_scored(engine, [engine.session(), other.session()], ids)], 1)
     data = Sums.of(rows).means()
     summary = "NLL {nll:.4f} against {baseline_nll:.4f}, KL {kl:.5f}, same token {same_top:.1%}"
-    summary += f"; against the values of {Path(checkpoint).name}" if checkpoint else ""
+    summary += f"; against the values of {source or Path(checkpoint).name}" if checkpoint else ""
     return None, summary.format(**data), data
 
 

@@ -102,6 +102,7 @@ class Prove(OnEngine):
             contexts = self.ctx or [min(4096, engine.limits.max_seq)]
             check_contexts(engine, contexts)
             checkpoint = self.first_use.checkpoint(self.engine, self.checkpoint)
-            prover = Prover(contexts, checkpoint, deadline, proof_cache(), progress)
+            source = self.checkpoint or self.engine
+            prover = Prover(contexts, checkpoint, deadline, proof_cache(), progress, source)
             label = f"{engine.config.kv_dtype or engine.dtype} cache"
             return [*prover.parts(label, engine, first)]
