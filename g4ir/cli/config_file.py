@@ -10,7 +10,7 @@ import argparse
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,11 @@ def with_defaults(parser: Parser, values: Mapping[str, Any]) -> dict[str, Any]:
     environment = _environment(parser)
     path = values.get("config", environment.get("config"))
     layers = [_file(parser, Path(path)) if path else {}, environment, values]
+    return _merged(layers)
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of all layers; a later layer wins."""
     settings = {k: v for layer in layers for k, v in layer.get("settings", {}).items()}
     merged = {k: v for layer in layers for k, v in layer.items() if k != "settings"}
     return merged | ({"settings": settings} if settings else {})
@@ -83,20 +88,33 @@ def _file(parser: Parser, path: Path) -> dict[str, Any]:
         raise InputError(f"--config {e}") from None
     actions, values = _actions(parser), dict[str, Any]()
     del actions["config"]
+    for where, action, texts in _entries(tree, actions):
+        with named(where):
+            parsed = _parsed(parser, action, texts)
+            names = {*values, *values.get("settings", ())} - {"settings"}
+            if names & {*parsed, *parsed.get("settings", ())}:  # max-gap and max_gap
+                raise InputError("is given twice; keep one")
+            values = _merged((values, parsed))
+    return values
+
+
+def _entries(
+    tree: Map, actions: Mapping[str, argparse.Action | str]
+) -> Iterator[tuple[str, argparse.Action | str, list[str]]]:
+    """Yield file, line and key, the argument, and its texts: of each entry, and of each under
+    SETTINGS, whose lists are joined by commas."""
     for key, node in tree.entries.items():
         where, action = f"{tree.keys[key]}: {key}", actions.get(key.replace("_", "-"))
-        if key == SETTINGS and isinstance(node, Map):
-            texts = {k: ",".join(_texts(v, where)) for k, v in node.entries.items()}
-            values |= parser.parse([f"--set={k}={text}" for k, text in texts.items()])
-            continue
-        if not action:
+        if action:
+            yield where, action, _texts(node, where)
+        elif key != SETTINGS:
             raise InputError(f"{where}: {unknown_key(key, sorted(actions))}")
-        with named(where):
-            parsed = _parsed(parser, action, _texts(node, where))
-            if values.keys() & parsed.keys():  # max-gap and max_gap
-                raise InputError("is given twice; keep one")
-            values |= parsed
-    return values
+        elif isinstance(node, Map):
+            for name, value in node.entries.items():
+                where = f"{node.keys[name]}: {key}.{name}"
+                yield where, name, [",".join(_texts(value, where))]
+        elif not is_null(node):
+            raise InputError(f"{where}: expected a mapping")
 
 
 def _texts(node: Node, where: str) -> list[str]:
