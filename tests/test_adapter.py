@@ -458,10 +458,10 @@ def test_what_is_refused(lora: Lora, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no slot of 5 is free"):
         adapters.load("b2", lora.folder / "a0")
     assert adapters.load("b1", lora.folder / "a2", replace=True) == adapters.loaded["b1"]
-    replaced = adapters.loaded["b1"]
-    adapters.unload("b0")
-    assert adapters.load("b1", f"{lora.folder / 'a1'}=0.5", replace=True).slot != replaced.slot
+    replaced = adapters.loaded["b0"]
     adapters.unload("b1")
+    assert adapters.load("b0", f"{lora.folder / 'a1'}=0.5", replace=True).slot != replaced.slot
+    adapters.unload("b0")
     with pytest.raises(InputError, match="adapter 'a9': not loaded; loaded: a0, a1"):
         lora.engine.generate([2, 3], adapter="a9")
     with pytest.raises(InputError, match="was loaded without any; load the engine with adapters="):

@@ -62,10 +62,10 @@ class Adapters:
             if name in self._loaded and not replace:
                 why = f"is loaded already, from {self._loaded[name].path}"
                 raise InputError(f"adapter {name!r} {why}; unload it first")
-            # An adapter that is replaced frees its slot, if no request uses it.
-            own = self._loaded[name].slot if name in self._loaded else None
-            slots = range(self.slots.count)
-            slot = next((i for i in slots if self._users[i] == (i == own)), None)
+            replaced = self._loaded.get(name)
+            slot = next((i for i in range(self.slots.count) if not self._users[i]), None)
+            if slot is None and replaced and self._users[replaced.slot] == 1:
+                slot = replaced.slot  # no request uses it
             if slot is None:
                 names = ", ".join(sorted(self._loaded)) or "none, but requests still use some"
                 fix = "unload one, or load the engine with more adapter_slots"
@@ -73,7 +73,7 @@ class Adapters:
                     f"adapter {name!r}: no slot of {self.slots.count} is free ({names}); {fix}"
                 )
             self.slots.fill(slot, adapter)
-            if name in self._loaded:
+            if replaced:
                 self.unload(name)
             self._users[slot] += 1
             self._loaded[name] = LoadedAdapter(name, str(path), slot, digest)
