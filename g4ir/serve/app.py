@@ -405,9 +405,10 @@ class Server:
         self._check_origin(request)
         body = await run_in_threadpool(schema.parsed, await self.gate.body(request, None))
         name = ollama.model_of(body) or self.name
-        if self.embeddings and name in self.embedders:
+        if name not in self.embedders:
+            self._check_model(name)
+        if self.embeddings and (name in self.embedders or not self.prompts):
             return json_response(ollama.show(self.embeddings.engine))
-        self._check_model(name)
         prompts, _ = self._ready()
         return json_response(ollama.show(prompts.engine, prompts.template))
 

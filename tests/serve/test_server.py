@@ -570,8 +570,8 @@ def test_an_encoder_alone(world: World) -> None:
         for name in ("two", "text-embedding-3-small"):
             body = {"input": "a", "model": name}
             assert client.post("/v1/embeddings", json=body).json()["model"] == name
-        shown = client.post("/api/show", json={"model": NAME}).json()
-        assert shown["capabilities"] == ["embedding"] and not shown["template"]
+            shown = client.post("/api/show", json={"model": name}).json()
+            assert shown["capabilities"] == ["embedding"] and not shown["template"]
         model, _ = client.get("/v1/models").json()["data"]
         assert model == client.get(f"/v1/models/{NAME}").json() and model["id"] == NAME
         assert model["embedding_sizes"] == [64, 32, 16] and "media" not in model
