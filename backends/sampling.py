@@ -94,9 +94,10 @@ class SamplingParams:
         for name, value, low, high, expected in settings:
             if value is None and getattr(SamplingParams, name.rstrip(":"), 0) is None:
                 continue  # not set
-            if isinstance(value, Real) and name in WHOLE and not isinstance(value, Integral):
-                raise InputError(f"{name} {value}: expected a whole number")
-            if not isinstance(value, Real) or not low <= value <= high:
+            kind, text = (Integral, "a whole number") if name in WHOLE else (Real, "a number")
+            if not isinstance(value, kind):
+                raise InputError(f"{name} {value!r:.20}: expected {text}")
+            if not low <= value <= high:
                 raise InputError(f"{name} {str(value)[:20]}: expected {expected}")
 
     @property
