@@ -537,9 +537,9 @@ def test_embed_command(model: Any, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [r["index"] for r in rows] == [0, 1, 2]
     assert [r["embedding"] for r in rows] == want.tolist()
-    plain.write_bytes("a\u2028b\x0cc\r\nw7\n".encode())  # two lines
+    plain.write_bytes("a\u2028b\x0cc\rd\r\nw7\n".encode())  # two lines
     values = json.loads(ok("embed", model.path, "--input", plain, "--json"))
-    assert values["embeddings"] == model.embed(["a\u2028b\x0cc", "w7"]).tolist()
+    assert values["embeddings"] == model.embed(["a\u2028b\x0cc\rd", "w7"]).tolist()
     assert "packed_mean" in ok("show", "--variant", NAMES[0])
     assert json.loads(ok("cost", NAMES[0], "--json"))["phase"] == "encode"
     out = ok("embed", model.path, "--text", "ab", "--text", "ab")

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,12 @@ def read_texts(source: str) -> list[Any]:
     except UnicodeDecodeError as e:
         raise InputError(f"{name}: not UTF-8 at byte {e.start}") from None
     as_json = source.endswith(JSONL) or (source == "-" and raw.lstrip()[:1] == b"{")
-    # Not splitlines: a text may contain form feeds and U+2028.
-    lines = ((i, line.rstrip("\n")) for i, line in enumerate(StringIO(text, newline=None), 1))
-    texts = [_text(f"{name}: line {i}", x, as_json) for i, x in lines if x.strip() or not as_json]
+    # Not splitlines: a text may contain carriage returns, form feeds and U+2028.
+    lines = text.replace("\r\n", "\n").split("\n")
+    if not lines[-1]:
+        lines.pop()
+    rows = enumerate(lines, 1)
+    texts = [_text(f"{name}: line {i}", x, as_json) for i, x in rows if x.strip() or not as_json]
     if not texts:
         raise InputError(f"{name} has no lines")
     return texts
