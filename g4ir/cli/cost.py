@@ -12,7 +12,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
-from g4ir.model.towers import is_tower
+from g4ir.model.towers import PARTS, is_tower
 from g4ir.ops.codecs import FORMAT_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, total
 from g4ir.plan.gpus import find_gpu, gpu_names
@@ -47,9 +47,8 @@ class StepSize(Part):
         spec, phase, context, chunk = graph.spec, graph.graph_name, self.context, self.prefill_chunk
         longest = spec.text.max_position_embeddings
         single = phase in ("decode", VERIFY, DRAFT)
-        if single and chunk is not None:
-            why = f"is for --phase prefill, and the phase is {phase}"
-            raise InputError(f"--prefill-chunk {chunk} {why}")
+        if chunk is not None and (single or phase in PARTS):
+            raise InputError(f"--prefill-chunk {chunk}: {phase} has no chunks; leave it out")
         new = 1 if single else chunk or min(TOKENS, context or longest)
         if phase == VERIFY:
             new = graph.config.draft_tokens + 1
