@@ -135,6 +135,7 @@ def test_lines_that_nobody_wants_to_the_end(engine: Engine) -> None:
 def test_answers_before_the_next_line(engine: Engine) -> None:
     """A program may wait for each answer before it asks again."""
     end, start = os.pipe()
+    engine.generate([2], 2)  # starts the thread of the engine's steps
     before = {*threading.enumerate()}
     with os.fdopen(end, "rb") as read, os.fdopen(start, "wb") as write:
         found = OfflineEngine(engine).answer_lines(read, "x")
