@@ -191,7 +191,7 @@ def compared(args: Any) -> str:
         texts = texts_of(engine.embedder.tokenizer, args.text, args.texts)
         tokens = sum(map(len, engine.embedder.tokenize(texts))) / len(texts)
         taken = measure(runs, texts, 60 * args.minutes - (time.monotonic() - START))
-    isa, load = os.environ.get("G4IR_ISA", "native"), os.getloadavg()[0]
+    isa, load = os.environ.get("G4IR_ISA") or "native", os.getloadavg()[0]
     head = f"{isa}: texts of {tokens:.0f} tokens, {args.threads} threads, load {load:.1f}"
     return f"{head}\n\n{table(taken, tokens)}"
 
@@ -200,14 +200,14 @@ def main() -> None:
     flags: Any = {"texts": 1000, "minutes": 6.0, "threads": 2, "isas": ("native", "avx2")}
     flags |= {"dtypes": ("bfloat16", "float32"), "programs": ("",), "tokenizer": None}
     args = arguments(__doc__, "folder", **flags, text=str(TEXT), name="embeddings")
-    if len(args.isas) == 1:
+    if [*args.isas] == [os.environ.get("G4IR_ISA") or "native"]:
         print(compared(args))
         return
     tables = []
     for isa, program in zip_longest(args.isas, args.programs[: len(args.isas)], fillvalue=""):
         words = [w for w in sys.argv if w != "--save"] + ["--isas", isa, "--programs", program]
         words += ["--minutes", str(args.minutes / len(args.isas))]
-        env = os.environ | ({} if isa == "native" else {"G4IR_ISA": isa})
+        env = os.environ | {"G4IR_ISA": isa.replace("native", "")}
         child = subprocess.run([sys.executable, *words], env=env, stdout=subprocess.PIPE, text=True)
         tables.append(child.stdout if child.returncode == 0 else f"{isa}: failed\n")
     finish(args, args.name, "\n".join(tables))
