@@ -56,7 +56,7 @@ LIMITS: tuple[tuple[Any, ...], ...] = (
     ("logprobs", 0, math.inf, "0 or more"),
 )
 #: settings that are whole numbers
-WHOLE = ("top_k", "seed", "min_tokens", "logprobs")
+INTEGERS = ("top_k", "seed", "min_tokens", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SamplingParams:
         for name, value, low, high, expected in settings:
             if value is None and getattr(SamplingParams, name.rstrip(":"), 0) is None:
                 continue  # not set
-            kind, text = (Integral, "a whole number") if name in WHOLE else (Real, "a number")
+            kind, text = (Integral, "a whole number") if name in INTEGERS else (Real, "a number")
             if not isinstance(value, kind):
                 raise InputError(f"{name} {value!r:.20}: expected {text}")
             if not low <= value <= high:

@@ -38,7 +38,7 @@ from .gpus import gpu_names
 
 _HELP: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 #: type of a field -> the types of its values, and what an error says
-NUMBERS = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
+NUMERIC_TYPES = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gpu_names()}
 
 
@@ -94,7 +94,7 @@ class BuildOptions:
     def __post_init__(self) -> None:
         """Raise InputError for a value that is no number where one is expected."""
         for f in fields(self):
-            value, kind = getattr(self, f.name), NUMBERS.get(str(f.type).partition(" ")[0])
+            value, kind = getattr(self, f.name), NUMERIC_TYPES.get(str(f.type).partition(" ")[0])
             if kind and value is not None and not isinstance(value, kind[0]):
                 flag = f"--{f.name.replace('_', '-')}"
                 raise InputError(f"{flag} {value!r}: expected {kind[1]}")

@@ -5,7 +5,7 @@
 
 /* Values along k per weight panel. */
 #define PANEL 256
-/* Rows of y ahead of those that are stored, whose lines are fetched. */
+/* Distance, in rows of y, at which lines are prefetched before a store. */
 #define STORES_AHEAD 8
 /* Maximum rows of x per unit of work (fp32; twice as many for narrower types), minimum rows when units are
  * split to occupy all threads, and maximum columns over all strips. A panel of x is read from memory once for
