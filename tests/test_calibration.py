@@ -283,16 +283,6 @@ def test_refused(files: Path, case: str, tmp_path: Path) -> None:
     assert outcome.err.count("error") == 1 and not out.exists()
 
 
-@pytest.mark.parametrize(
-    "weights", [["--variant", "tiny-ple", "--random-weights", "0"], ["--checkpoint", "tiny-dense"]]
-)
-def test_weights_without_a_tokenizer(files: Path, weights: list[str], tmp_path: Path) -> None:
-    given = [str(files / w) if w == "tiny-dense" else w for w in weights]
-    options = ["--backend", "reference", "--quant", "int4", "--calibrate", files / "text.txt"]
-    outcome = command("build", *given, *options, "--out", tmp_path / "e", "--dry-run", "--json")
-    assert outcome.code == 2 and "without tokenizer.json" in outcome.err
-
-
 LONG_TEXT = "ab w3 a€ w7 w12\nw9 ab a w3\n" * 40
 BITS_OPTIONS: dict[str, Any] = {"backend": "reference", "dtype": "float32", "max_seq": 64}
 BITS_OPTIONS |= {"prefill_chunk": 16, "all_logits": True}
@@ -423,13 +413,6 @@ def test_a_build_that_was_killed_goes_on(
 
 @pytest.mark.parametrize(("words", "says"), TABLES["bits refused"])
 def test_bits_refused(model_files: Path, tmp_path: Path, words: list[str], says: str) -> None:
-    base = [
-        "--checkpoint",
-        model_files / "dense",
-        "--backend",
-        "reference",
-        "--out",
-        tmp_path / "e",
-    ]
-    outcome = command("build", *base, *words)
+    weights = ("--checkpoint", model_files / "dense", "--backend", "reference")
+    outcome = command("build", *weights, "--out", tmp_path / "e", *words)
     assert outcome.code == 2 and says in outcome.err and not (tmp_path / "e").exists()

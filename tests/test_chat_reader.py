@@ -117,6 +117,8 @@ def test_text_that_looks_like_a_control_token_is_text_where_ids_are_known() -> N
     ids.feed_tokens([Piece(CALL, True), Piece("call:f{a:"), Piece(QUOTE, True)])
     ids.feed_tokens([Piece(f"{QUOTE}{CALL_END}"), Piece(QUOTE, True), Piece("}")])
     assert ids.finish().tool_calls == [{"name": "f", "arguments": {"a": f"{QUOTE}{CALL_END}"}}]
+    other = "<start_function_call>call:f{}<end_function_call>"  # FunctionGemma's
+    assert one(other).content == other
 
 
 @pytest.mark.parametrize("body", CALLS["cut"])

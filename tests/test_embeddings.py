@@ -397,6 +397,7 @@ def test_a_folder_without_its_dense_layers(tmp_path: Path) -> None:
         g4ir.build(None, out=tmp_path / "e", checkpoint=folder)
     with pytest.raises(SpecError, match="query_pre_attn_scalar: a GGUF file would say 32, not 24"):
         g4ir.export(exported, tmp_path / "x.gguf", format="gguf")
+    assert not (tmp_path / "x.gguf").exists()
 
 
 def gguf_file(path: Path, spec: Spec, pooling: int = 1, bare: bool = False) -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 import g4ir
 from g4ir import Engine, load_engine
-from g4ir.chat import Reader, Template, Vocabulary, make_prompt, render
+from g4ir.chat import Template, Vocabulary, make_prompt, render
 from g4ir.chat.special_tokens import ALIASES, CALL, CONTROLS
 from g4ir.chat.tools import read_tools
 from g4ir.engine.requests import Request
@@ -151,24 +151,6 @@ def test_results_that_are_json_objects() -> None:
     with pytest.raises(InputError, match="has no image"):
         image = {"type": "image_url", "image_url": {"url": "file:///a"}}
         render([{"role": "user", "content": [image]}], None, "functiongemma")
-
-
-def test_calls_are_read_however_they_are_cut() -> None:
-    """What was rendered reads back to the same calls; Gemma 4 reads these tokens as text."""
-    text = render([HI, CALLS], FUNCTIONS, "functiongemma").rpartition("model\n")[2]
-    wanted = [json.loads(c["function"]["arguments"]) for c in CALLS["tool_calls"]]
-    cuts = [[text], [*text], *([text[:i], text[i:]] for i in range(0, len(text), 7))]
-    for pieces in cuts:
-        reader = Reader(FUNCTIONS, "<start_of_turn>model\n")
-        for piece in pieces:
-            reader.feed(piece)
-        found = reader.finish()
-        assert [c["arguments"] for c in found.tool_calls] == wanted and not found.content
-        assert found.finish_reason == "tool_calls"
-    reader = Reader(FUNCTIONS)
-    reader.feed(text)
-    found = reader.finish()
-    assert (found.content, found.tool_calls) == (text, [])
 
 
 def tokenizer(*left_out: str) -> Any:
