@@ -1,5 +1,4 @@
-"""CPU seconds of each test file, processes that it starts included, as a run with
-`--rewrite-durations` measured them. (Wall time depends on what else the machine does.)
+"""Seconds of each test file, as a run with `--rewrite-durations` measured them.
 
 Files of few tests that take long are begun first: begun last, one of them would run alone at the
 end.
@@ -8,9 +7,7 @@ end.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -36,22 +33,14 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 class Durations:
-    """Pytest plugin of the main process and its workers: a worker attaches to each report the CPU
-    time since its last one; the main process adds them up. Files that did not run keep theirs."""
+    """Pytest plugin of the main process: adds up the seconds that tests report. Files that did not
+    run keep theirs."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self.last = cpu_seconds()
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[Any]:
-        report = yield
-        now = cpu_seconds()
-        report.cpu_seconds, self.last = now - self.last, now
-        return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[file_of(report.nodeid)] += report.cpu_seconds
+        self.seconds[file_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
@@ -61,8 +50,3 @@ class Durations:
         kept = {file: n for file, n in known.items() if (ROOT / file).exists()}
         ordered = dict(sorted(kept.items(), key=lambda pair: (-pair[1], pair[0])))
         FILE.write_text(json.dumps(ordered, indent=1) + "\n")
-
-
-def cpu_seconds() -> float:
-    """Of this process and of the children that it has waited for."""
-    return sum(os.times()[:4])

@@ -36,7 +36,6 @@ from g4ir.bench.runners import (
     peer_model,
     plan_workload,
     reference_runner,
-    request_steps,
 )
 from g4ir.bench.text import (
     ROWS,
@@ -67,7 +66,7 @@ from tests.spies import spy
 
 BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Workload(input_len=30, output_len=5, context=0)
-DEEP = Workload(input_len=30, output_len=5, context=26)
+DEEP = Workload(input_len=30, output_len=5, batch=3, context=26)
 FLAGS = ("--input-len", "6", "--output-len", "4", "--rounds", "2", "--warmup", "0")
 
 
@@ -144,24 +143,23 @@ SLOW = pytest.param("hf-compile", marks=pytest.mark.full)  # a minute to compile
 
 @pytest.mark.parametrize("mode", ["engine", "reference", "hf", "hf-static", SLOW])
 def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -> None:
-    """What the rings overwrote since is back: the depth is beyond the window of 8."""
-    tokens = draw_tokens(DEEP, ple)
+    """What the rings overwrote since is back: the depth is beyond the window of 8. Each agrees with
+    the interpreter."""
+    tokens, base = draw_tokens(DEEP, ple), reference_runner(ple, 3)
     if mode in MODES:
-        runner: BenchRunner = hf_runner(
-            peer_model(ple, engines.checkpoint("tiny-ple")), DEEP.max_len, mode
-        )
+        peer = peer_model(ple, engines.checkpoint("tiny-ple"))
+        runner: BenchRunner = hf_runner(peer, DEEP.max_len, mode)
     else:
-        runner = EngineRunner(ple, 1) if mode == "engine" else reference_runner(ple, 1)
-    runner.set_context(tokens[:, : DEEP.context])
-
-    def request() -> torch.Tensor:
-        runner.rewind()
-        return torch.stack([runner.step(p).clone() for p in request_steps(DEEP, tokens)])
-
-    first, again = request(), request()
+        runner = EngineRunner(ple, 3) if mode == "engine" else base
+    for each in (base, runner):
+        each.set_context(tokens[:, : DEEP.context])
+    want, first, again = (run.request_logits(r, DEEP, tokens) for r in (base, runner, runner))
     torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
+    found = agreement(first, want)
+    assert found["ok"] and found["cosine"] > 0.9999 and found["count"] == 3 * 5
     runner.set_context(tokens[:, :0])
-    assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
+    empty = run.request_logits(runner, DEEP, tokens)
+    assert float((empty - first)[0].abs().max()) > 0.1, "empty rows see no context"
 
 
 @pytest.mark.parametrize("base, other, equal, ok", TABLES["agreement"])
@@ -321,6 +319,7 @@ def test_several_sizes_are_one_table(
     assert all("±" in cell for row in rows[2:] for cell in row[3:])
     reports = read_reports(tmp_path / "s.json")
     assert [a["count"] for r in reports for a in r["agreement"]] == [4, 4, 8, 8]
+    assert [r["max_concurrency"] for r in reports] == [r["num_prompts"] / 2 for r in reports]
     assert g4ir("bench", tmp_path / "s.json", "--table").out == done.out
 
 
@@ -344,17 +343,6 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
     assert {a["base"] for a in made["agreement"]} == {"hf"}
     assert all(a["ok"] and a["cosine"] > 0.9999 for a in made["agreement"])
     assert made["speedup"].keys() == {"engine-b", "hf", "hf-static"}
-
-
-def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
-    """Three rows at a depth beyond the window, against transformers."""
-    w = replace(DEEP, batch=3)
-    checkpoint = str(engines.checkpoint("tiny-ple"))
-    how: dict[str, Any] = {"peers": ["hf-static"], "checkpoint": checkpoint}
-    (made,) = run_bench([ple], [w], rounds=2, warmup=0, **how)
-    assert made["outputs_agree"] and made["agreement"][0]["cosine"] > 0.9999
-    assert made["agreement"][0]["count"] == 3 * 4
-    assert made["max_concurrency"] == 3 and made["num_prompts"] == 6
 
 
 def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from g4ir import chat
 from g4ir.chat import Answer, Piece, Reader, Vocabulary, make_prompt
-from g4ir.chat.prompt import find
+from g4ir.chat.prompt import TextStream, find
 from g4ir.chat.special_tokens import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE
 from g4ir.errors import InputError
 from tests.cases import read_table
@@ -263,18 +263,29 @@ TOKENIZER.add_special_tokens([c for c in CONTROLS if c not in ("<pad>", "<eos>",
 WORDS = Vocabulary(TOKENIZER)
 
 
-@given(st.lists(st.integers(3, 511) | st.integers(512, 530) | st.integers(4, 259), max_size=24))
+BYTES = st.integers(4, 259) | st.sampled_from([4 + byte for byte in "a😀é😀€".encode()])
+
+
+@given(st.lists(st.integers(0, 511) | st.integers(512, 530) | BYTES, max_size=24))
+@settings(max_examples=200)
 def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
+    """Control tokens as such; bytes are decoded as UTF-8, whatever stands between their runs."""
     ids = [i for i in ids if WORDS.tokenizer.id_to_token(i) is not None]
-    stream = chat.TokenStream(WORDS)
+    stream, text = chat.TokenStream(WORDS), TextStream(WORDS)
+    assert "".join([*map(text.push, ids), text.flush()]) == WORDS.decode(ids)
     pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.flush()]
     controls = [WORDS.strings[i] for i in ids if i in WORDS.strings]
     assert [p.text for p in pieces if p.control] == controls
     wanted = ""
     for special, group in groupby(ids, lambda i: i in WORDS.strings):
         run = [*group]
-        text = WORDS.decode
-        wanted += "".join(WORDS.strings[i] for i in run) if special else text(run)
+        own = "".join(WORDS.strings[i] for i in run) if special else WORDS.decode(run)
+        wanted += own
+        plain = WORDS.tokenizer.decode(run)
+        assert special or "\ufffd" in plain or own == plain
+        parts = [list(part) for known, part in groupby(run, lambda i: i in WORDS.bytes) if known]
+        raw = bytes(WORDS.bytes[i] for i in parts[0]) if len(parts) == 1 else b""
+        assert raw.decode(errors="replace") in own
     assert "".join(p.text for p in pieces) == wanted
 
 

@@ -112,27 +112,17 @@ def test_without_a_template_the_built_in_form_is_used_and_said(tmp_path: Path) -
         Template.open(tmp_path, "medium")
 
 
-def test_the_format_of_gemma_3(tmp_path: Path) -> None:
-    """Turn strings that a user types stay text; the answer is continued behind its own turn."""
-    said = {"role": "system", "content": "Be brief."}
-    messages = [said, *HI, {"role": "assistant", "content": "Hello <end_of_turn>"}]
-    text = "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
-    template = Template.open(tmp_path, "gemma3")
-    assert make_prompt(messages[:2], None, template).text == text
-    prompt = make_prompt(messages, None, template, continued=True)
-    assert prompt.text == f"{text}Hello <end_of_turn>"
+def test_the_format_of_gemma_3() -> None:
+    """An answer is continued behind its own turn; whole conversations: test_gemma3_chat.py."""
+    messages = [*HI, {"role": "assistant", "content": "Hello <end_of_turn>"}]
+    prompt = make_prompt(messages, form="gemma3", continued=True)
+    assert prompt.text.endswith("Hi<end_of_turn>\n<start_of_turn>model\nHello <end_of_turn>")
     assert [p.text for p in prompt.pieces() if p.control].count("<end_of_turn>") == 1
-    assert make_prompt(HI, None, template).tail == "<start_of_turn>model\n"
+    assert make_prompt(HI, form="gemma3").tail == "<start_of_turn>model\n"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(InputError, match="its format has no image"):
-        render(image, form="gemma3")
-    with pytest.raises(InputError, match="must alternate"):
-        render(HI * 2, form="gemma3")
-    with pytest.raises(InputError, match="no reasoning"):
-        render(HI, form="gemma3", enable_thinking=True)
-    with pytest.raises(InputError, match="no place for them"):
-        render(HI, tools, "gemma3")
+    for wrong, says in ((image, "its format has no image"), (HI * 2, "must alternate")):
+        with pytest.raises(InputError, match=says):
+            render(wrong, form="gemma3")
 
 
 def test_files_that_are_no_templates(tmp_path: Path) -> None:

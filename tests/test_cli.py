@@ -28,8 +28,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import processors
 
 from g4ir import Engine, build_graph, load_engine, load_spec, parse_graph
@@ -37,7 +35,7 @@ from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.inductor.toolchain import cpp_compiler
 from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.trt.target import LIBRARIES
-from g4ir.chat.prompt import TextStream, Vocabulary
+from g4ir.chat.prompt import Vocabulary
 from g4ir.cli import VERBS, verb_parser
 from g4ir.cli.build import GROUPS
 from g4ir.engine.scheduler import Scheduler
@@ -342,22 +340,6 @@ def test_precedence(loaded: Engine, text_loaded: Engine) -> None:
 
 
 CODEC = Vocabulary(tokenizer())
-EMOJI = [4 + byte for byte in "a😀é😀€".encode()]
-
-
-@given(st.lists(st.integers(0, 511) | st.integers(4, 259) | st.sampled_from(EMOJI), max_size=24))
-@settings(max_examples=100)
-def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
-    stream = TextStream(CODEC)
-    pieces = [*map(stream.push, ids), stream.flush()]
-    assert "".join(pieces) == CODEC.decode(ids)
-    whole = CODEC.tokenizer.decode(ids)
-    assert "\ufffd" in whole or CODEC.decode(ids) == whole
-    # Bytes are decoded as UTF-8, whatever stands between their runs.
-    runs = [list(run) for byte, run in itertools.groupby(ids, lambda i: i in CODEC.bytes) if byte]
-    if len(runs) == 1 and 2 not in ids and not {0, 1} & {*ids}:
-        raw = bytes(CODEC.bytes[i] for i in runs[0])
-        assert raw.decode(errors="replace") in CODEC.decode(ids)
 
 
 def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
