@@ -1,17 +1,15 @@
 """Measurements on a GPU (bench/gpu): as far as a CPU goes;
 tests/trt/fake.py stands for TensorRT.
 
-What the command line says of GPUs without one: kernels of a variant, and what is missing.
+What is said of GPUs without one: which are too old, and what is missing.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from torch.utils import cpp_extension
 
 from bench.gpu import test_trt as trt
 from bench.gpu.conftest import read_results
-from g4ir.backends.cuda.schedule import OTHER
 from g4ir.backends.cuda.target import gpu_name
 from g4ir.backends.cuda.toolkit import check_toolkit, toolchain
 from g4ir.backends.inductor.target import Target
@@ -27,7 +24,6 @@ from g4ir.backends.trt.lowerings import SETTINGS
 from g4ir.bench import roof
 from g4ir.errors import MissingError, check_all
 from tests.cases import TABLES
-from tests.cli_tools import ok
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,33 +118,6 @@ def test_tiny_engines_have_every_form() -> None:
     left = {(k, s.default) for k, s in SETTINGS.items()}
     assert chosen - given == left and given <= chosen
     assert len({f.name for f in trt.FORMS}) == len(trt.FORMS)
-
-
-def shown(*words: str) -> dict[str, Any]:
-    return json.loads(ok("kernels", "--variant", "26b-a4b", "--json", *words))
-
-
-def kernels(report: dict[str, Any]) -> dict[str, set[str]]:
-    table: dict[str, set[str]] = {}
-    for row in report["rows"]:
-        table.setdefault(row["op"], set()).add(row["kernel"])
-    return table
-
-
-def test_kernels_of_weights_in_codes() -> None:
-    """In decode no weight is dense, and codes and scales are what is counted."""
-    plain, coded = shown(), shown("--quant", "int4")
-    assert plain["starts"] == coded["starts"] and kernels(plain) == kernels(coded)
-    read = {"skinny_linear", "moe_down"}
-    forms = [r["shape"] for r in coded["rows"] if r["kernel"] in read]
-    assert all(shape["int4"] == 32 for shape in forms[:-1]) and forms[-1]["int8"] == 2816
-    (head,) = (r for r in coded["rows"] if r["shape"].get("n") == 262144)
-    assert head["bytes"] == 262144 * (2816 + 2)
-    sizes = [sum(r["bytes"] for r in x["rows"] if r["op"] == "linear") for x in (plain, coded)]
-    rest = sizes[0] - 262144 * 2816 * 2
-    assert sizes[1] - head["bytes"] == rest * 18 // 64  # 18 bytes hold 32 numbers
-    many = kernels(shown("--quant", "int4", "--batch", "65"))
-    assert many["linear"] == {OTHER}
 
 
 def test_gpus_that_are_too_old_and_what_is_missing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -40,7 +39,6 @@ from g4ir.plan.cost import (
 from g4ir.plan.count import counts
 from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
 from tests.cases import read_table
-from tests.cli_tools import g4ir
 from tests.configs import TINY, VARIANTS
 
 CASES = read_table("plan_cases.yaml")
@@ -285,21 +283,6 @@ def test_any_text_is_a_size_or_an_error(text: str) -> None:
         assert find_gpu(text).memory_bytes
     except InputError as e:
         assert str(e).startswith(("--gpu ", "GPU ", "unknown GPU "))
-
-
-# --- the command ------------------------------------------------------------------------------
-
-
-def test_show_cost_says_what_the_model_says() -> None:
-    words = ("--variant", "e2b", "--context", "8K", "--batch", "4", "--gpu", "h100-80gb")
-    report = json.loads(g4ir("cost", "--json", *words).out)
-    kinds = by_kind(graph_costs(graph("e2b"), C=8191, B=4))
-    roof = GPUS["h100-80gb"].roof
-    for kind, cost in {**kinds, "total": sum(kinds.values(), Cost())}.items():
-        row = report["total"] if kind == "total" else report["kinds"][kind]
-        assert row["floor_s"] == floor(cost, roof).seconds and row["flops"] == cost.flops
-    assert (report["batch"], report["new_tokens"], report["context"]) == (4, 1, 8192)
-    assert "nodes" not in report and "prompt" not in report
 
 
 def test_every_op_has_a_kind() -> None:

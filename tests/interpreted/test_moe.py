@@ -17,7 +17,7 @@ from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMATS, dequantize_codes, take_rows
 from g4ir.ops.moe import router
 
-from .cases.base import Sample
+from .cases.moe import moe_sample
 from .samples import Try, budget_of, kernel_called, rms
 
 KERNEL = kernel_called("moe_down")
@@ -173,16 +173,9 @@ MIXES = [("uint4", "int6", 17), ("uint4", "int6", 1), ("fp4", "int3k", 17), ("nl
 )
 def test_experts(gate_up: str, down: str, rows: int) -> None:
     """Of a K-quants mix and others: both kernels, with formats that differ."""
-    x, w, d, inner = f"T[{rows},1,256]", "*T[256]", 256, 256
-    mlp = (f"*T[{2 * inner},{d}]", f"*T[{d},{inner}]")
-    experts = (f"*T[3,{2 * inner},{d}]", f"*T[3,{d},{inner}]")
     tile = {"block_m": 1 if rows == 1 else 32, "block_n": 64, "block_k": 256, "stages": 2}
     use = {"moe_route": {"block_n": 4, "block_k": 256, "warps": 4}}
     use |= {name: {**tile, "warps": 4} for name in ("moe_gate_up", "moe_down")}
-    forms = dict(zip((6, 7, 8, 9), [(f, 0) for f in (down, gate_up, gate_up, down)], strict=True))
-    attrs = {"top_k": 2, "root": d**-0.5, "act": "silu"}
-    inputs = (x, x, x, w, f"*T[3,{d}]", "*T[3]", *mlp, *experts)
-    one = Try(
-        kernel_called("moe_down"), Sample(inputs, attrs, use, packed=True, coded=forms), "f32"
-    )
+    forms = ((f, 0) for f in (down, gate_up, gate_up, down))
+    one = Try(KERNEL, moe_sample(use, (rows, 256, 256, 256, 3, 2), forms=forms), "f32")
     one.check(one.run())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from g4ir.backends.cuda.kernels.base import Use, row_tile
 from g4ir.ops.mlp import ACTIVATIONS
@@ -11,10 +10,14 @@ from g4ir.ops.mlp import ACTIVATIONS
 from .base import Budget, Sample
 
 
-def _sample(use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu") -> Sample:
-    """Return a block."""
-    rows, d, inner, dense, experts, top_k, *formats = sizes
-    dense_format, expert_format = formats or (None, None)
+def moe_sample(
+    use: Mapping[str, Use],
+    sizes: tuple[int, ...],
+    act: str = "silu",
+    forms: Iterable[tuple[str, int]] = (),
+) -> Sample:
+    """Return a block; `forms` of its weights: gate_up and down of the dense MLP and the experts."""
+    rows, d, inner, dense, experts, top_k = sizes
     x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
     mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
     packed = (f"*T[{experts},{2 * inner},{d}]", f"*T[{experts},{d},{inner}]")
@@ -23,18 +26,12 @@ def _sample(use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu") -
         {"top_k": top_k, "root": d**-0.5, "act": act},
         use,
         packed=True,
-        coded={
-            i: f
-            for i, f in zip(
-                (6, 7, 8, 9), (dense_format, dense_format, expert_format, expert_format)
-            )
-            if f
-        },
+        coded=dict(zip((6, 7, 8, 9), forms)),
     )
 
 
 #: rows, d, inner, dense, experts, top_k: mostly no multiples of a block
-SIZES: list[tuple[Any, ...]] = [
+SIZES = [
     (1, 37, 11, 29, 6, 2),
     (2, 32, 16, 48, 8, 4),
     (3, 37, 11, 29, 6, 6),
@@ -46,13 +43,12 @@ SIZES: list[tuple[Any, ...]] = [
     (33, 20, 11, 29, 12, 2),
     (1, 18, 8, 16, 128, 8),
 ]
-#: the same, quantised: rows, d, inner, dense, experts, top_k, formats of the dense MLP and the
-#: experts
+#: the same, quantised: and formats of the dense MLP and the experts
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
-CODED: list[tuple[Any, ...]] = [
-    (1, 64, 32, 32, 6, 2, INT8, INT4),
-    (2, 40, 16, 24, 5, 3, FP8, INT8),
-    (64, 40, 24, 32, 4, 2, FP8, INT8),
+CODED = [
+    ((1, 64, 32, 32, 6, 2), INT8, INT4),
+    ((2, 40, 16, 24, 5, 3), FP8, INT8),
+    ((64, 40, 24, 32, 4, 2), FP8, INT8),
 ]
 
 
@@ -70,8 +66,11 @@ def _use(rows: int) -> dict[str, Use]:
 BUDGETS = {
     "moe_route": Budget(
         samples=(
-            *(_sample(_use(sizes[0]), sizes, ACTIVATIONS[i % 4]) for i, sizes in enumerate(SIZES)),
-            *(_sample(_use(sizes[0]), sizes) for sizes in CODED),
+            *(moe_sample(_use(s[0]), s, ACTIVATIONS[i % 4]) for i, s in enumerate(SIZES)),
+            *(
+                moe_sample(_use(s[0]), s, forms=(dense, dense, experts, experts))
+                for s, dense, experts in CODED
+            ),
         ),
         error=1e-5,
         differ=0.05,
