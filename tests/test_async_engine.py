@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from g4ir.engine.requests import CANCELLED, FAILED, LENGTH, Event, Request
 from g4ir.errors import BusyError, EngineError
 from tests.engines import some_tokens
 from tests.serve.running import WAIT, eventually
+from tests.spies import spy
 
 FREE = SamplingParams(ignore_eos=True)
 
@@ -53,32 +55,18 @@ class Asked:
         return [e.token for e in self.events() if e.token is not None]
 
 
-class Gate:
-    """Holds steps back until it is opened."""
-
-    def __init__(self, service: AsyncEngine, patch: pytest.MonkeyPatch) -> None:
-        self.open, step = threading.Event(), service.scheduler.step
-
-        def held() -> Any:
-            assert self.open.wait(WAIT)
-            return step()
-
-        patch.setattr(service.scheduler, "step", held)
+def closed_gate(service: AsyncEngine, patch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds steps back until it is set."""
+    gate = threading.Event()
+    spy(patch, service.scheduler, "step", lambda: gate.wait(WAIT))
+    return gate
 
 
 def test_many_threads_ask(service: AsyncEngine, engine: Engine) -> None:
     jobs = [job(3 + i % 7, 5 + i % 4, i) for i in range(16)]
     want = [engine.generate([*j.tokens], j.max_new_tokens, stop_ids=()) for j in jobs]
-    got: dict[int, list[int]] = {}
-    threads = [
-        threading.Thread(target=lambda i=i, j=j: got.update({i: Asked(service, j).text()}))
-        for i, j in enumerate(jobs)
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(WAIT)
-    assert [got[i] for i in range(len(jobs))] == want
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        assert [*pool.map(lambda j: Asked(service, j).text(), jobs)] == want
     assert not service.waiting and service.totals.ended == {LENGTH: 16}
 
 
@@ -93,11 +81,11 @@ def test_a_callback_that_fails_ends_its_request_alone(service: AsyncEngine, engi
 def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One may always wait, however long it is."""
     monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting_tokens=20))
-    gate = Gate(service, monkeypatch)
+    gate = closed_gate(service, monkeypatch)
     long = Asked(service, job(30))
     with pytest.raises(BusyError, match=r"30 of .* prompt tokens"):
         Asked(service, job(1))
-    gate.open.set()
+    gate.set()
     assert len(long.text()) == 6
 
 
@@ -117,10 +105,10 @@ def test_close_cancels(engine: Engine) -> None:
 def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits is told, and so is who asks later."""
     with AsyncEngine(engine) as service:
-        gate = Gate(service, monkeypatch)
+        gate = closed_gate(service, monkeypatch)
         asked = [Asked(service, job(seed=i)) for i in range(2)]
         monkeypatch.setattr(service.scheduler, "step", Mock(side_effect=MemoryError("gone")))
-        gate.open.set()
+        gate.set()
         for one in asked:
             last = [*one.events()][-1]
             assert last.finish == FAILED and isinstance(last.error, EngineError)

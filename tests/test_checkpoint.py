@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.media import KINDS
-from g4ir.model.tensors import dead_tensors, media_tensors, text_tensors
+from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
@@ -44,11 +44,6 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def dense() -> Spec:
     return load_spec("tiny-dense")
-
-
-@pytest.fixture(scope="module")
-def ple() -> Spec:
-    return load_spec("tiny-ple")
 
 
 def source(spec: Spec, dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
@@ -122,16 +117,6 @@ def test_unaligned_data_is_read(tmp_path: Path, dense: Spec) -> None:
     table, ids = source(dense).tensor("embed_tokens.weight"), torch.tensor([7, 7, 0, 511])
     assert torch.equal(opened.rows("embed_tokens.weight", ids), table[ids])
     assert opened.rows("embed_tokens.weight", ids[:0]).shape == (0, table.shape[1])
-
-
-def test_dead_kv_of_shared_layers_is_ignored_and_reported(tmp_path: Path, ple: Spec) -> None:
-    path = published_checkpoint(tmp_path / "ckpt", ple, source(ple), dead=True)
-    opened = Checkpoint.open(path, ple)
-    dead = dead_tensors(ple)
-    assert {name.split(".")[1] for name in dead} == {*"4567"}
-    assert opened.ignored.keys() == {PREFIX + name for name in dead}
-    with pytest.raises(WeightsError, match="no tensor"):
-        opened.tensor("layers.7.self_attn.k_proj.weight")
 
 
 @pytest.mark.parametrize("name", CASES["ignored"])

@@ -53,6 +53,7 @@ from tests.cli_tools import BUILD, ok, refused, text_checkpoint
 from tests.cli_tools import built as built_by_command
 from tests.cli_tools import g4ir as command
 from tests.engines import agrees, random_checkpoint, resigned, rewrite, some_tokens
+from tests.spies import spy
 
 GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
 SIDE = {
@@ -153,8 +154,8 @@ def test_random_weights_are_not_stored(tmp_path: Path) -> None:
 
 def tensors_made(monkeypatch: pytest.MonkeyPatch, kind: Any) -> list[str]:
     """Names of tensors that are made as a whole from now on."""
-    names, whole = list[str](), kind.tensor
-    monkeypatch.setattr(kind, "tensor", lambda self, n: names.append(n) or whole(self, n))
+    names = list[str]()
+    spy(monkeypatch, kind, "tensor", lambda _, name: names.append(name))
     return names
 
 
@@ -398,18 +399,14 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, fail: int) -> list[Any]:
     """What writes to a disk is noted, and fails the `fail`-th time; 0 is never."""
     writes = list[Any]()
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            writes.append(args)
-            if len(writes) == fail:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return function(*args, **kwargs)
-
-        return call
+    def counted(*args: Any, **_: Any) -> None:
+        writes.append(args)
+        if len(writes) == fail:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     of_os = [(os, name) for name in ("fsync", "replace", "rename")]
     for module, name in ((files, "_new_path"), *of_os, (shutil, "copyfile")):
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+        spy(monkeypatch, module, name, counted)
     return writes
 
 

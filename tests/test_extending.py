@@ -6,7 +6,6 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from g4ir.backends.inductor.lowered import Lowering
 from g4ir.ir.graph import Builder, Graph
 from g4ir.ops import OPS, Op, with_infer
 from g4ir.ops.types import Type
+from tests.spies import spy
 from tests.test_docs import ROOT, blocks, read_spec
 from tests.test_interpreted import run_pytest
 
@@ -100,12 +100,9 @@ def test_the_example_of_an_op(softcap_op: Op) -> None:
 def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     made = module("lowering linear_softcap", "lowering")
     calls: list[str] = []
-
-    def lowering(n: Any, *tensors: torch.Tensor) -> Any:
-        calls.append(n.op)
-        return made.lower_linear_softcap(n, *tensors)
-
-    monkeypatch.setitem(lowerings.LOWERINGS, softcap_op.name, Lowering(lowering))
+    spy(monkeypatch, made, "lower_linear_softcap", lambda n, *_: calls.append(n.op))
+    lowering = Lowering(made.lower_linear_softcap)
+    monkeypatch.setitem(lowerings.LOWERINGS, softcap_op.name, lowering)
     g = one_node_graph(softcap_op)
     given = drawn(g).values()
     (out,) = lower.SegmentModule(lowerings.lowered(g))(*given)  # as the backend traces it

@@ -561,14 +561,12 @@ def test_python(hub: Hub) -> None:
 def test_an_interrupted_download_goes_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the files that are absent; until it ends the model counts as absent."""
 
-    def interrupted(api: HfApi, model: str, name: str, **more: Any) -> Any:
+    def interrupted(api: HfApi, model: str, name: str, **_: Any) -> None:
         if name == WEIGHTS:
             raise KeyboardInterrupt
-        return download(api, model, name, **more)
 
-    download = HfApi.hf_hub_download
     with monkeypatch.context() as patch:
-        patch.setattr(HfApi, "hf_hub_download", interrupted)
+        spy(patch, HfApi, "hf_hub_download", interrupted)
         with pytest.raises(KeyboardInterrupt):
             look_up("some/tiny").fetch()
     assert hub_snapshot("some/tiny") is None and hub_snapshot("some/tiny", COMMIT) is None
