@@ -1,6 +1,6 @@
 """The resources that a started kernel needs of a Hopper GPU: compiled for it, on any machine.
 
-Registers and spills are what ptxas says, shared memory what the compiler reserved.
+Spills are what ptxas says, shared memory what the compiler reserved.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class Resources:
     """The resources of one block of a kernel."""
 
     kernel: str
-    warps: int
-    registers: int
     spill_bytes: int
     shared_bytes: int
     tensor_cores: bool
@@ -69,8 +67,7 @@ def resources(launch: Launch, capability: int = CAPABILITY) -> Resources:
     ptx = made.asm["ptx"]
     return Resources(
         kernel.__name__,
-        made.metadata.num_warps,
-        *assembled(ptx, capability),
+        spilled_bytes(ptx, capability),
         made.metadata.shared,
         any(op in ptx for op in ("wgmma.mma_async", "mma.sync")),
         any(op in ptx for op in ("cp.async", ".v4.b32", ".v2.b64")),
@@ -93,8 +90,8 @@ def kind(value: Any) -> str:
     return "fp32"
 
 
-def assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Return (registers of a thread, spilled bytes)."""
+def spilled_bytes(ptx: str, capability: int) -> int:
+    """Bytes of registers that a thread spills."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
@@ -102,6 +99,5 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
         arch = f"-arch=sm_{capability}{'a' * (capability >= 90)}"
         command = [assembler, "-v", arch, str(path), "-o", f"{path}.o"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = (re.search(rf"(\d+) {what}", said) for what in ("registers", "bytes spill stores"))
-    used, spilled = (int(m[1]) for m in found if m)
-    return used, spilled
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", said)
+    return int(spilled)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,8 @@ HERE = Path(__file__).parent
 MODEL, KEY = "tiny", "any"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 HI: Any = [{"role": "user", "content": "Hi"}]
-RED = "".join(
-    (
-        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4",
-        "z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC",
-    )
-)
+RED = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4"
+RED += "z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
 
 def _anthropic(url: str) -> Any:
@@ -146,13 +143,17 @@ def openai_agents(url: str) -> None:
     asyncio.run(run())
 
 
-def _pydantic_ai(model: Any) -> None:
+def pydantic_ai_responses(url: str) -> None:
     from pydantic import BaseModel
     from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
     class Number(BaseModel):
         a: int
 
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key=KEY)
+    model = OpenAIResponsesModel(MODEL, provider=provider)
     agent, calls = Agent(model), list[int]()
 
     @agent.tool_plain
@@ -163,15 +164,6 @@ def _pydantic_ai(model: Any) -> None:
 
     assert agent.run_sync("Hi").output == "hello" and calls == [3]
     assert Agent(model, output_type=NativeOutput(Number)).run_sync("Hi").output == Number(a=3)
-
-
-def pydantic_ai_responses(url: str) -> None:
-    from pydantic_ai.models.openai import OpenAIResponsesModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    _pydantic_ai(
-        OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
-    )
 
 
 def litellm_both(url: str) -> None:
@@ -255,18 +247,6 @@ def _node(file: str, *words: str) -> None:
 
 def _ai_sdk(name: str, url: str) -> None:
     _node("ai_sdk.mjs", name, url, f"data:image/png;base64,{RED}")
-
-
-def ai_sdk_responses(url: str) -> None:
-    _ai_sdk("responses", url)
-
-
-def ai_sdk_chat(url: str) -> None:
-    _ai_sdk("chat", url)
-
-
-def ai_sdk_messages(url: str) -> None:
-    _ai_sdk("messages", url)
 
 
 def instructor_both(url: str) -> None:
@@ -380,11 +360,11 @@ CASES: dict[str, Callable[[str], None]] = {
         *(openai_responses, openai_agents, pydantic_ai_responses),
         *(litellm_both, langchain_both, instructor_both),
         *(langchain_embeddings, llama_index_embeddings, open_webui_embeddings),
-        *(ai_sdk_responses, ai_sdk_chat, ai_sdk_messages),
         *(ollama_python, ollama_js),
         *(codex_tools, codex_schema_and_picture, codex_error),
     )
 }
+CASES |= {f"ai_sdk_{name}": partial(_ai_sdk, name) for name in ("responses", "chat", "messages")}
 
 if __name__ == "__main__":
     CASES[sys.argv[1]](sys.argv[2])
