@@ -38,6 +38,7 @@ from tests.test_scheduler import FREE, finished, prompt, texts
 Tensors = dict[str, torch.Tensor]
 CONFIG = read_table("adapter_config.yaml")
 STEM = "base_model.model.model.language_model."
+SPEC = load_spec("tiny-dense")
 #: of the checkpoint's names; layer 5 of tiny-dense is a full one, with K=V
 TARGETS = ("layers.0.self_attn.q_proj", "layers.5.self_attn.k_proj", "layers.2.mlp.down_proj")
 
@@ -74,9 +75,8 @@ def of_text(names: Any = TARGETS, stem: str = STEM) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of tiny-dense in bfloat16; do not alter it."""
-    spec = load_spec("tiny-dense")
-    source = random_weights(spec, 1, torch.bfloat16)
-    return write_checkpoint(tmp_path_factory.mktemp("dense") / "c", spec, source)
+    source = random_weights(SPEC, 1, torch.bfloat16)
+    return write_checkpoint(tmp_path_factory.mktemp("dense") / "c", SPEC, source)
 
 
 def merged(checkpoint: Path, spec: Spec, *given: str | Path, media: Any = ()) -> Checkpoint:
@@ -86,28 +86,27 @@ def merged(checkpoint: Path, spec: Spec, *given: str | Path, media: Any = ()) ->
 
 @pytest.mark.parametrize("case", TABLES["scales of adapters"])
 def test_the_formula(dense: Path, tmp_path: Path, case: str) -> None:
-    spec, (config, scale) = load_spec("tiny-dense"), TABLES["scales of adapters"][case]
-    folder = write_adapter(tmp_path / "a", spec, of_text(TARGETS[:1]), config)
+    config, scale = TABLES["scales of adapters"][case]
+    folder = write_adapter(tmp_path / "a", SPEC, of_text(TARGETS[:1]), config)
     parts = load_file(folder / "adapter_model.safetensors")
     a, b = (parts[f"{STEM}{TARGETS[0]}.lora_{x}.weight"].double() for x in "AB")
     name = f"{TARGETS[0]}.weight"
-    base = Checkpoint.open(dense, spec).tensor(name).double()
+    base = Checkpoint.open(dense, SPEC).tensor(name).double()
     for given, factor in ((folder, 1.0), (f"{folder}=0.25", 0.25)):
-        got = merged(dense, spec, given).tensor(name)
+        got = merged(dense, SPEC, given).tensor(name)
         want = base + factor * scale * b @ a
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
-    twice = merged(dense, spec, folder, f"{folder}=-1").tensor(name)
+    twice = merged(dense, SPEC, folder, f"{folder}=-1").tensor(name)
     torch.testing.assert_close(twice.double(), base, rtol=1e-5, atol=1e-5)
     other = "layers.1.self_attn.q_proj.weight"
-    source = merged(dense, spec, folder)
-    assert torch.equal(source.tensor(other), Checkpoint.open(dense, spec).tensor(other))
+    source = merged(dense, SPEC, folder)
+    assert torch.equal(source.tensor(other), Checkpoint.open(dense, SPEC).tensor(other))
 
 
 @pytest.mark.parametrize("stem", TABLES["stems of adapters"])
 def test_names(dense: Path, tmp_path: Path, stem: str) -> None:
-    spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "a", spec, of_text(stem=stem))
-    source, base = merged(dense, spec, folder), Checkpoint.open(dense, spec)
+    folder = write_adapter(tmp_path / "a", SPEC, of_text(stem=stem))
+    source, base = merged(dense, SPEC, folder), Checkpoint.open(dense, SPEC)
     changed = {n for n in base.weights if not torch.equal(source.tensor(n), base.tensor(n))}
     assert changed == {f"{name}.weight" for name in TARGETS}
 
@@ -171,11 +170,10 @@ WORDS = ("build", "--backend", "reference", "--dtype", "float32", "--max-seq", "
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_engine_equals_merged_checkpoint(dense: Path, tmp_path: Path, quant: str) -> None:
     """K=V: an adapter of K changes V too, as the merged weights do."""
-    spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "a", spec, of_text())
-    source = merged(dense, spec, folder)
+    folder = write_adapter(tmp_path / "a", SPEC, of_text())
+    source = merged(dense, SPEC, folder)
 
-    whole = write_checkpoint(tmp_path / "whole", spec, source, dtype=torch.float32)
+    whole = write_checkpoint(tmp_path / "whole", SPEC, source, dtype=torch.float32)
     options = {} if quant == "none" else {"quant": quant}
     shared = {"backend": "reference", "dtype": "float32", "max_seq": 64, **options}
     got = g4ir.build(None, tmp_path / "e", checkpoint=dense, adapter=folder, **shared)
@@ -195,8 +193,7 @@ def test_engine_equals_merged_checkpoint(dense: Path, tmp_path: Path, quant: str
 
 
 def test_commands(dense: Path, tmp_path: Path) -> None:
-    spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "a", spec, of_text())
+    folder = write_adapter(tmp_path / "a", SPEC, of_text())
     words = (*WORDS, "--checkpoint", dense, "--out", tmp_path / "e")
     made = command(*words, "--adapter", f"{folder}=0.5", "--adapter", folder)
     assert made.code == 0, made.err
@@ -207,9 +204,8 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
-    spec = load_spec("tiny-dense")
-    folder = write_checkpoint(tmp_path / "c", spec, random_weights(spec, 1, torch.float32))
-    write_adapter(folder, spec, of_text())
+    folder = write_checkpoint(tmp_path / "c", SPEC, random_weights(SPEC, 1, torch.float32))
+    write_adapter(folder, SPEC, of_text())
     words = (*WORDS, "--checkpoint", folder, "--out", tmp_path / "e", "--dry-run")
     said = f"{folder}: holds a LoRA adapter (adapter_config.json), which is not merged"
     left = command(*words)
@@ -223,7 +219,7 @@ REFUSED: dict[str, dict[str, Any]] = read_table("adapter_refused.yaml")
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(dense: Path, tmp_path: Path, case: str) -> None:
-    c, spec = REFUSED[case], load_spec("tiny-dense")
+    c = REFUSED[case]
 
     def edit(tensors: Tensors) -> None:
         for name, kind in c.get("tensors", {}).items():
@@ -233,30 +229,29 @@ def test_refused(dense: Path, tmp_path: Path, case: str) -> None:
 
     modules = {name.format(stem=STEM): bare for name, bare in c.get("modules", {}).items()}
     modules = modules or of_text(TARGETS[:1])
-    folder = write_adapter(tmp_path / "a", spec, modules, c.get("config"), edit)
+    folder = write_adapter(tmp_path / "a", SPEC, modules, c.get("config"), edit)
     with pytest.raises(G4Error) as e:
-        merged(dense, spec, folder)
+        merged(dense, SPEC, folder)
     assert c["says"] in str(e.value) and str(folder) in str(e.value) and "fix:" in str(e.value)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
 def test_gguf_files(tmp_path: Path, kind: str) -> None:
-    spec, name = load_spec("tiny-dense"), f"{TARGETS[0]}.weight"
-    base = find_origin(bare_file(tmp_path / "a.gguf", spec, kind=kind)).open(spec, (), "f32")
-    adapter = Adapter(write_adapter(tmp_path / "a", spec, of_text(TARGETS[:1])))
+    name = f"{TARGETS[0]}.weight"
+    base = find_origin(bare_file(tmp_path / "a.gguf", SPEC, kind=kind)).open(SPEC, (), "f32")
+    adapter = Adapter(write_adapter(tmp_path / "a", SPEC, of_text(TARGETS[:1])))
     if kind == "Q8_0":
         with pytest.raises(G4Error, match=r"is quantised in .*; fix: give the bf16 weights"):
-            with_adapters(base, spec, [adapter])
+            with_adapters(base, SPEC, [adapter])
         return
     parts = load_file(adapter.weights)
     a, b = (parts[f"{Q}.lora_{x}.weight"] for x in "AB")
-    got = with_adapters(base, spec, [adapter]).tensor(name)
+    got = with_adapters(base, SPEC, [adapter]).tensor(name)
     torch.testing.assert_close(got, base.tensor(name).float() + 4 * b @ a, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_no_adapter(dense: Path, tmp_path: Path) -> None:
-    spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "r=4", spec, of_text())
+    folder = write_adapter(tmp_path / "r=4", SPEC, of_text())
     assert Adapter.of(folder) == Adapter(folder)
     assert Adapter.of(f"{folder}=5e-1") == Adapter(folder, 0.5)
     for given, words in (
@@ -268,7 +263,7 @@ def test_what_is_no_adapter(dense: Path, tmp_path: Path) -> None:
             Adapter.of(given)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(G4Error, match=r"found only adapter_model.bin: pickles are never opened"):
-        merged(dense, spec, folder)
+        merged(dense, SPEC, folder)
 
 
 LIMITS = {"max_seq": 96, "prefill_chunk": 16, "max_batch": 4, "dtype": "float32"}
