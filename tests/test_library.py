@@ -14,8 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -418,28 +417,25 @@ def test_removal_between_two_locks(model: Path, monkeypatch: pytest.MonkeyPatch)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@dataclass
-class Hub:
-    """Models by id, each a folder of files, and what the server does and has seen."""
+class Hub(ThreadingHTTPServer):
+    """Models by id, each a folder of files; `gated`: ids whose files need the token; `sent`: the
+    files of all answers."""
 
-    models: Mapping[str, Path]
-    url: str = ""
-    #: of these ids files need the token; of others of no interest
-    gated: tuple[str, ...] = ()
-    token: str = "hf_of_tests"
-    #: the files of all answers
-    sent: list[str] = field(default_factory=list)
+    daemon_threads = True
+    token = "hf_of_tests"
+
+    def __init__(self, models: Mapping[str, Path]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.models, self.url = models, f"http://127.0.0.1:{self.server_port}"
+        self.gated, self.sent = tuple[str, ...](), list[str]()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    hub: Hub
+    server: Hub
 
     def log_message(self, *given: object) -> None:
         """Say nothing."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         words = unquote(urlsplit(self.path).path).strip("/").split("/")
@@ -448,32 +444,31 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._file("/".join(words[:2]), "/".join(words[4:]))
 
+    do_HEAD = do_GET
+
     def _model(self, name: str, revision: str) -> None:
-        if name not in self.hub.models:
+        if name not in self.server.models:
             self._answer(404, headers={"X-Error-Code": "RepoNotFound"})
         elif revision not in ("main", "v1", COMMIT):
             self._answer(404, headers={"X-Error-Code": "RevisionNotFound"})
         else:
-            files = sorted(p for p in self.hub.models[name].iterdir() if p.is_file())
+            files = sorted(p for p in self.server.models[name].iterdir() if p.is_file())
             listed = [{"rfilename": p.name, "size": p.stat().st_size} for p in files]
-            gated = "manual" if name in self.hub.gated else False
+            gated = "manual" if name in self.server.gated else False
             facts = {"id": name, "modelId": name, "sha": COMMIT, "gated": gated, "siblings": listed}
             self._answer(200, json.dumps(facts).encode(), {"Content-Type": "application/json"})
 
     def _file(self, model: str, name: str) -> None:
-        asked = self.headers.get("Authorization")
-        if model in self.hub.gated and asked != f"Bearer {self.hub.token}":
-            self._answer(403, headers={"X-Error-Code": "GatedRepo"})
-            return
-        if model not in self.hub.models:  # what else libraries ask for
+        hub, asked = self.server, self.headers.get("Authorization")
+        if model not in hub.models:  # what else libraries ask for
             self._answer(404)
-            return
-        content = (self.hub.models[model] / name).read_bytes()
-        tag = hashlib.sha256(content).hexdigest()
-        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}
-        if self.command == "GET":
-            self.hub.sent.append(name)
-        self._answer(200, content, headers)
+        elif model in hub.gated and asked != f"Bearer {hub.token}":
+            self._answer(403, headers={"X-Error-Code": "GatedRepo"})
+        else:
+            content = (hub.models[model] / name).read_bytes()
+            tag = hashlib.sha256(content).hexdigest()
+            hub.sent += [name] * (self.command == "GET")
+            self._answer(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
 
     def _answer(self, code: int, body: bytes = b"", headers: Mapping[str, str] = {}) -> None:
         self.send_response(code)
@@ -482,23 +477,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
-
-
-@contextmanager
-def serving(models: Mapping[str, Path]) -> Iterator[Hub]:
-    """A hub of these models, until the end of the context."""
-    hub = Hub(models)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 # --- downloads ------------------------------------------------------------------------------------
@@ -522,13 +500,15 @@ def hub(checkpoint: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("HF_HOME", str(own_home / "HF_HOME"))
     for name in ("HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    with serving({"some/tiny": checkpoint, "some/gguf": own_home / "gguf"}) as served:
+    with Hub({"some/tiny": checkpoint, "some/gguf": own_home / "gguf"}) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
         template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setenv("HF_ENDPOINT", served.url)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(own_home / "token"))
         yield served
+        served.shutdown()
 
 
 def test_download(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
