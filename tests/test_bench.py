@@ -64,6 +64,7 @@ from tests.llama_double import LlamaDouble
 from tests.small_bench import shifted, small_bench
 from tests.spies import spy
 
+pytestmark = pytest.mark.usefixtures("own_home")
 BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Workload(input_len=30, output_len=5, context=0)
 DEEP = Workload(input_len=30, output_len=5, batch=3, context=26)
@@ -75,6 +76,8 @@ def quick() -> Iterator[None]:
     """For the fixtures of the module too."""
     with pytest.MonkeyPatch.context() as patch:
         small_bench(patch)
+        patch.setattr(comparison, "ROUNDS", 2)
+        patch.setattr(comparison, "MAX_OUTPUT", 2)
         yield
 
 
@@ -437,13 +440,6 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 #: shapes of engines that are built on first use
 BUILD = ("--backend", "reference", "--max-seq", "24")
 TEXT = "ab w3 a€ w7 w12\nw9 ab a w3\n" * 12
-
-
-@pytest.fixture(autouse=True)
-def small(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_bench(monkeypatch)
-    monkeypatch.setattr(comparison, "ROUNDS", 2)
-    monkeypatch.setattr(comparison, "MAX_OUTPUT", 2)
 
 
 @pytest.fixture

@@ -202,15 +202,11 @@ def test_a_calibrated_engine(files: Path, own_home: Path, tmp_path: Path) -> Non
             words = shlex.split(rebuild(out, engine.facts))
         errors.append([products.of(n)[0].errors(e).sum() for e, n in zip(made, names)])
         if texts:
-            digest = sha256(text.read_bytes()).hexdigest()
-            assert notes[0] == {
-                "path": str(text),
-                "sha256": digest,
-                "tokens": len(p.calibration.ids),
-            }
+            digest, count = sha256(text.read_bytes()).hexdigest(), len(p.calibration.ids)
+            assert notes[0] == {"path": str(text), "sha256": digest, "tokens": count}
             assert notes[1]["path"] == "default" and notes[1]["tokens"] > 10_000
             assert words[words.index("--calibrate") + 1] == str(text)
-            assert f"{notes[0]['tokens']:,} tokens of {text} (SHA-256 {digest[:12]}" in told
+            assert f"{count:,} tokens of {text} (SHA-256 {digest[:12]}" in told
         else:
             assert not notes and "--calibrate" not in words
     assert all(a < b for a, b in zip(*errors, strict=True))
@@ -334,11 +330,8 @@ def test_an_engine_of_some_bits(
 ) -> None:
     """Its config has at most so many, is in the engine as a file that builds the same one, and its
     divergence is near what was measured, once for all budgets."""
-    given = {
-        "checkpoint": model_files / "dense",
-        "calibrate": model_files / "text.txt",
-        **BITS_OPTIONS,
-    }
+    given = {"checkpoint": model_files / "dense", **BITS_OPTIONS}
+    given |= {"calibrate": model_files / "text.txt"}
     costs: dict[str, Any] = {}
     spy(monkeypatch, bits_module, "choose", lambda measured, *_: costs.update(measured))
     tokens = torch.tensor([tokenizer().encode(LONG_TEXT, add_special_tokens=False).ids[:48]])

@@ -480,14 +480,11 @@ def test_nvfp4_with_scales_of_their_own(tmp_path: Path) -> None:
         want = torch.from_numpy(want) * torch.from_numpy(factor).view(-1, *[1] * (want.ndim - 1))
         torch.testing.assert_close(checkpoint.tensor(weight).float(), want, rtol=2e-7, atol=0)
         assert checkpoint.forms[weight].form == "fp4", name
-    zero = rewritten(
-        file,
-        tmp_path / "c.gguf",
-        lambda n, t: {
-            name: (data * 0 if n == "blk.0.ffn_up.scale" else data, kind)
-            for name, (data, kind) in as_it_is(n, t).items()
-        },
-    )
+
+    def zeroed(name: str, t: Any) -> dict[str, Any]:
+        return {name: (t.data * (name != "blk.0.ffn_up.scale"), t.tensor_type)}
+
+    zero = rewritten(file, tmp_path / "c.gguf", zeroed)
     with pytest.raises(G4Error, match=r"blk\.0\.ffn_up\.scale.*a scale is 0"):
         opened(zero, spec).tensor(f"{weights[0]}.scales")
 
