@@ -18,7 +18,8 @@ import types
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.sources import MODULES as SOURCES
+
 MODULES = ("fcntl", "resource", "termios", "pwd", "grp", "pty", "readline")
 OS_NAMES = (
     *("geteuid", "getuid", "fork", "killpg", "sched_getaffinity", "sysconf", "pread", "pwrite"),
@@ -31,29 +32,15 @@ COMPILERS = ("gcc", "cc", "clang", "g++")
 SLOW = ("g4ir", "tensorrt", "transformers", "vllm", "matplotlib")
 
 
-def sources() -> dict[str, Path]:
-    """The modules of g4ir."""
-    tops = {"g4ir": "g4ir", **{f"g4ir.{top}": top for top in ("passes", "backends", "specs")}}
-    files = {name: sorted((ROOT / top).rglob("*.py")) for name, top in tops.items()}
-    named = {
-        ".".join((name, *file.relative_to(ROOT / tops[name]).with_suffix("").parts)): file
-        for name in files
-        for file in files[name]
-    }
-    named = {name.removesuffix(".__init__"): file for name, file in named.items()}
-    return {name: file for name, file in named.items() if not name.endswith("__main__")}
-
-
 def import_others(files: list[Path]) -> None:
     """Import what g4ir's modules import of others', which know which system this is."""
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += (
-                [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
-            )
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(str(node.module))
             for name in {*names} - {*MODULES}:
-                if not name.startswith(("g4ir", "tensorrt", "transformers", "vllm", "matplotlib")):
+                if not name.startswith(SLOW):
                     with suppress(ImportError):
                         importlib.import_module(name)
 
@@ -94,7 +81,7 @@ def take_away() -> None:
 
 
 def main() -> None:
-    modules = sources()
+    modules = {name: file for name, file in SOURCES.items() if not name.endswith("__main__")}
     import_others([*modules.values()])
     compilers = {name: shutil.which(name) for name in COMPILERS}
     take_away()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from g4ir.backends.inductor.toolchain import cpp_compiler
 from tests.cases import TABLES
-
-ROOT = Path(__file__).parents[1]
+from tests.sources import FILES, MODULES, ROOT, name_of
 
 RULES = TABLES["imports"]
 ROOMS = tuple(RULES["rooms"])
@@ -24,18 +23,6 @@ COMPUTE = {
 }
 BANNED_MODULES, BANNED_NAMES = {*RULES["banned modules"]}, {*RULES["banned names"]}
 ALLOWED = {module: {*names} for module, names in RULES["allowed"].items()}
-
-
-def name_of(path: Path) -> str:
-    """Module name of a source file: passes/a.py -> g4ir.passes.a."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "g4ir" else ("g4ir", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-TOPS = ("g4ir", "passes", "backends", "specs")
-FILES = [path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))]
-MODULES = {name_of(path): path for path in FILES}
 
 
 def inside(name: str, package: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 from g4ir.backends.cpu.library import LINKING, kernels
 from g4ir.ui import processor
 from g4ir.ui.processor import SETS, select_set
-from tests.test_imports import FILES, ROOT
+from tests.sources import FILES, ROOT
 from tools.zig import in_zigs_words
 
 BUILD = ("build", "--variant", "tiny-dense", "--random-weights", "0", "--max-seq", "64")
