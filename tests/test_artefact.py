@@ -76,14 +76,6 @@ def test_a_rank_without_weights(tmp_path: Path) -> None:
     refused(out, "no weight file of rank 0 is named")
 
 
-def test_names_of_files_are_quoted(altered: Path) -> None:
-    """A name is a stranger's, and a terminal obeys some of them."""
-    (altered / "a\x1b]0;owned\x07").write_text("")
-    with pytest.raises(EngineError, match="owned") as e:
-        load_engine(altered)
-    assert "\x1b" not in str(e.value)
-
-
 def test_keys_in_another_order(altered: Path) -> None:
     resigned(altered, lambda m: m.update(notes=m.pop("notes")))
     refused(altered, "not as g4ir writes it")

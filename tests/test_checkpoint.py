@@ -229,9 +229,7 @@ def mlx_checkpoint(
         tensors |= {f"{module}.scales": scale, f"{module}.biases": bias}
     edit(tensors)
     write_checkpoint(folder, spec, random)
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, key: said}))
+    rewrite(folder, lambda held: (held.clear(), held.update(tensors)), **{key: said})
     return meant
 
 
