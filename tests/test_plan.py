@@ -1,6 +1,7 @@
 """The plan: what the runtime allocates, what fits, and how it is asked for. A plan and a build
 count the same bytes: every quantisation, backend and device; and those are the engine's.
-Plans and costs of the variants against published numbers (golden/published.yaml).
+Plans and costs of the variants against published numbers (golden/published.yaml). Presets of a
+build, and plans of all that can be a MODEL.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -28,6 +29,7 @@ from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
 from g4ir.backends.inductor.target import Target
 from g4ir.builder.build import prepare
+from g4ir.cli import parse
 from g4ir.cli.models import named_model
 from g4ir.errors import InputError, PlanError
 from g4ir.ir.rewrite import split_prologue
@@ -43,6 +45,7 @@ from g4ir.plan.gpus import find_gpu, parse_bytes
 from g4ir.plan.memory import live_sizes
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.plan.presets import PRESETS
 from g4ir.plan.records import SCHEMA, Plan
 from g4ir.plan.resolve import resolved
 from g4ir.plan.table import plan_text
@@ -53,9 +56,10 @@ from g4ir.weights.gguf.checkpoint import READ
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES, read_table
-from tests.cli_tools import ok
+from tests.cli_tools import built, g4ir, ok, refused
 from tests.configs import NAMES, SMALL, VARIANTS, short, spec_called, widened
-from tests.gguf_files import all_of, write_gguf
+from tests.engines import random_checkpoint
+from tests.gguf_files import all_of, bare_file, write_gguf
 from tests.shrink import shrink
 from tests.test_checkpoint import MLX, MLX_OTHERS, mlx_checkpoint
 from tests.test_quantised_checkpoints import CASES as CODED
@@ -606,34 +610,6 @@ def test_reported_sums(name: str) -> None:
         assert value / 1e6 == pytest.approx(millions, abs=0.051), terms
 
 
-@pytest.mark.parametrize("name", PUBLISHED["blocks"])
-def test_blocks(name: str) -> None:
-    spec = load_spec(name)
-    share = spec.text.moe.top_k_experts / spec.text.moe.num_experts if spec.text.moe else 0
-    for index, expected in PUBLISHED["blocks"][name].items():
-        matrices = Counter[str]()
-        for key, shape in text_tensors(spec).items():
-            if key.startswith(f"layers.{index}."):
-                matrices[key.split(".")[2]] += math.prod(shape) / 1e6 * (len(shape) > 1)
-        attention, experts = matrices["self_attn"], matrices["experts"]
-        dense = matrices["mlp"] + matrices["router"]
-        ffn, active = dense + experts, dense + experts * share
-        blocks = attention + ffn, attention + active
-        parts = attention, matrices["mlp"], matrices["router"], experts, experts * share
-        assert [round(n, 1) for n in (*parts, ffn, active, *blocks)] == expected
-
-
-@pytest.mark.parametrize("name", PUBLISHED_NAMES)
-def test_layers(name: str) -> None:
-    layers, expected = load_spec(name).layers(), PUBLISHED["layers"][name]
-    first = layers[0].intermediate_size
-    assert expected == {
-        "full": [x.index for x in layers if x.kind == "full"],
-        "donors": sorted({x.donor for x in layers} - {None}),
-        "wide": [x.index for x in layers if x.intermediate_size != first],
-    }
-
-
 # --- the KV cache -------------------------------------------------------------------------------
 
 
@@ -649,16 +625,6 @@ def test_cache(name: str) -> None:
         assert found.planned / GIB == pytest.approx(gib, abs=5.1e-4)
         assert found.naive == naive * found.ctx
         assert public in (None, round(found.naive / GIB, 2 if (public or 1) < 0.1 else 1))
-
-
-def test_latent_forms_of_the_largest() -> None:
-    """31b at 256K: 220 GiB naive, 20.8 planned, 13.3 as latent rows."""
-    forms = [replace(PLANNED, latent_kv=form) for form in ("off", "value")]
-    found = [make_plan(load_spec("31b"), form, ctx=262144).rows[0] for form in forms]
-    assert {round(r.naive / GIB) for r in found} == {220}
-    assert [round(r.planned / GIB, 1) for r in found] == [20.8, 13.3]
-    plain, value = (r.planned - PUBLISHED["cache"]["31b"]["bytes"][2] for r in found)
-    assert value / plain == 5 / 8
 
 
 # --- cost ---------------------------------------------------------------------------------------
@@ -704,3 +670,109 @@ def test_prefill_takes_the_flops_of_the_table(name: str) -> None:
         costs = body(name, tokens)
         share = 100 * by_kind(costs)["kv"].flops / total(costs).flops
         assert share == pytest.approx(percent, abs=0.5)
+
+
+# --- presets ------------------------------------------------------------------------------------
+
+#: a build of random weights in small
+TINY = ("--variant", "tiny-moe", "--random-weights", "0", "--max-seq", "64", "--max-batch", "2")
+
+
+def options(line: str) -> BuildOptions:
+    parser, values = parse(shlex.split(line))
+    verb: Any = parser.flags.make(values)
+    return getattr(verb, "first_use", verb).options
+
+
+@pytest.mark.parametrize("name", short(*({*PRESETS} - {"rtx"}), of=PRESETS))
+def test_each_preset_builds_in_small(name: str, tmp_path: Path) -> None:
+    """As far as that goes without its GPU."""
+    words = ("build", "--preset", name, *TINY, "--out", tmp_path / "e", "--dry-run")
+    found, preset = json.loads(ok(*words, "--json")), PRESETS[name].options
+    assert (found["backend"], found["device"]) == (preset["backend"], preset["device"])
+    assert (found["quant"], found["kv_dtype"]) == ("int8", preset.get("kv_dtype"))
+    assert (found["max_seq"], found["max_batch"]) == (64, 2)
+
+
+@pytest.mark.full
+def test_the_laptop_s_engine_runs(tmp_path: Path) -> None:
+    ok("build", "--preset", "laptop", *TINY, "--out", tmp_path / "e", "--verify")
+
+
+@pytest.mark.parametrize("line", TABLES["presets"]["flags"])
+def test_flags_win_wherever_they_stand(line: str) -> None:
+    """Also one with the value that it has without a preset."""
+    found, preset = options(line), PRESETS["h100-throughput"].options
+    assert found.max_batch == (1 if "--max-batch" in line else preset["max_batch"])
+    assert found.kv_dtype == ("bfloat16" if "--kv-dtype" in line else "int8")
+    others = preset.keys() - {"max_batch", "kv_dtype"}
+    assert {k: getattr(found, k) for k in others} == {k: preset[k] for k in others}
+
+
+@pytest.mark.parametrize(("line", "backend", "target"), TABLES["presets"]["targets"])
+def test_the_target_of_a_preset(line: str, backend: str, target: str | None) -> None:
+    found = options(line)
+    assert (found.backend, found.target, found.quant) == (backend, target, "int8")
+
+
+def test_a_flag_of_another_meaning_is_no_option_of_a_preset() -> None:
+    """`--draft-tokens` of run is a number of drafts at a time, and needs --draft."""
+    assert PRESETS["h100-latency"].options["draft_tokens"] == 4
+    assert options("build --preset h100-latency --variant x").draft_tokens == 4
+    assert options("run m --preset h100-latency --tokens 2").draft_tokens is None
+
+
+def test_a_quantised_file_keeps_its_codes(tmp_path: Path) -> None:
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), kind="Q8_0")
+    words = ("--preset", "laptop", "--max-seq", "64", "--dry-run", "--out", tmp_path / "e")
+    done = g4ir("build", "--checkpoint", file, *words)
+    assert done.code == 0 and "quant          checkpoint\n" in done.out, done
+    assert f"note: {file} is quantised already: --quant int8 is left out\n" in done.err
+    assert "checkpoint" in g4ir("plan", file, "--preset", "laptop").out
+    assert "is quantised already; leave" in refused("plan", file, "--quant", "int8")
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_planned_at_its_limits(tmp_path: Path) -> None:
+    limits = ("--max-seq", "64", "--max-batch", "2", "--prefill-chunk", "16")
+    words = ("--variant", "tiny-ple", "--random-weights", "0", "--quant", "int4", *limits)
+    built(tmp_path / "e", *words)
+    plan = json.loads(ok("plan", tmp_path / "e", "--gpu", "16GiB", "--json"))
+    (row,), (most,) = plan["rows"], plan["largest"]
+    assert (row["weights"], row["ctx"], row["batch"]) == ("int4", 64, 2)
+    assert (most["max_context"], most["max_batch"]) == ({"2": 64}, {"64": 2})
+
+
+def test_verbs_take_models(tmp_path: Path) -> None:
+    file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), kind="Q8_0")
+    assert "%embed.table.codes: i8[" in g4ir("show", file, "--phase", "embed").out
+    assert "weights int8" in g4ir("cost", file).out
+    assert "skinny_linear" in g4ir("kernels", file).out
+    stated = json.loads(g4ir("inspect", file, "--json").out)
+    assert stated["quantised"].endswith(" int8") and stated["takes"] == "text"
+    assert stated["digest"] == json.loads(g4ir("plan", file, "--json").out)["spec_digest"]
+    for verb in ("show", "cost", "kernels", "plan"):
+        assert g4ir(verb, "tiny-moe").out == g4ir(verb, "--variant", "tiny-moe").out != ""
+    both = g4ir("plan", "tiny-dense", file, "--gpu", "8GiB")
+    assert "weights f32/int8/int4 or checkpoint" in both.out, both
+
+
+def test_plan_of_a_cached_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert "no model of this name in the local" in refused("plan", "some/tiny")
+    folder = tmp_path / "models--some--tiny" / "snapshots" / "abc"
+    random_checkpoint(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("abc")
+    want = g4ir("plan", folder, "--json")
+    assert g4ir("plan", "some/tiny", "--json").out == want.out and want.code == 0
+
+
+def test_plan_of_a_hub_id_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    by_id, by_name = (g4ir("plan", model, "--json") for model in ("google/gemma-4-E2B-it", "e2b"))
+    assert by_id.code == 0 and by_id.out == by_name.out
