@@ -250,6 +250,7 @@ def test_a_cached_prefix_ends_with_the_whole_block(engine: Engine) -> None:
     heard = [request_of([start, Segment("audio", (5,), s), end]) for s in (0, 0, 1)]
     keys = [Prefiller(engine).keys(r) for r in heard]
     assert [shared_length(keys[0], k) for k in keys] == [20, 20, 6]
+    assert [k < 0 for k in keys[0]] == [t == HOLDERS["audio"] for t in heard[0].tokens]
 
 
 def test_an_image_longer_than_a_chunk_is_refused_at_once(engine: Engine) -> None:

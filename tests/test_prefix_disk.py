@@ -22,8 +22,9 @@ from g4ir.engine.prefix_disk import PrefixDisk
 from g4ir.engine.requests import Request, Totals
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import InputError, MissingError, TrustError
+from g4ir.media.soft import Soft
 from tests.cli_tools import g4ir, ok, refused
-from tests.test_scheduler import FREE, LIMITS, alone, picture, prompt, ran, shown
+from tests.test_scheduler import FREE, LIMITS, alone, prompt, ran
 
 GIB = 1 << 30
 
@@ -89,6 +90,19 @@ def test_a_warm_up_leaves_no_trace(engine: Engine, own_home: Path) -> None:
     assert handle.answers[0].tokens == alone(engine, request) and not handle.counts.cached
     scheduler.close()
     assert len(files(own_home)) == 1
+
+
+def picture(engine: Engine, seed: int) -> Soft:
+    g = torch.Generator().manual_seed(seed)
+    return Soft("image", (torch.randn(12, engine.spec.text.hidden_size, generator=g),))
+
+
+def shown(*soft: Soft) -> Request:
+    """Words, and before each run of them a picture."""
+    tokens: list[int] = [2, 7]
+    for i, s in enumerate(soft):
+        tokens += [500] * s.count + [*prompt(5, i)]
+    return Request(tuple(t if t != 501 else 3 for t in tokens), 5, FREE, soft)
 
 
 def test_images_are_in_the_key(make_engine: Any, own_home: Path) -> None:

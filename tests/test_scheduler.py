@@ -1,6 +1,8 @@
 """Rows as scheduler: whatever runs beside a request, it gets the tokens that it gets alone.
 
 Calls that fail in the middle of a step: the scheduler lives on, no token is lost, all ends.
+
+Chunks of prompts beside running sequences: bounded by measured time. The clock is a fake one.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ import gc
 import math
 import random
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -27,8 +31,9 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import prefill
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.batch import Batch, checked_buckets
+from g4ir.engine.chunk_size import FEWEST_TOKENS, FIRST_TOKENS, ChunkSize
 from g4ir.engine.device_loop import TokenSteps
-from g4ir.engine.prefill import KEY_BYTES, Prefiller, PrefixCache, prompt_keys, shared_length
+from g4ir.engine.prefill import KEY_BYTES, Prefiller, PrefixCache, shared_length
 from g4ir.engine.requests import (
     CANCELLED,
     FAILED,
@@ -42,7 +47,6 @@ from g4ir.engine.requests import (
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.speculative import NGRAM, SpeculativeConfig
 from g4ir.errors import CheckError, InputError, RankError
-from g4ir.media.soft import Soft
 from g4ir.spec.parts import FULL, SLIDING
 from tests.engines import CASES, some_tokens
 from tests.spies import spy
@@ -410,8 +414,8 @@ def test_what_the_staging_row_still_holds(engine: Engine) -> None:
 
 def test_prompts_that_are_kept_apart(engine: Engine) -> None:
     tokens, scheduler, seen = prompt(30), Scheduler(engine), []
-    for given in ({}, {"salt": "a"}, {"salt": "a"}, {"reuse": False}, {"reuse": False}, {}, {}):
-        handle = ran(scheduler, Request(tokens, 2, FREE, marks=(12,), **given))
+    for how in ({}, {"salt": "a"}, {"salt": "a"}, {"reuse": False}, {"reuse": False}, {}, {}):
+        handle = ran(scheduler, Request(tokens, 2, FREE, marks=(12,), **how))
         seen.append(handle.counts.cached)
     assert seen == [0, 0, 29, 0, 0, 12, 29] and len(scheduler.prefixes) == 2
 
@@ -465,40 +469,6 @@ def test_the_default_of_the_prefix_cache(engine: Engine, monkeypatch: pytest.Mon
     scheduler.submit(Request(prompt(30), 1, FREE, marks=(8, 10)))
     finished(scheduler)
     assert scheduler.prefixes.too_large == 2 and not len(scheduler.prefixes)
-
-
-@pytest.fixture(scope="module")
-def unified(make_engine: Any) -> Engine:
-    """It sees pictures both ways."""
-    return make_engine("tiny-unified", max_seq=256, prefill_chunk=70, max_batch=4)
-
-
-def picture(engine: Engine, seed: int, count: int = 12) -> Soft:
-    g = torch.Generator().manual_seed(seed)
-    return Soft("image", (torch.randn(count, engine.spec.text.hidden_size, generator=g),))
-
-
-def shown(*soft: Soft, words: int = 5, seed: int = 0) -> Request:
-    """Words, and before each run of them a picture."""
-    tokens: list[int] = [2, 7]
-    for i, s in enumerate(soft):
-        tokens += [500] * s.count + [*prompt(words, 10 * seed + i)]
-    return Request(tuple(t if t != 501 else 3 for t in tokens), 5, FREE, soft)
-
-
-def test_equal_ids_of_other_pictures(unified: Engine) -> None:
-    """Nothing behind the first difference is taken from another picture; what is equal is."""
-    a, b = picture(unified, 1), picture(unified, 2)
-    scheduler, seen = Scheduler(unified), list[int]()
-    for soft in ((a, b), (a, a), (a, b), (b, b)):
-        base = shown(*soft)
-        job = replace(base, marks=(2, 19, 20, 25))  # the third and fourth lie in a picture
-        handle = ran(scheduler, job)
-        assert handle.answers[0].tokens == alone(unified, job)
-        seen.append(handle.counts.cached)
-    assert seen == [0, 19, 19, 2]
-    keys = prompt_keys((2, 500, 500), (Soft("image", (a.pieces[0][:2],)),), {"image": 500})
-    assert keys[0] == 2 and keys[1] != keys[2] and max(keys[1:]) < 0
 
 
 def test_a_thousand_short_requests(engine: Engine, full: bool) -> None:
@@ -712,3 +682,201 @@ def test_the_largest_unused_session_is_dropped(make_engine: Any) -> None:
     for rows in (1, 2, 3, 4):
         batch.lend(rows)
     assert sorted(batch.sessions) == [1, 2, 4]
+
+
+# --- sizes of chunks --------------------------------------------------------------------------
+
+#: tokens of a chunk
+LARGE = 128
+
+
+@pytest.fixture(scope="module")
+def reader(make_engine: Any) -> Engine:
+    return make_engine("tiny-dense", max_seq=512, prefill_chunk=LARGE, max_batch=4)
+
+
+class Clock:
+    """Time, which tokens of a chunk and steps of the batch move on, and the sizes of chunks."""
+
+    def __init__(self, token_s: float, step_s: float) -> None:
+        self.now, self.token_s, self.step_s, self.sizes = 0.0, token_s, step_s, list[int]()
+        self.chunk_s = 0.0
+
+    def chunk(self, tokens: int) -> None:
+        self.now += self.chunk_s + tokens * self.token_s
+        self.sizes.append(tokens)
+
+    def step(self) -> None:
+        self.now += self.step_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock(2e-3, 10e-3)
+    spy(monkeypatch, Session, "prefill_piece", lambda *given: made.chunk(given[2].width))
+    spy(monkeypatch, Session, "verify", lambda *_: made.step())
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    return made
+
+
+class Streams:
+    """A scheduler with a stream that runs, and when its tokens came."""
+
+    def __init__(self, engine: Engine, clock: Clock, gap_ms: float) -> None:
+        self.clock = clock
+        config = SchedulerConfig(max_gap_ms=gap_ms, prefix_bytes=0)
+        self.scheduler, self.times = Scheduler(engine, config), list[float]()
+        self.stream = self.scheduler.submit(Request(prompt(3, 99), 400, FREE, reuse=False))
+        self.scheduler.step()
+
+    def read(self, count: int, seed: int = 1) -> RequestHandle:
+        """Have a prompt computed beside the stream; it gets one token."""
+        late = self.scheduler.submit(Request(prompt(count, seed), 1, FREE, reuse=False))
+        while not late.done:
+            events = self.scheduler.step()
+            self.times += [self.clock.now] * sum(e.handle is self.stream for e in events)
+        assert late.state == FINISHED
+        return late
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in pairwise(self.times)]
+
+
+def test_chunks_shrink_to_the_bound_and_are_whole_alone(reader: Engine, clock: Clock) -> None:
+    streams = Streams(reader, clock, 100)
+    for seed in range(3):
+        streams.read(400, seed)
+    assert max(streams.gaps) <= 0.1
+    assert clock.sizes[1] == FIRST_TOKENS
+    assert all(30 <= size <= 35 for size in clock.sizes[8:11])
+    clock.token_s = 20e-3  # another process takes the cores
+    streams.read(400, 5)
+    assert clock.sizes[-20:-1] == [FEWEST_TOKENS] * 19
+    streams.stream.cancel()
+    clock.sizes.clear()
+    handle = streams.scheduler.submit(Request(prompt(300, 7), 1, FREE, reuse=False))
+    [*streams.scheduler.run(handle)]
+    assert clock.sizes == [LARGE, LARGE, 300 - 2 * LARGE]
+
+
+def test_chunks_grow_where_there_is_time(reader: Engine, clock: Clock) -> None:
+    clock.token_s = 0.1e-3
+    streams = Streams(reader, clock, 100)
+    streams.read(500)
+    sizes = clock.sizes[1:]
+    assert sizes[0] == FIRST_TOKENS and sizes[:-1] == sorted(sizes[:-1])
+    assert all(b <= 2 * a for a, b in pairwise(sizes)) and max(sizes) == LARGE
+    streams.read(300)
+    assert clock.sizes[-3:] == [LARGE, LARGE, 300 - 2 * LARGE]
+    assert max(streams.gaps) <= 0.1
+
+
+@pytest.mark.parametrize("count", [40, 120])
+def test_prompts_are_read_in_few_pieces(reader: Engine, clock: Clock, count: int) -> None:
+    """A chunk takes as long as 37 tokens whatever its size, and 44 tokens fit beside a step."""
+    clock.token_s, clock.chunk_s, clock.step_s = 0.46e-3, 17e-3, 36e-3
+    streams = Streams(reader, clock, 100)
+    for seed in range(20):
+        streams.read(count, seed)
+    pieces = clock.sizes[-30:]
+    assert sum(pieces) / len(pieces) >= 36 and max(streams.gaps) <= 0.1
+
+
+def test_sequences_are_counted_while_requests_wait(reader: Engine, clock: Clock) -> None:
+    scheduler = Streams(reader, clock, 100).scheduler
+    jobs = [Request(prompt(120, i), 1, FREE, reuse=False) for i in range(3)]
+    late = [scheduler.submit(job) for job in jobs]
+    seen = list[tuple[int, int]]()
+    while not late[-1].done:
+        scheduler.step()
+        seen.append((len(scheduler.waiting), scheduler.chunk_size.queued_rows))
+    slots = reader.limits.max_batch
+    assert {*seen} == {(n, min(1 + n, slots) if n else 0) for n, _ in seen} and (0, 0) in seen
+    assert any(n for n, _ in seen)
+
+
+def test_chunks_take_as_long_as_slow_steps(reader: Engine, clock: Clock) -> None:
+    """A step alone exceeds the bound: prompts get half of the time."""
+    clock.step_s, clock.token_s = 1.0, 0.02
+    streams = Streams(reader, clock, 0.001)
+    for _ in range(3):
+        streams.scheduler.step()
+    for seed in range(4):
+        streams.read(500, seed)
+    assert 35 <= streams.scheduler.chunk_size.tokens <= 65  # 0.7 to 1.3 s
+
+
+def test_steps_are_measured_alone_while_prompts_wait(reader: Engine, clock: Clock) -> None:
+    """No step without a chunk was seen before."""
+    clock.step_s, clock.token_s = 0.09, 1e-3
+    size, now = ChunkSize(0.1, 1024), 0.0
+    size.start(now)
+    for _ in range(300):
+        size.computed += 0 if size.probes else size.remaining
+        now += clock.step_s + size.computed * clock.token_s
+        size.record(now)
+    assert 60 <= size.tokens <= 95
+
+
+def test_one_slow_chunk_is_forgotten(reader: Engine, clock: Clock) -> None:
+    clock.token_s = 0.5e-3
+    streams = Streams(reader, clock, 100)
+    streams.read(500)
+    before = streams.scheduler.chunk_size.tokens
+    assert before > 100
+    clock.token_s, fast = 5e-3, clock.token_s
+    streams.read(before, 2)
+    streams.scheduler.step()
+    assert 50 < streams.scheduler.chunk_size.tokens <= LARGE // 2
+    clock.token_s = fast
+    for seed in range(3):
+        streams.read(500, seed)
+    assert streams.scheduler.chunk_size.tokens >= before
+
+
+def test_short_prompts_share_the_time_between_two_tokens(reader: Engine, clock: Clock) -> None:
+    """With a bound, which is kept; the others wait."""
+    clock.token_s, clock.step_s = 0.5e-3, 5e-3
+    streams = Streams(reader, clock, 100)
+    streams.read(500)
+    room = streams.scheduler.chunk_size.tokens
+    jobs = [Request(prompt(30, i), 1, FREE, reuse=False) for i in range(8)]
+    late = [streams.scheduler.submit(job) for job in jobs]
+    streams.times.clear()
+    while not late[-1].done:
+        done = sum(h.done for h in late)
+        events = streams.scheduler.step()
+        streams.times += [clock.now] * sum(e.handle is streams.stream for e in events)
+        assert (sum(h.done for h in late) - done) * 30 <= room + FEWEST_TOKENS
+    assert len(streams.gaps) < 8 // 2 and max(streams.gaps) <= 0.1
+
+
+@given(
+    st.floats(1e-6, 3e-3),
+    st.floats(0, 0.04),
+    st.floats(0, 0.02),
+    st.sampled_from((64, 100, 1024)),
+    st.sampled_from(((0, 0.1), (4, 0.1), (8, 0.2), (16, 0.4), (64, 0.4))),
+)
+def test_a_steady_machine(
+    token_s: float, step_s: float, chunk_s: float, most: int, queued: tuple[int, float]
+) -> None:
+    """Whatever a token, a step and a chunk cost: gaps are within the bound once chunks are
+    measured, and chunks are no shorter than half of what fits. The bound is 0.1 s, and up to four
+    times as much for many sequences if others wait."""
+    size, now, gaps = ChunkSize(0.1, most), 0.0, []
+    size.queued_rows, bound = queued
+    size.start(now)
+    for _ in range(40):
+        size.computed += size.remaining
+        took = step_s + chunk_s + size.computed * token_s
+        gaps.append(took)
+        now += took
+        size.record(now)
+    fits = (bound - step_s - chunk_s) / token_s
+    if fits >= FEWEST_TOKENS:
+        assert max(gaps[5:]) <= bound
+        assert size.tokens >= min(most, fits / 2) - 1
+    else:
+        assert size.tokens == FEWEST_TOKENS
