@@ -42,7 +42,7 @@ from tests.serve.running import (
     ready,
     running,
 )
-from tests.serve.test_stalls import BUSY, GAP_S
+from tests.serve.test_media import BUSY, GAP_S
 from tests.test_adapter import of_text, write_adapter
 from tests.test_embeddings import folder_of
 

@@ -2,6 +2,9 @@
 
 Flags of `serve` from the command line, the environment and a file; formats of its log. API keys of
 a file: limits of requests and tokens, and reading it again at a signal.
+
+What /metrics tells, and that the documentation and the Grafana board know it. The load script
+against a served tiny engine.
 """
 
 from __future__ import annotations
@@ -9,11 +12,13 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import permutations
@@ -23,9 +28,11 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from g4ir.cli import parse
 from g4ir.cli.serve import Serve
+from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
 from g4ir.serve.app import ANY_NAME, Server
 from g4ir.serve.auth import Auth, read_keys, salt_of
@@ -38,8 +45,11 @@ from tests.cli_tools import refused
 from tests.serve.exchange import cases, check
 from tests.serve.running import LOADING, NAME, WAIT, Running, eventually, ready
 from tests.serve.test_media import sound
+from tests.spies import spy
 
+ROOT = Path(__file__).parents[2]
 Lines = list[dict[str, Any]]
+PATH = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 KEY = b"open-sesame"
 BEARER = {"Authorization": f"Bearer {KEY.decode()}"}
@@ -85,7 +95,7 @@ def test_the_head_of_a_request_is_bounded(operated: Running) -> None:
 def test_requests_have_ids_and_a_line(operated: Running, lines: Lines) -> None:
     lines.clear()
     with operated.client(headers=BEARER) as client:
-        got = client.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Id": "mine-1"})
+        got = client.post(PATH, json=CHAT, headers={"X-Request-Id": "mine-1"})
         assert got.headers["x-request-id"] == got.headers["request-id"] == "mine-1"
         ids = set()
         for given in ("two words", "x" * 200, "é".encode()):
@@ -96,7 +106,7 @@ def test_requests_have_ids_and_a_line(operated: Running, lines: Lines) -> None:
         client.get("/health")
     said, *rest = lines
     head = ("id", "method", "path", "status")
-    assert [said[k] for k in head] == ["mine-1", "POST", "/v1/chat/completions", 200]
+    assert [said[k] for k in head] == ["mine-1", "POST", PATH, 200]
     assert said["generated"] == 2 and said["prompt"] > 2
     assert said["end"] in ("length", "stop")
     assert {"cached", "queued_s", "first_token_s", "sent", "seconds"} <= said.keys()
@@ -117,7 +127,7 @@ class Held:
 
 
 ASKED: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"json": CHAT},
+    PATH: {"json": CHAT},
     "/v1/completions": {"json": {"prompt": "Hi"}},
     "/v1/messages": {"json": CHAT},
     "/v1/responses": {"json": {"input": "Hi"}},
@@ -348,7 +358,7 @@ def test_limits_of_a_server(limited: Running) -> None:
     def ask(key: str) -> httpx.Response:
         with limited.client(headers={"Authorization": f"Bearer {key}"}) as client:
             assert client.get("/v1/models").is_success  # only requests with a body count
-            return client.post("/v1/chat/completions", json=CHAT)
+            return client.post(PATH, json=CHAT)
 
     limited.server.draining = True
     assert ask("few").status_code == 503  # does not count
@@ -403,3 +413,86 @@ def test_a_signal_reads_the_keys_again(engine_folder: Path, tmp_path: Path) -> N
 def test_limits_without_keys() -> None:
     said = refused("serve", "tiny-ple", "--set", "key_tokens=5")
     assert "give --api-key-file" in said
+
+
+# --- metrics ----------------------------------------------------------------------------------
+
+LONG = CHAT | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+def families(r: Running) -> dict[str, Any]:
+    with r.client() as client:
+        text = client.get("/metrics").text
+    return {f.name: f for f in text_string_to_metric_families(text)}
+
+
+def samples(r: Running, name: str) -> dict[tuple[str, ...], float]:
+    return {(*s.labels.values(),): s.value for s in families(r)[name].samples}
+
+
+def test_every_metric_has_help_and_a_row_in_the_documentation(served: Running) -> None:
+    """And none is of when a series began."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| (?:gauge|counter|histogram) \| .* \| (.*) \|$", page, re.M)
+    )
+    names = dict[str, str]()
+    for name, family in families(served).items():
+        end = {"counter": "_total"}.get(family.type, "")
+        assert len(family.documentation.split()) > 1
+        assert not [s for s in family.samples if s.name.endswith("_created")]
+        if name.startswith("g4ir_"):
+            names[name.removeprefix("g4ir_") + end] = family.documentation
+    assert names == rows
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
+def test_promtool_accepts_the_metrics(served: Running) -> None:
+    with served.client() as client:
+        text = client.get("/metrics").text
+    check = ["promtool", "check", "metrics"]
+    done = subprocess.run(check, input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_board_asks_for_metrics_that_exist(served: Running) -> None:
+    board = json.loads((ROOT / "docker" / "grafana.json").read_text())
+    asked = {t["expr"] for p in board["panels"] for t in p["targets"]}
+    named = {n for expr in asked for n in re.findall(r"(?:g4ir|process)_\w+", expr)}
+    known = {f"{n}{end}" for n in families(served) for end in ("", "_total", "_bucket")}
+    assert len(named) > 15 and named <= known
+
+
+def test_the_kv_cache_and_responses(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's tokens are in use while it runs; responses count by path and status."""
+    spy(monkeypatch, Scheduler, "step", lambda *_: time.sleep(0.005))
+    with served.client() as client:
+        before = samples(served, "g4ir_http_responses")
+        client.post("/no/such/path")
+        with client.stream("POST", PATH, json=LONG) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            eventually(lambda: samples(served, "g4ir_kv_cache_tokens")[()] > 15)
+            ratio = samples(served, "g4ir_kv_cache_usage_ratio")[()]
+            assert 0 < ratio <= 1
+        eventually(lambda: samples(served, "g4ir_kv_cache_tokens")[()] == 0)
+        for key in (("other", "404"), (PATH, "200")):
+            now = lambda key=key: samples(served, "g4ir_http_responses")[key]  # noqa: E731
+            eventually(lambda key=key, now=now: now() == before.get(key, 0) + 1)
+    (model,) = families(served)["g4ir_model_info"].samples
+    assert (model.labels["name"], model.labels["max_batch"]) == (NAME, "4")
+
+
+def load(*words: str) -> str:
+    command = [sys.executable, str(ROOT / "bench" / "load.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_every_request_is_answered_and_counted(served: Running) -> None:
+    lengths = ("--input", "4-40", "--output", "3-6")
+    text = load(served.url, "--requests", "9", "--rate", "0", *lengths)
+    assert re.match(r"9 requests in [\d.]+ s \(9 x 200\)\n", text)
+    found = re.search(r"([\d.]+) rows decoded at a time \((\d+) steps\)", text)
+    assert found and 1 < float(found[1]) <= 4 and int(found[2]) >= 6
+    for line in ("first text", "between texts", "whole answer"):
+        assert re.search(rf"{line} +\d+ +\d+ +\d+", text), text

@@ -3,11 +3,14 @@
 Each kind of request, good and bad, by its status; and bodies of noise.
 
 Ollama's API, whole and as lines of JSON; its own clients are in tests/clients.
+
+Log-probabilities of prompts: echo, prompt_logprobs and no new tokens, as evaluators ask them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from datetime import datetime
@@ -23,7 +26,9 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from g4ir.chat import prompt
+import g4ir
+from g4ir.chat import TokenStream, prompt
+from g4ir.engine import prefill
 from g4ir.generate import tokenizer as engine_tokenizer
 from g4ir.serve import request_schema
 from g4ir.serve.auth import Auth
@@ -33,7 +38,16 @@ from g4ir.serve.protocols.parts import JsonText
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
 from tests.cases import read_table
 from tests.serve.exchange import BASE, JSON, answer, cases, check
-from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, ready
+from tests.serve.running import (
+    MAX_SEQ,
+    NAME,
+    Running,
+    chat_engine,
+    chat_tokenizer,
+    eventually,
+    ready,
+)
+from tests.serve.test_calls import vocabulary
 from tests.serve.test_media import data, picture
 from tests.spies import spy
 
@@ -197,7 +211,8 @@ def together(events: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("case", CASES["translated"], ids=lambda case: case["protocol"])
 def test_bodies_as_chats(case: dict[str, Any]) -> None:
     """What a body becomes: tools' answers first, thoughts beside the text, a text to go on from;
-    the descriptions of a namespace and its tools; a grammar in the schema of its tool."""
+    the descriptions of a namespace and its tools; a grammar in the schema of its tool; no turn of
+    an empty instruction."""
     readers = {"messages": messages.read, "responses": responses.read, "ollama": ollama.chat}
     found = readers[case["protocol"]](case["given"])
     assert (found.body, found.positions) == (case["becomes"], case["places"])
@@ -234,24 +249,6 @@ def test_failing_streams(served: Running, monkeypatch: pytest.MonkeyPatch) -> No
     last = events_of(message(served, stream=True).text)[-1]
     assert last["type"] == "error" and last["error"]["type"] == "api_error"
     assert "secret" not in json.dumps(last)
-
-
-def test_an_empty_instruction_is_no_turn(served: Running) -> None:
-    """An empty text, an empty list and empty blocks say nothing."""
-    turn = [{"role": "user", "content": "Hi"}]
-    counts = set()
-    block = {"type": "text", "text": ""}
-    for system in (None, "", [], [block], [block, block]):
-        body = {"messages": turn} | ({} if system is None else {"system": system})
-        got = post(served, "/v1/messages/count_tokens", model=NAME, **body)
-        counts.add(got.json()["input_tokens"])
-    assert len(counts) == 1
-    base = {"model": NAME, "input": "Hi", "max_output_tokens": 1}
-    usages = [
-        post(served, "/v1/responses", **base, **more).json()["usage"]["input_tokens"]
-        for more in ({}, {"instructions": ""}, {"instructions": None})
-    ]
-    assert {*usages} == counts
 
 
 STATUSES = read_table("serve/requests.yaml")
@@ -467,3 +464,116 @@ def test_generate(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (
             loaded["done_reason"] == "load" and loaded["done"] and empty.items() <= loaded.items()
         )
+
+
+# --- log-probabilities of prompts --------------------------------------------------------------
+
+TEXTS = ["some words of a text and more", "ünï🦩"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated") / "engine"
+    return chat_engine(folder, all_logits=True)
+
+
+@pytest.fixture(scope="module")
+def evaluated(folder: Path) -> Iterator[Running]:
+    with ready(folder) as r:
+        yield r
+
+
+def complete(r: Running, **given: Any) -> Any:
+    with r.client() as client:
+        got = client.post("/v1/completions", json={"model": NAME, "max_tokens": 0, **given})
+    assert got.status_code == 200, got.text
+    return got.json()
+
+
+def check_offsets(read: Any, text: str) -> None:
+    """Each token begins in the text where its offset says; tokens of bytes, where their character
+    does."""
+    starts, tokens = read["text_offset"], read["tokens"]
+    assert starts == sorted(starts) and starts[0] >= 0 and starts[-1] <= len(text)
+    for i, (start, token) in enumerate(zip(starts, tokens)):
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            continue
+        visible = text.startswith(token, start)
+        hidden = token in vocabulary().controls and start == [*starts, len(text)][i + 1]
+        assert visible or hidden, (token, start)
+
+
+def test_scores_of_echo(evaluated: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of `score`, in chunks of any size, with a generated token behind them or not,
+    by text and by ids."""
+    with g4ir.load_engine(folder) as engine:
+        scores = g4ir.score(engine, TEXTS)
+    ids = [list(s.ids) for s in scores]
+    for most in (1 << 25, 512 * 5):
+        monkeypatch.setattr(prefill, "CHUNK_LOGITS", most)
+        for given_as in (TEXTS, ids):
+            for count in (0, 1):
+                more = {"echo": True, "logprobs": 2, "max_tokens": count}
+                got = complete(evaluated, prompt=given_as, **more)
+                assert got["usage"]["completion_tokens"] == count * 2
+                for choice, s, text in zip(got["choices"], scores, TEXTS):
+                    read = choice["logprobs"]
+                    assert text in choice["text"] and choice["finish_reason"] == "length"
+                    size = len(s.ids)
+                    check_offsets(read, choice["text"])
+                    assert len(read["tokens"]) == len(read["text_offset"]) == size + count
+                    found = read["token_logprobs"][:size]
+                    assert found[0] is None and read["top_logprobs"][0] is None
+                    assert found[1:] == pytest.approx(s.logprobs[1:], abs=1e-4)
+                    assert all(len(top) == 2 for top in read["top_logprobs"][1:])
+
+
+def units() -> st.SearchStrategy[tuple[str, list[int]]]:
+    """One character, or none, and the tokens that it is of."""
+    index = vocabulary().tokenizer.token_to_id
+    letters = st.sampled_from([(c, [index(c)]) for c in "abc:{"])
+    controls = st.sampled_from([("", [i]) for i in sorted(vocabulary().strings)])
+    wholes = st.characters(exclude_categories=["Cs"]).map(str.encode)
+    broken = st.sampled_from([b"\xc2", b"\xe2\x82", b"\xf0\x9f\xa6", b"\xff"])
+    raw = st.one_of(wholes, broken)
+    tokens = raw.map(lambda r: (r.decode(errors="replace"), [index(f"<0x{b:02X}>") for b in r]))
+    return st.one_of(letters, controls, tokens)
+
+
+@given(st.lists(units(), max_size=12))
+def test_offsets_of_any_tokens(drawn: list[tuple[str, list[int]]]) -> None:
+    """Each token begins where its character does; a control token of an answer has none."""
+    stream, starts, expected, pieces = TokenStream(vocabulary()), [], [], []
+    for i, (_, ids) in enumerate(drawn):
+        expected += [sum(len(c) for c, _ in drawn[:i])] * len(ids)
+        for token in ids:
+            pieces += stream.push(token)
+            starts.append(stream.start)
+    text = "".join(p.text for p in [*pieces, *stream.flush()] if not p.control)
+    assert starts == expected and text == "".join(c for c, _ in drawn)
+
+
+def test_prompt_logprobs(evaluated: Running) -> None:
+    """By token id, as vLLM has them, in completions and in chats."""
+    choice = complete(evaluated, prompt=TEXTS[0], prompt_logprobs=3)["choices"][0]
+    assert choice["text"] == "" and choice["logprobs"] is None
+    echoed = complete(evaluated, prompt=TEXTS[0], echo=True, logprobs=3)["choices"][0]
+    rows, read = choice["prompt_logprobs"], echoed["logprobs"]
+    assert rows[0] is None and len(rows) == len(read["tokens"])
+    for row, token, value in zip(rows[1:], read["tokens"][1:], read["token_logprobs"][1:]):
+        assert 3 <= len(row) <= 4
+        assert [r["rank"] for r in row.values()][:3] == [1, 2, 3]
+        assert any(r["decoded_token"] == token and r["logprob"] == value for r in row.values())
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    with evaluated.client() as client:
+        got = client.post("/v1/chat/completions", json=body).json()
+    assert len(got["prompt_logprobs"]) == got["usage"]["prompt_tokens"]
+    assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_an_echo_of_a_text_alone(served: Running) -> None:
+    """That needs no log-probabilities, and so no engine with --all-logits."""
+    assert complete(served, prompt="some words", echo=True)["choices"][0]["text"] == "some words"
+    got = complete(served, prompt="some words", echo=True, max_tokens=3, temperature=0)
+    plain = complete(served, prompt="some words", max_tokens=3, temperature=0)
+    assert got["choices"][0]["text"] == "some words" + plain["choices"][0]["text"]
