@@ -36,8 +36,7 @@ from tests.configs import check_spec, short, spec_called
 from tests.network_session import check_op, in_network
 from tests.test_ops import IN_NETWORKS
 from tests.trt.compiled import planned
-from tests.trt.execute import with_weights
-from tests.trt.segments import new_emitter, outputs_of
+from tests.trt.segments import new_emitter, outputs_of, with_weights
 from tests.trt.small import check, check_row
 
 #: of networks that are looked at
@@ -250,19 +249,18 @@ def parser(**answers: Any) -> Any:
     )
 
 
+NODE = r"the network of prefill: node L7\.attn/Softmax \(Softmax\): no such axis$"
+
+
 @pytest.mark.parametrize(
-    ("answers", "says"),
+    ("call", "errors", "says"),
     [
-        (
-            {"parse_model_proto": lambda: False},
-            r"the network of prefill: node L7\.attn/Softmax \(Softmax\): no such axis$",
-        ),
-        ({"load_model_proto": lambda data: False, "num_errors": 0}, "of prefill: it is no model$"),
-        ({"load_initializer": lambda *_: False, "num_errors": 0}, "of prefill: it is no model$"),
+        ("parse_model_proto", 1, NODE),
+        ("load_model_proto", 0, "of prefill: it is no model$"),
+        ("load_initializer", 0, "of prefill: it is no model$"),
     ],
-    ids=["a node", "the model", "a weight"],
 )
-def test_refused(answers: dict[str, Any], says: str) -> None:
+def test_refused(call: str, errors: int, says: str) -> None:
     """In the parser's words, with the node; without one, in those of the log."""
     params: Any = SimpleNamespace(tensor=lambda name: torch.zeros(64, 64))
     e = Dialect(Addresses(params))
@@ -271,4 +269,4 @@ def test_refused(answers: dict[str, Any], says: str) -> None:
     log = SimpleNamespace(reason=lambda: "it is no model")
     parse(parser(), None, e, "prefill", log)
     with pytest.raises(LowerError, match=says):
-        parse(parser(**answers), None, e, "prefill", log)
+        parse(parser(**{call: lambda *_: False, "num_errors": errors}), None, e, "prefill", log)

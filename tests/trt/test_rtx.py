@@ -90,12 +90,6 @@ def test_without_a_gpu_and_a_target(version: str, monkeypatch: pytest.MonkeyPatc
         assert RTX.install in said and "cannot be imported" in said
 
 
-def test_unsupported_versions_of_the_library() -> None:
-    for version in ("1.6.0.1", "2.0.0"):
-        with pytest.raises(MissingError, match=rf"TensorRT-RTX {version} is not supported: `pip"):
-            host.probe(SimpleNamespace(__version__=version), RTX)
-
-
 @pytest.mark.parametrize(("target", "kept"), [("sm120", True), ("rtx", False)])
 def test_where_nvfp4_stays_so(target: str, kept: bool, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
@@ -351,10 +345,12 @@ def test_tensorrt_without_its_libraries() -> None:
         host.require_library(load=load)
 
 
-@pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "12.0.0", "9", "x.y"])
+@pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "12.0.0", "9", "x.y", "1.6.0.1", "2.0.0"])
 def test_unsupported_versions(version: str) -> None:
     with pytest.raises(MissingError, match=r"not supported: `pip install 'tensorrt>=11,<12'`"):
         host.probe(SimpleNamespace(__version__=version))
+    with pytest.raises(MissingError, match=rf"TensorRT-RTX {version} is not supported: `pip"):
+        host.probe(SimpleNamespace(__version__=version), RTX)
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
