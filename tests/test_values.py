@@ -1,5 +1,6 @@
 """Values inside the plain graph: those of transformers, of a quantised engine's dense form, in all
-phases; and what is refused.
+phases; and what is refused. The model as an nn.Module: a transformers model with the weights of any
+MODEL.
 
 `g4ir prove` passes on a right engine, finds each of eight planted faults, and refuses what it
 cannot do. Faults are planted in the runtime; the interpreter beside it is the definition.
@@ -7,7 +8,9 @@ cannot do. Faults are planted in the runtime; the interpreter beside it is the d
 
 from __future__ import annotations
 
+import copy
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +29,16 @@ from g4ir.check.prove import Prover, check_contexts, check_logits, compare_weigh
 from g4ir.engine import scheduler
 from g4ir.engine import values as values_module
 from g4ir.engine.prefill import PrefixCache
+from g4ir.errors import MissingError
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import ok
+from tests.configs import cut
 from tests.engines import random_checkpoint
 from tests.gguf_files import bare_file
-from tests.oracle import random_tokens
+from tests.oracle import random_tokens, relative
 
 NAMES = ["L*.out", "L*.attn.probs", "final.norm", "logits", "L*.k.next"]
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "draft_tokens": 3}
@@ -117,49 +122,57 @@ Run = Callable[[Node, list[Any]], Any]
 # --- planted faults ---------------------------------------------------------------------------
 
 
-def row_off_by_one(n: Node, args: list[Any]) -> Any:
-    if n.op == "cache_write" and n.out.name.endswith(".k.next"):
-        args = [*args[:2], args[2] + 1, args[3]]
-    return run_node(n, args)
+def planted(op: str, change: Callable[[Node, list[Any]], tuple[Node, list[Any]]]) -> Run:
+    """Run nodes of an op as others, or on other operands."""
+    return lambda n, args: run_node(*change(n, args) if n.op == op else (n, args))
 
 
-def forgetful_ring(n: Node, args: list[Any]) -> Any:
-    (out,) = run_node(n, args) if n.op == "cache_write" else (None,)
-    if out is None:
-        return run_node(n, args)
+def forget_first_slot(n: Node, args: list[Any]) -> tuple[Node, list[Any]]:
+    """Of a ring."""
+    cache = args[0].clone()
     if isinstance(n.inputs[0].type.shape[0], int):
-        out = out.clone()
-        out[0] = 0
-    return (out,)
+        cache[0] = 0
+    return n, [cache, *args[1:]]
 
 
-def scale_of_another_head(n: Node, args: list[Any]) -> Any:
+def scale_of_another_head(n: Node, args: list[Any]) -> tuple[Node, list[Any]]:
     """The last two bytes of a quantised row are its scale (ops/kv_quant.py)."""
-    if n.op == "attention":
-        cache = args[3].clone()
-        cache[..., -2:] = cache[..., -2:].roll(1, dims=2)
-        args = [*args[:3], cache, *args[4:]]
-    return run_node(n, args)
+    cache = args[3].clone()
+    cache[..., -2:] = cache[..., -2:].roll(1, dims=2)
+    return n, [*args[:3], cache, *args[4:]]
 
 
-def wrong_window(n: Node, args: list[Any]) -> Any:
-    if n.op == "attention" and n.attrs["window"]:
-        n = Node(n.op, n.inputs, n.outputs, {**n.attrs, "window": n.whole("window") - 1})
-    return run_node(n, args)
+def with_window(n: Node, window: int) -> Node:
+    return Node(n.op, n.inputs, n.outputs, {**n.attrs, "window": window})
 
 
-def quantised_head(n: Node, args: list[Any]) -> Any:
-    if n.op == "linear" and n.inputs[1].name == "embed.table":
+def quantised_head(n: Node, args: list[Any]) -> tuple[Node, list[Any]]:
+    if n.inputs[1].name == "embed.table":
         scale = args[1].abs().amax(-1, keepdim=True) / 127
         args = [args[0], (args[1] / scale).round() * scale]
-    return run_node(n, args)
+    return n, args
 
 
-def forgets_far_tokens(n: Node, args: list[Any]) -> Any:
-    """Full attention sees the newest 128 tokens alone."""
-    if n.op == "attention" and not n.attrs["window"]:
-        n = Node(n.op, n.inputs, n.outputs, {**n.attrs, "window": 128})
-    return run_node(n, args)
+#: full attention sees the newest 128 tokens alone
+FAR = planted("attention", lambda n, args: (with_window(n, n.whole("window") or 128), args))
+QUANTISED = {"kv_dtype": "int8"}
+#: what is wrong, and options of the engine
+SHOWN: dict[str, tuple[Run, dict[str, str]]] = {
+    "row off by one": (
+        planted(
+            "cache_write",
+            lambda n, args: (n, [*args[:2], args[2] + n.out.name.endswith(".k.next"), args[3]]),
+        ),
+        {},
+    ),
+    "forgetful ring": (planted("cache_write", forget_first_slot), {}),
+    "scale of another head": (planted("attention", scale_of_another_head), QUANTISED),
+    "wrong window": (
+        planted("attention", lambda n, args: (with_window(n, max(0, n.whole("window") - 1)), args)),
+        {},
+    ),
+    "quantised head": (planted("linear", quantised_head), {}),
+}
 
 
 def faulty(engine: Engine, run: Run, patch: pytest.MonkeyPatch) -> Engine:
@@ -168,30 +181,19 @@ def faulty(engine: Engine, run: Run, patch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-QUANTISED = {"kv_dtype": "int8"}
-
-
 @pytest.mark.parametrize("options", [{}, QUANTISED])
 def test_a_right_engine(options: dict[str, Any], make_engine: Any) -> None:
     ok, summary, _ = check_logits(make_engine("tiny-ple", **PROVED, **options))
     assert ok, summary
 
 
-@pytest.mark.parametrize(
-    "fault, options",
-    [
-        (row_off_by_one, {}),
-        (forgetful_ring, {}),
-        (scale_of_another_head, QUANTISED),
-        (wrong_window, {}),
-        (quantised_head, {}),
-    ],
-)
+@pytest.mark.parametrize("fault", SHOWN)
 def test_faults_that_the_logits_show(
-    fault: Run, options: dict[str, Any], make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    fault: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run, options = SHOWN[fault]
     engine = make_engine("tiny-ple", **PROVED, **options)
-    ok, summary, data = check_logits(faulty(engine, fault, monkeypatch))
+    ok, summary, data = check_logits(faulty(engine, run, monkeypatch))
     assert ok is False and max(data["relative"]) > data["limits"]["row"], summary
 
 
@@ -202,7 +204,7 @@ def test_a_loss_beyond_the_short_text_is_found_by_the_needles(
     engine = make_engine("tiny-ple", **PROVED)
     text = haystack(engine, 288)
     assert read_context(engine, text, FP32)[0]
-    faulty(engine, forgets_far_tokens, monkeypatch)
+    faulty(engine, FAR, monkeypatch)
     assert check_logits(engine)[0]
     ok, summary, data = read_context(engine, text, FP32)
     assert ok is False and "differ" in summary, summary
@@ -301,3 +303,72 @@ def test_what_prove_refuses(make_engine: Any) -> None:
     with pytest.raises(G4Error, match="without --all-logits"):
         check_contexts(make_engine("tiny-dense", max_seq=64), [64])
     assert torch.equal(haystack(engine, 256).ids, haystack(engine, 256).ids)
+
+
+# --- the module -------------------------------------------------------------------------------
+
+BUDGET = 1e-4
+LOGITS: dict[str, Any] = {"backend": "reference", "all_logits": True, "max_seq": 64}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return relative(a, b).max().item()
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-dense", "tiny-moe", "tiny-ple", "tiny-gemma3", "tiny-media", "tiny-unified"]
+)
+def test_logits_of_a_module_are_those_of_the_engine(name: str, tmp_path: Path) -> None:
+    spec = load_spec(name)
+    ids = random_tokens(spec, 1, 2 * (spec.text.sliding.window or 8) + 5)
+    module = g4ir.module(spec, random_weights=3)
+    options = {**LOGITS, "dtype": "float32", "random_weights": 3}
+    with g4ir.build(spec, tmp_path / "e", **options) as engine:
+        want = engine.session().prefill(ids, all_logits=True)
+    out = module(ids, labels=ids, output_hidden_states=True, output_attentions=True)
+    assert distance(out.logits, want) < BUDGET
+    assert len(out.hidden_states) == len(out.attentions) + 1 == spec.text.num_hidden_layers + 1
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    twin = copy.deepcopy(module)
+    assert module.spec == spec and torch.equal(twin(ids).logits, out.logits)
+    with pytest.warns(UserWarning, match="nothing calls a list of modules"):
+        twin.model.layers.register_forward_hook(print)
+    assert [len(m.model.layers._forward_hooks) for m in (module, twin)] == [0, 1]
+
+
+def test_a_module_of_a_checkpoint_and_a_quantised_gguf_file(tmp_path: Path) -> None:
+    """The logits of an engine of the same file; codes are the numbers that they stand for."""
+    spec = load_spec("tiny-gemma3")
+    ids = random_tokens(spec, 1, 30)
+    checkpoint = random_checkpoint(tmp_path / "c", spec)
+    files = (checkpoint, bare_file(tmp_path / "a.gguf", spec, kind="Q8_0"))
+    for i, file in enumerate(files):
+        options = {**LOGITS, "dtype": "float32", "checkpoint": file}
+        with g4ir.build(None, tmp_path / str(i), **options) as engine:
+            want = engine.session().prefill(ids, all_logits=True)
+        for model in (file, tmp_path / str(i)):
+            assert distance(g4ir.module(model)(ids).logits, want) < BUDGET
+    half = g4ir.module(files[0], dtype="bfloat16")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ("tiny-dense", "tiny-moe"))
+def test_a_module_compiles_without_graph_breaks_and_exports(name: str) -> None:
+    module = g4ir.module(cut(load_spec(name), 2))
+    if name == "tiny-moe":  # which experts compute which tokens depends on data
+        module.set_experts_implementation("batched_mm")
+    ids = random_tokens(module.spec, 2, 21)
+    want = module(ids, labels=ids)
+    got = torch.compile(module, fullgraph=True, backend="aot_eager")(ids, labels=ids)
+    assert distance(got.logits, want.logits) < BUDGET
+    got.loss.backward()
+    length = torch.export.Dim("S", min=2, max=64)
+    program = torch.export.export(module, (ids,), dynamic_shapes=({1: length},)).module()
+    assert distance(program(ids[:, :9]).logits, module(ids[:, :9]).logits) < BUDGET
+
+
+def test_a_module_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingError, match=r"g4ir\.module needs transformers.*g4ir\[hf\]"):
+        g4ir.module(load_spec("tiny-dense"))

@@ -19,7 +19,7 @@ from g4ir.errors import InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from tests.contract.flows import Flow
 from tests.engines import agrees, some_tokens
-from tests.test_threads import disturbed
+from tests.test_team import disturbed
 
 
 def test_what_is_not_offered(flow: Flow, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_each_thread_gets_its_own_results(flow: Flow, single: Engine) -> None:
     if flow.emulated:
         assert not disturbed(single, steps=3, rounds=1)
         return
-    command = [sys.executable, "-m", "tests.test_threads", str(single.path)]
+    command = [sys.executable, "-m", "tests.test_team", str(single.path)]
     how: dict[str, Any] = {"text": True, "capture_output": True, "timeout": 300}
     done = subprocess.run(command, cwd=Path(__file__).parents[2], **how)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
