@@ -126,12 +126,8 @@ class Message:
 
 
 #: numbers of text tokens, and media
-CASES: dict[str, list[Any]] = {
-    "images": [("image", (36, 60)), 1, ("image", (90, 20)), 9, ("image", (30, 30))],
-    "all": [
-        *(2, ("audio", 7_001), ("image", (50, 70)), 11, ("video", 2), 2, ("image", (70, 50)), 3)
-    ],
-}
+SENT = TABLES["media models"]
+CASES: dict[str, list[Any]] = SENT["prompts"]
 
 
 def message(spec: Spec, parts: Sequence[Any]) -> Message:
@@ -311,18 +307,10 @@ OPTIONS |= {"max_batch": 2, "max_seq": MAX_SEQ, "prefill_chunk": 90}
 TRT = {"tiny-unified": {"attention": "fused"}, "26b-a4b": {"attention": "fused"}}
 
 
-#: wide and tall pictures, frames; sounds of one frame, of the first tower, of the second
-SENT: list[Any] = [("image", (90, 60)), ("image", (20, 90)), ("video", 2)]
-SENT += [("audio", samples) for samples in (200, 7_001, 23_000)]
-#: numbers of text tokens, and media
-PARTS: list[Any] = [2, ("image", (50, 70)), 1, ("image", (90, 20)), 7, ("audio", 5_001)]
-PARTS += [("video", 2), 2, ("audio", 7_001), 3]
-
-
 def logits(engine: Engine, chunk: int) -> list[torch.Tensor]:
     """Of a prompt in chunks, with pictures near each other, frames, and two sounds where they are
     heard; of a ragged turn of text, and of a few steps."""
-    m = message(engine.spec, PARTS)
+    m = message(engine.spec, SENT["all"])
     tokens, lengths = torch.tensor([m.tokens] * 2), [len(m.tokens), 0]
     session = with_chunk(engine, chunk).session(2)
     out = [session.prefill(tokens, lengths, all_logits=True, **m.lists())[0]]
@@ -345,7 +333,7 @@ def test_networks_are_the_reference(
     sound = {} if small(name).audio is None else {"audio_seconds": (0.5, 1.5)}
     build = partial(make_engine, small(name), **OPTIONS, **sound)
     got, want = build(backend=backend, **settings), build()
-    for kind, size in (x for x in SENT if x[0] in want.media.kinds):
+    for kind, size in (x for x in SENT["alone"] if x[0] in want.media.kinds):
         item = medium(want.spec, kind, size, 0)
         pairs = zip(got.encode(kind, item).pieces, want.encode(kind, item).pieces, strict=True)
         for ours, theirs in pairs:
