@@ -230,15 +230,6 @@ def test_an_op_class_must_be_complete() -> None:
 # --- rounding order ---------------------------------------------------------------------------
 
 
-def test_a_scale_is_not_rounded() -> None:
-    """[3, 4] Python floats multiply in fp32 and round once."""
-    x = rand(2, 3, 64)
-    for value in (1536**-0.5, 2**-0.5):
-        got = run("scale", x, value=value)
-        assert torch.equal(got, (x.float() * torch.tensor(value)).to(BF16))
-        assert not torch.equal(got, x * torch.tensor(value).to(BF16))
-
-
 @pytest.mark.parametrize("act", ["gelu_pytorch_tanh", "gelu", "silu", "relu"])
 def test_glu_rounds_the_activation(act: str) -> None:
     gate, up = rand(2, 3, 64), rand(2, 3, 64, seed=1)

@@ -21,13 +21,13 @@ from g4ir.check.report import VerifyReport
 from g4ir.check.tokens import random_ids
 from g4ir.ir import distance
 from g4ir.ir.distance import Anchor
-from g4ir.ops import OPS
 from g4ir.passes import PASSES
 from g4ir.plan.resolve import check_latent
 from tests.configs import SMALL, TINY, fewest, spec_called
 from tests.engines import Change, changed, random_checkpoint, rewrite
 from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle
 from tests.runner import open_session, prefill_then_decode
+from tests.test_ops import rand, run
 from tests.test_verify import attrs, nodes
 
 
@@ -255,16 +255,6 @@ def oracle_of(name: str) -> Oracle:
     return find_bf16_oracle(spec_called(name))
 
 
-def apply(op: str, *tensors: torch.Tensor, **attrs: Any) -> Any:
-    reference = OPS[op].reference
-    assert reference
-    return reference(*tensors, **attrs)
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest difference relative to the rms."""
     return float((got.double() - want.double()).abs().max() / want.double().pow(2).mean().sqrt())
@@ -279,11 +269,11 @@ def test_rms_norm(size: int, weighted: bool) -> None:
     from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
     module = Gemma4RMSNorm(size, eps=1e-6, with_scale=weighted).to(BF16)
-    w = [noise(size, seed=1)] if weighted else []
+    w = [rand(size, seed=1)] if weighted else []
     if weighted:
         module.weight.data = w[0]
-    x = noise(5, 7, size) * 3
-    assert torch.equal(apply("rms_norm", x, *w, eps=1e-6), module(x))
+    x = rand(5, 7, size) * 3
+    assert torch.equal(run("rms_norm", x, *w, eps=1e-6), module(x))
 
 
 SCALES = {1536: 39.25, 2560: 50.5, 2816: 53.0, 3840: 62.0, 5376: 73.5, 256: 16.0}
@@ -295,7 +285,7 @@ def test_embedding_scale_is_rounded_first(size: int) -> None:
 
     module = Gemma4TextScaledWordEmbedding(20, size, 0, embed_scale=size**0.5).to(BF16)
     ids = torch.arange(20)[None]
-    got = apply("embedding", module.weight.data, ids, scale=size**0.5)
+    got = run("embedding", module.weight.data, ids, scale=size**0.5)
     assert torch.equal(got, module(ids))
     assert torch.equal(got, module.weight.data[ids] * torch.tensor(SCALES[size], dtype=BF16))
 
@@ -313,7 +303,7 @@ def test_rope_tables_of_real_sizes(variant: str, kind: str) -> None:
         want = module(torch.zeros(1, dtype=dtype), positions, f"{kind}_attention")
         attrs = {"kind": rope.kind, "theta": rope.theta, "fraction": rope.rotary_fraction}
         attrs |= {"factor": rope.factor or 1.0, "dim": dim, "dtype": name}
-        got = apply("rope_table", positions, **attrs)
+        got = run("rope_table", positions, **attrs)
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     live = got[1][0].abs().amax(0).nonzero().flatten().tolist()
     pairs = rope.pairs(dim)
@@ -330,16 +320,16 @@ def _real_config(variant: str) -> Any:
 def test_rope() -> None:
     from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
-    x, cos, sin = noise(2, 5, 4, 64), noise(2, 5, 64, seed=1), noise(2, 5, 64, seed=2)
-    assert torch.equal(apply("rope", x, cos, sin), apply_rotary_pos_emb(x, cos, sin, 2))
+    x, cos, sin = rand(2, 5, 4, 64), rand(2, 5, 64, seed=1), rand(2, 5, 64, seed=2)
+    assert torch.equal(run("rope", x, cos, sin), apply_rotary_pos_emb(x, cos, sin, 2))
 
 
 def test_softcap_rounds_three_times() -> None:
-    x = noise(7, 1000) * 40
+    x = rand(7, 1000) * 40
     capped = torch.tanh((x / 30).to(BF16)).to(BF16) * 30
-    assert torch.equal(apply("softcap", x, cap=30.0), capped)
-    assert apply("softcap", torch.tensor(29.9, dtype=BF16), cap=30.0) == 22.875
-    assert apply("softcap", torch.tensor(1e4, dtype=BF16), cap=30.0) == 30.0
+    assert torch.equal(run("softcap", x, cap=30.0), capped)
+    assert run("softcap", torch.tensor(29.9, dtype=BF16), cap=30.0) == 22.875
+    assert run("softcap", torch.tensor(1e4, dtype=BF16), cap=30.0) == 30.0
 
 
 @pytest.mark.parametrize("name", fewest(n for n in NAMES if spec_called(n).text.ple))
@@ -362,13 +352,13 @@ def test_per_layer_inputs(name: str) -> None:
 def test_router(count: int) -> None:
     """The same experts and the same fp32 weights; the root of the size is not rounded."""
     layer = oracle_of("combined").model.model.layers[3]
-    router, h = layer.router, noise(count, layer.hidden_size, seed=count)
+    router, h = layer.router, rand(count, layer.hidden_size, seed=count)
     with torch.no_grad():
         _, weights, index = router(h)
-        normed = apply("rms_norm", h, eps=router.eps)
+        normed = run("rms_norm", h, eps=router.eps)
         held = router.scale, router.proj.weight, router.per_expert_scale
         root = layer.hidden_size**-0.5
-        got, chosen = apply("router", normed, *held, top_k=index.shape[-1], root=root)
+        got, chosen = run("router", normed, *held, top_k=index.shape[-1], root=root)
     assert torch.equal(chosen, index)
     assert got.dtype == weights.dtype == torch.float32 and torch.equal(got, weights)
 

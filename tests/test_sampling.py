@@ -64,18 +64,6 @@ def fits(found: torch.Tensor, p: torch.Tensor) -> None:
     assert ((found - DRAWS * p).abs() <= 5 * spread + 1).all(), f"{found.tolist()} of {p.tolist()}"
 
 
-def greedy(logits: torch.Tensor) -> list[int]:
-    rows = {i: Sampler(SamplingParams()) for i in range(len(logits))}
-    return [c.token for c in sample(logits, rows).values() if isinstance(c, sampling.Choice)]
-
-
-def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
-    logits = torch.tensor([[0.0, 5.0, 1.0, 5.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 1.0]])
-    assert greedy(logits) == [1, 0, 3]
-    assert greedy(logits.bfloat16()) == [1, 0, 3]
-    assert greedy(torch.zeros(2, 262_144)) == [0, 0]
-
-
 @pytest.mark.parametrize("given, keep", CASES["kept"], ids=str)
 def test_draws_are_as_often_as_probable(given: dict[str, Any], keep: list[int]) -> None:
     found = chosen(LOGITS.expand(DRAWS, -1), numbers(DRAWS), **{"temperature": 1.0, **given})
@@ -95,6 +83,9 @@ def test_largest_are_those_of_a_stable_sort(k: int) -> None:
     want = logits.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(index, want.indices[:, :k]) and torch.equal(values, want.values[:, :k])
     assert torch.equal(sampling.greatest(logits), want.indices[:, 0])
+    few = torch.tensor([[0.0, 5.0, 1.0, 5.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 1.0]])
+    assert sampling.greatest(few).tolist() == [1, 0, 3]
+    assert sampling.greatest(torch.zeros(2, 262_144)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
