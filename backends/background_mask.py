@@ -111,8 +111,8 @@ class BackgroundMask:
         return self._newest
 
     def ready(self, generated: Sequence[int], timeout: float) -> bool:
-        """Whether `mask` returns (or raises) without waiting; waits up to `timeout` seconds for
-        that, and at least until PATIENCE_S after its start."""
+        """Wait up to `timeout` seconds, and at least until PATIENCE_S after the start; return
+        whether `mask` now returns (or raises) at once."""
         newest = self.start(generated)
         remaining = newest.patience_end - time.monotonic()
         return newest.wait(max(timeout, remaining, 0.0)) or newest.cpu_s() > MAX_S

@@ -156,7 +156,7 @@ class Task:
     memory: int | None = None
     #: the manifest's digest, at load
     digest: str = ""
-    #: params that are in no file: adapters' slots, which are written while the engine runs
+    #: params without a file: slots of LoRA adapters, written while the engine runs
     added: Tensors = field(default_factory=dict)
 
 
@@ -228,11 +228,11 @@ class Backend(PlannedBackend, ABC):
         return self.machine(device)
 
     def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
-        """Whether its engines run graphs with adapters, which are added at load."""
+        """Whether its engines support LoRA adapters that are added to the graphs at load."""
         return False
 
     def require_adapters(self, model: str, device: str, settings: Mapping[str, str]) -> None:
-        """Raise MissingError unless engines of a model run adapters that requests choose."""
+        """Raise MissingError unless engines of this model support per-request LoRA adapters."""
         if not self.takes_adapters(device, settings):
             why = f"programs that {self.name} compiles for {device} take no adapters at load"
             fix = "use --backend torch --device cpu, or merge one adapter: g4ir build --adapter DIR"
@@ -260,7 +260,7 @@ class Prepared:
     source: Checkpoint
     #: one of artefact.WEIGHTS; None in a dry run without any
     weights: Any
-    #: files of the checkpoint, name -> content
+    #: side files of the checkpoint (tokenizer, configs), name -> content
     side_files: Future[Mapping[str, bytes]]
     #: dry run: why the engine does not fit its device, or empty
     short: str = ""

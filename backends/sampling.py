@@ -30,18 +30,18 @@ SEEDS = 1 << 63
 CANDIDATES = 64
 #: for top_p alone, the host sorts this many logits first: they nearly always hold enough
 FEW = 1024
-#: logits that are sorted faster than groups of them are compared, and tokens of such a group
+#: up to SHORT logits, a full sort is the fastest top-k; tokens per group of an argmax on a CPU
 SHORT, GROUP = 4096, 512
 #: max absolute bias and penalty factor, so that logits do not overflow float32
 MAX_FACTOR = 1e9
 #: sampling methods: argmax; from the top CANDIDATES; from all in order of id; from all, sorted
 GREEDY, TOP, UNSORTED, SORTED = "greedy", "top", "unsorted", "sorted"
 METHODS = (GREEDY, TOP, UNSORTED, SORTED)
-#: columns of a `draws` tensor
+#: columns of a `draws` tensor (`SamplingParams.draw`)
 TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
 #: top_p that keeps every token, even if the cumulative sum rounds to less than 1
 ALL = 2.0
-#: min, max and their text: of biases; of each setting, after its name in error messages
+#: (min, max, text for errors) of a bias, and of each setting
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),

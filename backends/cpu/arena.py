@@ -28,7 +28,7 @@ class Arena:
         self.device, self.rows, self.max_sizes = device, ROWS, max_sizes
         #: bytes of this step's values, in the order of allocation
         self.sizes: list[int] = []
-        #: heaps of free blocks by size, and blocks in use by storage: each with its number
+        #: free blocks, a heap per size; block index of each storage in use
         self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         self._lent: dict[int, tuple[int, Tensor]] = {}
         self._users: Counter[int] = Counter()

@@ -27,7 +27,8 @@ KERNEL_FORMATS = {
     "nl3": "NL3",
     "nl2": "NL2",
 }
-#: ISA extensions, any set of which allows integer dot products with tiles; and per format
+#: sets of ISA extensions, each sufficient for integer dot products with tiles; formats with other
+#: requirements
 _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})
 _FORMAT_EXTENSIONS = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 

@@ -35,7 +35,7 @@ KERNEL_FLAGS = (
     "-pthread",
     "-w",
     "-Werror=implicit-function-declaration",
-    "-fno-strict-aliasing",  # pairs of 16 bits are read as words
+    "-fno-strict-aliasing",  # pairs of 16-bit values are read as 32-bit words
     "-fno-math-errno",
     "-fassociative-math",
     "-fno-signed-zeros",
@@ -57,7 +57,7 @@ OBJECTS = (
     ("panels.c",),
     *(("form.c", flag) for flag in _FORMAT_FLAGS),
     *(("panels.c", flag) for flag in _FORMAT_FLAGS),
-    # packing must sum in source order
+    # packing must keep the order of its sums: no fast-math
     ("packing.c", "-ffp-contract=off", "-fno-associative-math", "-fsigned-zeros"),
     ("team.c",),
 )

@@ -1,4 +1,5 @@
-"""Lowerings for the CPU, of graphs that are no step programs: large matmuls by the C kernels."""
+"""Lowerings for graphs on the CPU that do not run as step programs: large matmuls call the C
+kernels."""
 
 from __future__ import annotations
 

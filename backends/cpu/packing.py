@@ -26,7 +26,7 @@ PANEL_DTYPES = (DTYPES[torch.bfloat16], DTYPES[torch.float32])
 def quantized(
     w: torch.Tensor, *, form: str, group: int, scale: str, moments: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
-    """Quantise a weight like `quantize.reference`, which also is the fallback: for other formats,
+    """Quantise a weight bit-identically to `quantize.reference`, the fallback for other formats,
     weights beyond 4096, infinities, NaN, and machines without the kernel."""
     size, dtype, threads = group or w.shape[-1], DTYPES.get(w.dtype), torch.get_num_threads()
     if form == "int4" and scale == "bf16" and w.is_cpu and _has_kernel(dtype, size):
@@ -47,7 +47,7 @@ def quantized(
 def fitted_groups(
     x: torch.Tensor, levels: tuple[int, ...], shift_by: int, moments: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `fit_groups`, which also is the fallback, as in `quantized`."""
+    """`fit_groups` by the C kernel; falls back to it as `quantized` does."""
     if x.is_cpu and x.dtype == torch.float32 and _has_kernel(DTYPES[x.dtype], GROUP):
         x, weights = x.contiguous(), None if moments is None else moments.contiguous()
         scales, shifts = (x.new_empty(x.shape[:-1]) for _ in range(2))
@@ -61,7 +61,7 @@ def fitted_groups(
 
 
 def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torch.Tensor) -> None:
-    """Compute `quantize_columns`; without the kernel it is the fallback."""
+    """`quantize_columns` by the C kernel, if there is one."""
     if not _has_kernel(DTYPES[x.dtype], GROUP):
         quantize_columns(x, by, grid, start)
         return
@@ -74,8 +74,8 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 
 
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
-    """Compute `add_products`, for bf16 by products of bf16; without the kernel it is the fallback.
-    Sums do not depend on the number of threads."""
+    """`add_products` by the C kernel, if there is one; bf16 inputs are multiplied as bf16. Sums do
+    not depend on the number of threads."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)

@@ -56,7 +56,7 @@ _GROUPS = {
 
 
 def load_kernels(library: Library | None = None, progress: Progress = no_progress) -> None:
-    """Load a kernel library for the ops; default: that of this process's instruction set, once."""
+    """Load a kernel library for the ops (once); default: that of this process's instruction set."""
     if _kernels and library is None:
         return
     loaded = _open_library(library or kernels(), progress)

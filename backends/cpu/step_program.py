@@ -1,10 +1,10 @@
 """A decode step or a prefill chunk as one step program: instructions for kernels/step.c.
 
 The session's KV caches, the weights and the memory of all values have fixed addresses, so a step is
-recorded once, op by op, and then runs without torch or Python between its kernels. It computes and
-rounds as the definitions of the ops. The program of a step of any number of tokens follows from
-those of two and of three tokens (`of_tokens`). An op without an instruction runs by torch, between
-two instructions.
+recorded once, op by op, and then runs without torch or Python between its kernels. It rounds where
+the ops' references round. The program of a step of any number of tokens follows from those of two
+and of three tokens (`of_tokens`). An op without an instruction runs by torch, between two
+instructions.
 """
 
 from __future__ import annotations
@@ -464,8 +464,8 @@ def _attention_latent(
     cache: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend to rows that are keys and values, by the query of inductor/attention.py: [0, rest of
-    q * w, 0, rest, rotated dims, rotated dims]."""
+    """Attend to rows that are both keys and values, with the query of `latent_query`
+    (inductor/attention.py): q * w with zeros on K's rotated dims, then q's rotated dims."""
     _computes(q)
     pairs, d, fresh = n.whole("pairs"), q.shape[-1], chunk[:1]
     half, weighted, query = d // 2, r.like(q), r.like(q, d + 2 * pairs)
@@ -537,7 +537,7 @@ def _multiplies_integers(w: Tensor | Coded) -> bool:
 
 @cache
 def _part_sizes(sizes: tuple[int, ...]) -> Tensor:
-    """Return the sizes as an operand, cached: `of_tokens` needs equal addresses in all programs."""
+    """Return the sizes as a cached operand: `of_tokens` needs the same address in all programs."""
     return torch.tensor(sizes)
 
 

@@ -49,8 +49,8 @@ class Cuda(Compiler):
         return byte_params(g)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
-        """Return limits -> bytes of the weights that matmuls of many rows dequantise, one node at a
-        time."""
+        """Return a function from limits to the scratch bytes of weights that matmuls of many rows
+        dequantise, one node at a time."""
 
         @cache
         def of_rows(rows: int) -> int:

@@ -22,7 +22,7 @@ DEVICES = {"cpu": "g4ir.backends.cpu.device", "cuda": "g4ir.backends.cuda.device
 
 
 class Device(ABC):
-    """A kind of device."""
+    """A device, with or without compiled programs."""
 
     name: str
     #: packages whose versions its engines depend on

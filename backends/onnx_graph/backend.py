@@ -34,7 +34,7 @@ class Exported:
 
 
 class OnnxBackend(Backend):
-    """Exports through the tensor primitives; runs on onnxruntime."""
+    """Exports graphs to ONNX through the tensor primitives; runs them on onnxruntime."""
 
     name = "onnx"
     devices = ("cpu",)

@@ -15,7 +15,8 @@ from .weights import Weight, gathered_weight, read_weight
 def router(
     net: Network, n: Node, x: Operand, scale: Operand, proj: Operand, per_expert: Operand
 ) -> tuple[Operand, Operand]:
-    """Return weights and experts; scores rounded to x's dtype; softmax, top-k, weights in fp32."""
+    """Return (weights, expert indices); scores are rounded to x's dtype; softmax, top-k and weights
+    are fp32."""
     e = net.e
     x = times(e, e.mul(x, weight_like(e, scale, x)), n.number("root"))
     probabilities = e.softmax(e.cast(e.linear(x, proj), "f32"))

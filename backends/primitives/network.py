@@ -6,13 +6,13 @@ overwritten by the next chunk. A full-length cache has max_seq + prefill_chunk s
 prefill_chunk more than in the graph, so that a chunk overwrites nothing visible to its first token.
 Caches are inputs `NAME` and outputs `NAME.next`. In addition to the graph's inputs the caller feeds
 
-    slots   i64[C]  0, 1, ...: C is how many slots of the full-length caches the step looks at, at
-                    least as many as rows hold tokens afterwards
-    turned  i64[B]  how far the rings of a row are turned: position p lies in slot
-                    (p + turned) mod R. A chunk is never written across the end of a ring: the
-                    caller ends it there, or turns the row's rings (`turn`) until it fits.
+    slots   i64[C]  0, 1, ...: C is the number of slots of full-length caches that the step reads,
+                    at least the length of the longest sequence after it
+    turned  i64[B]  rotation of a sequence's rings: position p is in slot (p + turned) mod R. A
+                    chunk is never written across the end of a ring: the caller ends it there, or
+                    rotates the rings (`turn`) until it fits.
 
-A tower is a network of its own, without caches and with every size fixed.
+A tower is a separate network without caches, with static shapes.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def axial_rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) ->
 
 # --- attention --------------------------------------------------------------------------------
 
-#: (network, node, q [B,P,nq,d], keys and values [B,n,P,d], valid [B,1,1,P]) -> as q
+#: a target's attention: (network, node, q [B,P,nq,d], keys, values [B,n,P,d], valid [B,1,1,P]) ->
+#: [B,P,nq,d]
 EncoderAttend = Callable[[Network, Node, Operand, Operand, Operand, Operand], Operand]
 
 

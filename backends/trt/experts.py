@@ -4,10 +4,10 @@ tokens by expert.
 Multiplying a chunk with every expert costs E / K times the routed work, and a network has no
 conditionals (dialect.py). So shapes are sized for the worst case. The first `most` tokens of each
 expert, at least four times as many as it has on average, are a block of one product of all experts,
-which reads weights as they are; if of 4 bits, gathered (`Emitter.stack`). Further tokens are in
+which reads the weights in place (4-bit ones gathered, see `Emitter.stack`). Further tokens are in
 spare blocks, as many as a chunk can need: an expert of n tokens needs floor((n - 1) / most), and
 all n are K S. Their weights are gathered, all at once: several gathers of one weight would make a
-builder write all of it dense. Where tokens lie is found by comparing: no sort, no scatter.
+builder write all of it dense. Token positions are found by comparisons: no sort, no scatter.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class G4irWorker(WorkerBase):
             logitsprocs_need_output_token_ids=bool(custom),
         )
 
-    # --- what the engine core asks before the first step --------------------------------------
+    # --- queries of vLLM's engine core before the first step --------------------------------------
 
     def get_model(self) -> torch.nn.Module:
         """Return the placeholder model, which raises when called."""

@@ -57,7 +57,7 @@ def were_equal(engine: str) -> bool:
 
 
 def keep_equal(engine: str) -> None:
-    """Record that an engine's graphs equal those that these sources build."""
+    """Store a record that an engine's graphs equal those that these sources build."""
     _keep(GRAPHS, engine, sources_digest())
 
 
@@ -85,7 +85,8 @@ def _named(identity: list[int]) -> str:
 
 
 def _recall(kind: str, name: str) -> Any:
-    """Return the facts of a record; None if there is none, or others could have written it."""
+    """Return the content of a record; None if there is none, or other users could have written
+    it."""
     record = state_root() / kind / name
     with suppress(OSError, TrustError, ValueError):
         check_private(record.parent)

@@ -92,7 +92,7 @@ class PackedWeights:
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """A LoRA adapter that was merged into the weights, and the user's factor."""
+    """A LoRA adapter that was merged into the weights, and its scale."""
 
     path: Line
     scale: float
@@ -377,7 +377,7 @@ def _manifest_of(
         backend_hints = {"weights": WEIGHTS[kind], "compiled": compiled}
         hints = reader.hints_of(_ManifestFile) | backend_hints
         read = vars(reader.build(_ManifestFile, reader.tree_of(record_values, where), hints=hints))
-    except InputError as e:  # of a record that checks itself
+    except InputError as e:  # raised by a record's __post_init__
         raise fail(where, "", str(e)) from None
     options = vars(read.pop("options"))
     read |= {"options": PassOptions(tuple(options[name] for name in OPTIONS))}

@@ -1,7 +1,7 @@
-"""Decides whose native code is run.
+"""Decides whether an engine's native code may run.
 
 Compiled programs of an engine are native code, which can do all that the user can; no check of a
-file can tell what they will do. They are run
+file can tell what they will do. They run
 
 - if this user built the engine on this machine: `build` records the engine's digest;
 - if the user decided so: `--trust` for one command, `g4ir trust ENGINE` once and for all.

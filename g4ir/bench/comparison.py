@@ -37,14 +37,14 @@ SAMPLE = Path(__file__).with_name("sample.txt")
 MAX_OUTPUT = 32
 ROUNDS = 3
 MIB = 1 << 20
-#: random tokens that a model without a tokenizer is compared on
+#: number of random tokens scored for a model without a tokenizer
 RANDOM_TOKENS = 256
 NO_TOKENIZER = (
     "the model has no tokenizer: it is compared on random tokens, whose perplexity is meaningless"
 )
 #: quality metrics of the baseline
 SCORES = ("nll", "ppl")
-#: rate -> its key among `speeds`
+#: rate in the report -> its key in `speeds`
 RATES = {
     "prompt_tokens_per_s": "prefill_throughput",
     "decode_tokens_per_s": "decode_per_user_throughput",
@@ -84,8 +84,8 @@ class Size(NamedTuple):
 def compare_formats(
     formats: Sequence[Format], files: Sequence[str], tokens: int, load: Load, progress: Progress
 ) -> Values:
-    """Measure formats, the first of which is the baseline, on at most so many tokens of text files,
-    by default of the sample, or on random tokens if that cannot be tokenised; return the report.
+    """Measure formats, the first of which is the baseline, and return the report. Texts are `files`
+    (default: the sample, or random tokens without a tokenizer), cut to `tokens` tokens.
 
     Rows have bytes, elements and bits_per_weight; NLL (nats a token) and perplexity of the text,
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);
@@ -157,7 +157,7 @@ def _row(f: Format, size: Size, means: Values) -> Values:
 
 
 def weight_size(engine: Engine) -> Size:
-    """Return the size of the text model: bytes as stored, elements before quantisation."""
+    """Return the text model's weight bytes as stored, and its number of elements."""
     stored = text_graphs(engine.program).params().values()
     elements = plain_packing(engine).program.params().values()
     return Size(sum(v.type.nbytes() for v in stored), sum(v.type.numel() for v in elements))

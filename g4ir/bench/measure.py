@@ -27,7 +27,7 @@ from g4ir.ui.progress import Progress, no_progress
 from .roof import synchronize
 from .runners import BenchRunner, RequestTiming, Rounds, Workload, request_steps
 
-#: a runner's share of a round lasts at least this long, or takes this many requests
+#: a runner's turn in a round: minimum seconds, or this many requests
 ROUND_S = 0.5
 MAX_REQUESTS = 20
 #: minimum relative spread that is reported
@@ -153,6 +153,6 @@ def medians(rounds: Rounds, latency: str) -> list[float]:
 
 
 def ratio(a: Samples, b: Samples) -> Stat:
-    """Return one over the other, each over all rounds and then by round."""
+    """Return the ratio of two medians: over all rounds, then by round."""
     value, *by_round = (x / y for x, y in zip(a, b, strict=True))
     return around(value, by_round)

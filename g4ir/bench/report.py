@@ -1,4 +1,4 @@
-"""A report as JSON values: what was measured, and what follows from it.
+"""Builds a report as JSON values: measurements, and metrics derived from them.
 
 Some keys are vLLM's (request_throughput, mean_ttft_ms, ...): they are about the first engine and
 are null if its outputs disagree with those that it was compared with. `runs` has the metrics of
@@ -77,7 +77,7 @@ def build_report(
 
 
 def void_roles(agreements: Sequence[Values]) -> set[str]:
-    """Return the roles whose outputs agree with no other's: their speeds are not comparable."""
+    """Return the roles whose outputs disagree with all others: their speeds are not comparable."""
     ok = {a[side] for a in agreements if a["ok"] for side in ("role", "base")}
     return {a[side] for a in agreements for side in ("role", "base")} - ok
 
@@ -116,9 +116,9 @@ def run_values(w: Workload, runner: BenchRunner, rates: Sequence[Rates], void: b
 def machine_shares(
     rounds: Rounds, rates: Sequence[Rates], costs: Mapping[str, Cost]
 ) -> dict[str, Stat]:
-    """Return an engine's shares of the machine. mbu: bytes of a decode step / p50 ITL / measured
-    bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT / measured matmul
-    rate."""
+    """Return an engine's utilisation of the machine. mbu: bytes of a decode step / p50 ITL /
+    measured bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT / measured
+    matmul rate."""
     every = [median_rates(rates), *rates]
     least = {
         "mbu": ("itl", [costs["decode"].needed_bytes / r.bandwidth for r in every]),

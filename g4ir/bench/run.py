@@ -39,11 +39,11 @@ from .runners import (
 from .system import environment, peak_memory, reset_peak
 
 ENGINE_ROLES = ("engine", "engine-b")
-#: prompt and output tokens of the request on which outputs are compared. Short: the interpreter
-#: takes as long for a token as some engines for a thousand
+#: prompt and output tokens of the request on which outputs are compared. Few, since the interpreter
+#: may be a thousand times slower than an engine
 CHECKED_INPUT, CHECKED_OUTPUT = 32, 4
 #: minimum cosine of the median row of logits. Each runner rounds and quantises in its own way, and
-#: routers in 16 bits take other experts in some rows; `g4ir verify` compares exactly
+#: 16-bit routers choose other experts in some rows; `g4ir verify` compares exactly
 AGREE = 0.98
 #: baseline -> raises MissingError if its library is not installed
 BASELINES: dict[str, Callable[[], Any]] = {
@@ -67,9 +67,9 @@ def run_bench(
     report of each workload.
 
     workloads: from `plan_workload`. rounds: at least 2, each runner takes its turn in each
-    (A-B-A-B). warmup: requests of each before them, after the one that its outputs are compared on.
-    checkpoint: what baselines load if the engine does not refer to one. draft: source of drafts
-    that are measured after the rounds, on one sequence of the first engine.
+    (A-B-A-B). warmup: requests of each runner before the rounds, after the one whose outputs are
+    compared. checkpoint: what baselines load if the engine does not refer to one. draft: source of
+    drafts that are measured after the rounds, on one sequence of the first engine.
 
     Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
     report marks their speeds void.
@@ -118,7 +118,7 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 
 def check_specs(specs: Mapping[str, Spec]) -> None:
-    """Raise InputError for models of different specs; files of one model may have other names."""
+    """Raise InputError for models of different specs (names are ignored)."""
     (path, spec), *others = specs.items()
     for file, other in others:
         if replace(other, name=spec.name, hub=spec.hub).digest() != spec.digest():
@@ -161,7 +161,7 @@ def _runners(
 
 
 def shortened(w: Workload) -> Workload:
-    """Return the beginning of a request, on which outputs are compared."""
+    """Return the first tokens of a request, on which outputs are compared."""
     lengths = min(w.input_len, CHECKED_INPUT), min(w.output_len, CHECKED_OUTPUT)
     return replace(w, input_len=lengths[0], output_len=lengths[1])
 

@@ -1,5 +1,5 @@
-"""The requests of a benchmark, and what runs them: an engine, the interpreter on its params, or
-transformers on its weights.
+"""Benchmark requests, and their runners: an engine, the interpreter on its params, or transformers
+on its weights.
 
 A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then `output_len
 - 1` decode steps: `output_len` output tokens. The tokens of the single steps are inputs too, so
@@ -135,7 +135,7 @@ class BenchRunner:
         self._context_tokens = torch.zeros(1, 0)
 
     def set_context(self, tokens: torch.Tensor) -> None:
-        """Fill the KV cache with exactly i64[B, n], n possibly 0."""
+        """Set the KV cache's contents to the tokens i64[B, n]; n may be 0."""
         self._context_tokens = tokens
         self.session.reset()
         if tokens.shape[1]:
@@ -146,8 +146,8 @@ class BenchRunner:
         self.set_context(self._context_tokens)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B, n]; return logits [B, vocab] after the last one, on the runner's device.
-        They are valid until the next step."""
+        """Append tokens i64[B, n]; return the logits [B, vocab] after the last one, on the runner's
+        device. They are valid until the next step."""
         return self.session.step(tokens)
 
 
@@ -179,7 +179,7 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     return EngineRunner(reference_engine(engine, resident=True), batch, "reference")
 
 
-#: baseline of transformers -> label, class of its cache, whether single tokens are compiled
+#: transformers baseline -> label, cache class, whether decode steps are compiled
 MODES = {
     "hf": ("eager, growing cache", "DynamicCache", False),
     "hf-static": ("eager, static cache", "StaticCache", False),
@@ -194,8 +194,8 @@ def hf_runner(model: Any, max_len: int, mode: str) -> BenchRunner:
 
     label, cache, compiled = MODES[mode]
     size = {"max_cache_len": max_len} if cache == "StaticCache" else {}
-    # As transformers' generate does: single tokens compiled, with CUDA graphs if there are any, and
-    # prompts eager, since every length would be compiled anew.
+    # As in transformers' `generate`: decode steps are compiled, with CUDA graphs on a GPU; prompts
+    # run eagerly, since each length would recompile.
     single = torch.compile(model.forward, mode="reduce-overhead") if compiled else None
     new_cache = partial(getattr(transformers, cache), config=model.config, **size)
     label, session = f"{transformers.__version__} {label}", HfSession(model, new_cache, single)

@@ -1,5 +1,5 @@
-"""Reports read from files, as text, Markdown or a plot, and compared: the metrics that differ by
-more than both spreads."""
+"""Reports read from files, printed as text, Markdown or a plot, and compared: which metrics differ
+by more than both spreads."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _head(r: Values) -> Iterator[str]:
 
 
 def _draft_text(drafts: Values) -> str:
-    """Return the speed-up by drafts of each kind."""
+    """Return a line per draft source: its speed-up over plain decoding."""
     none, *kinds = drafts["by_kind"].items()
     parts = (f"{k} x{v['speedup']:.2f} ({v['tokens_per_round']:.2f} a round)" for k, v in kinds)
     return f"drafts   {none[1]['tokens_per_second']:.1f} tokens/s without; {'; '.join(parts)}"
@@ -175,7 +175,7 @@ def _short(x: float) -> str:
 
 
 def plot_bars(panel: Any, title: str, values: Mapping[str, Stat]) -> None:
-    """Plot a bar with its spread for each value."""
+    """Plot each value as a bar with an error bar (its spread)."""
     for i, (name, stat) in enumerate(values.items()):
         panel.bar(name, stat.value, yerr=stat.spread, color=f"C{i}")
     panel.set(title=title, ylim=(0, None))

@@ -41,8 +41,8 @@ CANDIDATES = (
     *(SCHEMES[name] for name in ("nl2", "nl3", "nl4", "int5", "int8")),
     Scheme("int6", 128, "f16"),
 )
-#: formats of small divergence -> that of int5 relative to theirs, the median over the matrices of
-#: Gemma 3 270M: they are not measured
+#: formats that are not measured, since their divergence is small -> int5's divergence divided by
+#: theirs (median over the matrices of Gemma 3 270M)
 FINER = {"int6": 5.4, "int8": 24.0}
 #: windows of the text; windows on which errors are measured, and tokens of each; positions of a
 #: window at which a token is drawn; rows of a matrix, and experts of a layer, that are quantised
@@ -69,8 +69,8 @@ def bits_config(
     progress: Progress,
 ) -> QuantConfig:
     """Return a config with at most `bits` bits per weight of the layers' matrices, scales included;
-    tables and head in int8. `kind`: of the weights in the engine. InputError for fewer bits than
-    the formats that fit the weights have."""
+    tables and head in int8. `kind`: storage of the engine's weights. InputError if the smallest
+    formats need more bits."""
     weights = weights_of(c.spec)
     matrices = {name: t for name, t in weights.items() if layer_of(name) is not None}
     key = cache_key(c.spec, c.dtype, source, text, kind, Path(__file__).read_bytes())
@@ -112,7 +112,7 @@ def measured_divergences(
     windows = text.windows(c.spec.tokens.bos)
     windows = windows[:: max(1, len(windows) // WINDOWS)][:WINDOWS]
     every = max(1, len(windows) // MEASURED_WINDOWS)
-    windows = [w for i in range(every) for w in windows[i::every]]  # first those that are measured
+    windows = [w for i in range(every) for w in windows[i::every]]  # measured ones first
     squares: list[dict[str, Tensor]] = []
     for i, window in enumerate(windows[:MEASURED_WINDOWS]):
         progress(f"bits: gradients, window {i + 1} of {len(windows[:MEASURED_WINDOWS])}")
@@ -139,7 +139,8 @@ def _candidates(t: Type) -> list[Scheme]:
 
 class _Watched:
     """Callback that collects, by weight, inputs [T, K] and outputs [T, N] of matmuls with these
-    matrices at TOKENS tokens of the first windows; for experts those of the whole op."""
+    matrices at TOKENS tokens of the first windows; for experts, inputs and outputs of the op
+    `experts`."""
 
     def __init__(self, matrices: Container[str], windows: int) -> None:
         self.matrices, self.windows = matrices, windows
@@ -202,7 +203,8 @@ def _divergences(
     candidates: Sequence[Scheme],
     dtype: str,
 ) -> list[float]:
-    """Return `_divergence` of each candidate; that of FINER formats follows from int5's."""
+    """Return the divergence of each candidate scheme; that of FINER formats is derived from
+    int5's."""
     args, out = (w, inputs, seen, information), dict[str, float]()
     for scheme in candidates:
         if scheme.form in FINER and "int5" in out:
@@ -221,8 +223,8 @@ def _divergence(
     dtype: str,
 ) -> float:
     """Return the divergence in nats per token of a weight in a scheme, calibrated by the inputs, on
-    average over windows, measured on some of its rows. For stacked experts the relative error of
-    SOME_EXPERTS is used as that of the op's output."""
+    average over windows, measured on some of its rows. For stacked experts, the relative error of
+    SOME_EXPERTS of them stands for that of the op's output."""
     every = 1 if w.ndim > 2 else max(1, len(w) // ROWS)
     w = w[::every]
     if w.ndim > 2:

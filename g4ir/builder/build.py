@@ -1,8 +1,8 @@
 """Builds an engine directory (layout: directory.py). `prepare` validates a build up to compilation
 and resolves all options, `write_engine` compiles and writes.
 
-It is written under a temporary name and renamed at the end; the manifest is the last file, so
-that a build killed at any moment leaves nothing that loads.
+The directory is written under a temporary name and renamed at the end, with the manifest as the
+last file, so that a killed build never leaves a loadable engine.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shows_options(function: F) -> F:
-    """Show the fields of BuildOptions in the signature and docstring of a function that takes them
-    as `**options`, for help() and editors."""
+    """Decorator: add the fields of BuildOptions to the signature and docstring of a function that
+    takes them as `**options`, for help() and editors."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     option_parameters = inspect.signature(BuildOptions).parameters.values()
@@ -287,8 +287,8 @@ def _weights(
 
 
 def _check_range(config: BuildConfig, source: Checkpoint) -> None:
-    """Warn if K may saturate a float8 cache, naming the worst layer: after a norm of weight w no
-    element of d is larger than sqrt(d) * max |w|."""
+    """Warn, naming the worst layer, if K may saturate a float8 cache: after an RMS norm with weight
+    w [d], elements are at most sqrt(d) * max |w|."""
     max_value = NARROW.get(config.options.of(NarrowOptions).to)
     if max_value is None:
         return
@@ -306,8 +306,8 @@ def _check_range(config: BuildConfig, source: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A written engine, as `open_artefact` returns it; seconds of compilation; whether the build is
-    recorded as this user's (no --trust needed)."""
+    """A written engine, as `open_artefact` returns it; seconds of compilation; whether the build
+    was recorded as this user's, so that --trust is not needed."""
 
     artefact: directory.Artefact
     compile_s: float
@@ -386,7 +386,7 @@ def disk_bytes(p: Prepared) -> int:
 
 
 def check_space(p: Prepared, out: Path) -> None:
-    """Raise EngineError if the weights do not fit the disk."""
+    """Raise EngineError if the weights do not fit on the disk."""
     weights, free = disk_bytes(p), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:

@@ -46,7 +46,7 @@ from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import TOKENIZER, Checkpoint, sha256
 from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 
-#: maximum and minimum tokens of the texts; tokens of one context, without <bos>
+#: maximum and minimum tokens of the texts; tokens of a window, without <bos>
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
 #: name of the text that comes with the package
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
@@ -100,7 +100,7 @@ class CalibrationText:
         return cls(tuple(records), tuple(ids))
 
     def windows(self, bos: int | None) -> list[Tensor]:
-        """Return tokens [1, n] of each context, after <bos>."""
+        """Return the tokens [1, n] of each window, <bos> first."""
         start = torch.tensor([] if bos is None else [bos]).long()
         return [torch.cat([start, w])[None] for w in torch.tensor(self.ids).split(WINDOW)]
 
@@ -124,7 +124,7 @@ class Stages:
         self.params = MadeParams(plain, source)
         tables = {v.name: open_table(self.params, v, "mmap", "cpu") for v in embed.params}
         head = next(n for n in reversed(text.nodes) if n.op == "linear")
-        #: nodes from the head's product on
+        #: nodes of the head: from the LM head's matmul on
         self.head = text.nodes[text.nodes.index(head) :]
         self.graph = drop_dead(replace(text, outputs=(head["x"],), next={}))
         self.last_use = {v.name: i for i, n in enumerate(self.graph.nodes) for v in n.inputs}
@@ -192,8 +192,8 @@ class InputProducts:
         self.weights = frozenset(weights)
         #: the upper triangles of the sums
         self.sums: dict[str, Tensor] = {}
-        #: weight -> keys in `sums`, one per expert if experts have different inputs; key -> the one
-        #: weight whose node updates the sum, if several weights share it
+        #: weight -> its keys in `sums`, one per expert if experts have different inputs; key -> the
+        #: weight whose node updates the sum, which other weights may share
         self.keys: dict[str, list[str]] = {}
         self._owner: dict[str, str] = {}
         self._inputs: dict[str, list[Inputs]] = {}
@@ -249,7 +249,7 @@ def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[
 
 
 def calibrated_schemes(config: QuantConfig, spec: Spec) -> dict[str, Scheme]:
-    """Return the layers' matrices whose format is fitted to a text -> their schemes."""
+    """Return weight -> scheme for the layers' matrices whose format supports calibration."""
     schemes = config.schemes(weights_of(spec)).items()
     return {
         name: scheme
@@ -290,8 +290,8 @@ def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
 
 
 def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -> Codes:
-    """Return codes and scales of a weight [.., N, K]; stacked experts share inputs or have their
-    own."""
+    """Return codes and scales of a weight [.., N, K]; stacked experts share inputs or have one
+    each."""
     if w.ndim == 2:
         return compensation.calibrated(w, inputs[0], scheme, dtype, KERNELS)
     each = [inputs[min(e, len(inputs) - 1)] for e in range(len(w))]
@@ -303,8 +303,8 @@ def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -
 def cache_key(
     spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: object
 ) -> str:
-    """Return a digest of everything that results depend on: weights, text, other facts, the sources
-    of the method."""
+    """Return a digest of everything that affects the result: weights, text, options, and this
+    package's source code."""
     method = [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(h.path, h.identity) for h in source.headers]
     if not files and source.directory.exists():  # random weights have no files

@@ -195,7 +195,7 @@ def _settings(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     stop = spec.tokens.eos if defaults.stop is None else defaults.stop
     values = ((names[name], value) for name, value in defaults.sampling.items())
     return {
-        # As float32 has them, which a file stores.
+        # Rounded to float32, as GGUF stores them.
         **{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values},
         **dict.fromkeys(defaults.unused, "set"),
         "eos_token_id": sorted({*stop}),

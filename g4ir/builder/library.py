@@ -55,7 +55,7 @@ from .sources import shipped_variant
 
 log = logging.getLogger(__name__)
 
-#: bytes at the start of a file whose digest identifies it
+#: the digest of this many bytes at the start identifies a file
 HEADER = 1 << 16
 RECORD = ".json"
 #: prefix of the names of packed weight files
@@ -64,7 +64,7 @@ PACKED = "weights-"
 KERNELS = ".kernels"
 #: options whose values may be files
 FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
-#: whether to download, or a function that decides
+#: whether to download missing weights, or a function that decides
 Consent = bool | Callable[[Download], bool]
 #: shared locks of the engines that this process uses, by path
 _in_use: dict[Path, int] = {}
@@ -233,8 +233,8 @@ def _with_weights(
 def _of_folder(
     folder: origin.ModelFolder, options: BuildOptions
 ) -> tuple[Spec | None, BuildOptions]:
-    """Return the spec that a folder's towers need, and the build options with its files: those that
-    the options name no other for."""
+    """Return the spec with the folder's towers (None: it has none), and the build options completed
+    with its files: the text model, and towers and draft model unless the options name others."""
     options = replace(options, checkpoint=folder.model.absolute())
     if options.drafter in (None, DEFAULT) and (drafter := folder.one(origin.DRAFTER_FILE)):
         options = replace(options, drafter=drafter.absolute())
@@ -302,7 +302,7 @@ def _changed_options(options: BuildOptions) -> dict[str, Any]:
 
 def _identity(word: str) -> list[Any]:
     """Return the path, and name, size, mtime and header digest of the file or of each file of the
-    directory; the word itself if it is no file, such as `int8`."""
+    directory; the option's text itself if it is not a file, such as `int8`."""
     path = Path(word)
     if not path.exists():
         return [word]

@@ -116,7 +116,7 @@ def _adapter_slots(
 
 
 def engine_of(artefact: Artefact, runtime: Runtime, ple_placement: str | None = None) -> Engine:
-    """Return an engine from a checked directory and its runtime."""
+    """Create an engine from a checked directory and its runtime."""
     c = artefact.config
     placed = find_placement(ple_placement or c.ple_placement, c.spec, c.device)
     params = artefact.packing.program.graphs["embed"].params
@@ -201,7 +201,7 @@ def check_runnable(artefact: Artefact, trust: bool = False) -> Backend:
 
 
 def _of_ranks(artefact: Artefact, here: int) -> str:
-    """Return why this number of processes cannot run an engine, and the command that can."""
+    """Return why this number of processes cannot run an engine, and the command that does."""
     ranks = artefact.config.ranks
     how = f"torchrun --nproc-per-node {ranks} -m g4ir ..." if ranks > 1 else "g4ir ..."
     built = f"{artefact.label} was built for {ranks} rank{'s' * (ranks > 1)}"
@@ -239,7 +239,7 @@ def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
 
 
 def _not_here(artefact: Artefact) -> str:
-    """Return why a CUDA engine does not run on this machine, and on which machine it does."""
+    """Return why a CUDA engine does not run on this machine, and what it needs."""
     backend = _backend_of(artefact)
     again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
     has = "has another GPU" if torch.cuda.is_available() else "sees no CUDA device"

@@ -40,8 +40,8 @@ def module(
     random_weights: int | None = None,
 ) -> Any:
     """Return the text model as a transformers nn.Module: `module(input_ids, labels=None)` returns
-    `.logits` and `.loss`; of an encoder `module(input_ids, attention_mask=None)`, whose padding is
-    masked, returns embeddings f32 [B, size]. `module.spec` is its spec. Quantised weights are
+    `.logits` and `.loss`; of an encoder `module(input_ids, attention_mask=None)` returns
+    embeddings f32 [B, size]; padding is masked. `module.spec` is its spec. Quantised weights are
     dequantised.
 
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
@@ -191,7 +191,7 @@ def _register_hook(part: torch.nn.ModuleList, name: str, *args: Any, **options: 
     return getattr(torch.nn.ModuleList, name)(part, *args, **options)
 
 
-#: kind -> argument of transformers' models -> input of a tower
+#: kind of media -> keyword of transformers' model -> input of the tower
 MEDIA_ARGUMENTS = {
     IMAGE: {"pixel_values": "patches", "image_position_ids": "positions"},
     VIDEO: {"pixel_values_videos": "patches", "video_position_ids": "positions"},
@@ -208,7 +208,7 @@ class EncoderModule(torch.nn.Module):
         self.model, self.config = model, model.config
         sizes = zip((self.config.hidden_size, *widths), widths)
         layers = (torch.nn.Linear(*size, bias=False) for size in sizes)
-        # A part of the model, so that its tensors have the checkpoint's names.
+        # A submodule, so that its tensors have the checkpoint's names.
         model.dense = torch.nn.ModuleList(torch.nn.ModuleDict({"linear": x}) for x in layers)
 
     def get_decoder(self) -> Any:
@@ -226,8 +226,8 @@ class EncoderModule(torch.nn.Module):
         return self.pooled(hidden, mask)
 
     def with_media(self, whole: Any, input_ids: Any, kind: str, feeds: Any) -> torch.Tensor:
-        """Return `forward` of ids with placeholders of one medium; `whole`: see
-        `encoder_with_towers`, `feeds`: the inputs of the medium's tower."""
+        """Return the embeddings of ids with placeholders for one medium; `whole`: the model of
+        `encoder_with_towers`; `feeds`: inputs of the medium's tower."""
         names = {name: feeds[own] for name, own in MEDIA_ARGUMENTS[kind].items()}
         if kind == VIDEO:
             names["num_frames_per_video"] = torch.tensor([1])

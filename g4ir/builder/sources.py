@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 #: fields of the text config that only images use
 OF_PICTURES = ("text.use_bidirectional_attention",)
 _SEEN = ("vision.", "tokens.boi", "tokens.eoi", "tokens.pad")
-#: kind of media -> spec keys that determine its soft tokens
+#: kind of media -> spec keys on which its soft tokens depend
 OF_MEDIA = {
     "image": (*_SEEN, "tokens.image"),
     "video": (*_SEEN, "tokens.video"),
@@ -75,7 +75,8 @@ class Sources:
         return checks
 
     def media(self, o: BuildOptions) -> Media:
-        """Return an engine's media kinds; SpecError if the checkpoint's towers differ."""
+        """Return the media kinds of the build; SpecError if the checkpoint's towers do not match
+        the spec."""
         asked = o.media if isinstance(o.media, str) else tuple(o.media)
         sizes = o.image_budgets, o.audio_seconds
         if not self.origin:
@@ -106,7 +107,7 @@ class Sources:
 
 
 def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
-    """Locate the inputs of a build; without a spec, it is read from the checkpoint. An error for
+    """Locate the inputs of a build; without a spec, it is read from the checkpoint. Raises for
     files that contradict each other or cannot be read."""
     _check_exclusive(spec, o)
     origin = _origin(spec, o)

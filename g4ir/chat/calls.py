@@ -54,7 +54,7 @@ Schemas = Mapping[str, Schema]
 
 
 class Unreadable(ValueError):
-    """Raised for a text that is not the body of a tool call."""
+    """Raised if the text is not the body of a tool call."""
 
 
 def begins_head(text: str) -> bool:
@@ -63,8 +63,7 @@ def begins_head(text: str) -> bool:
 
 
 def head_name(text: str) -> str | None:
-    """Return the name in the head of a call, `call:NAME{`, the first word optional; None for a text
-    that is none."""
+    """Return NAME of a call's head, `call:NAME{` or `NAME{`; None if the text is not a head."""
     match = _HEAD.fullmatch(text)
     return match[1] if match else None
 
@@ -81,7 +80,8 @@ class CallBody:
     def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
         self.name, self._parts, self._plain = name, [head], plain
         self._json, self._sent = ["{"], 0
-        #: (closer, schema) of each open object and list; None for a second pair of braces
+        #: stack of open objects and lists: (closing character, schema); None for a redundant pair
+        #: of braces
         self._open: list[tuple[str, Schema | None]] = [(_CLOSERS[head[-1]], schema)]
         self._schema, self._state = schema, KEY  # of the next value
         self._raw = list[str]()  # text of an unfinished key or value, or the held tail of a string
@@ -108,7 +108,7 @@ class CallBody:
 
     @property
     def end(self) -> int:
-        """End of a call without an end token: at a control token in its open string."""
+        """Where a call without an end token ends: at a control token in its open string."""
         return self._seen - (0 if self._mark is None else len("".join(self._raw)) - self._mark)
 
     def as_written(self, body: str) -> str:
@@ -304,7 +304,7 @@ class CallBody:
         return "" if self._json[-1][-1] in "[{ " else ", "
 
     def _finalise(self, count: int) -> None:
-        """Make `count` held characters of a string final."""
+        """Emit `count` held-back characters of a string as final."""
         pending = "".join(self._raw)
         text, self._raw = pending[:count], [pending[count:]]
         if text:
@@ -337,13 +337,13 @@ def is_text(schema: Schema) -> bool:
 
 
 def fits(value: Any, schema: Schema) -> bool:
-    """Whether a schema allows a value's type; a schema without types allows all."""
+    """Whether the schema's types include the value's; a schema without types allows all."""
     kinds = kinds_of(schema)
     return not kinds or value is None or bool(_FITS[type(value)] & kinds)
 
 
 def _unquoted(raw: str) -> str:
-    """Return a text without its single quotes."""
+    """Strip single quotes around a text."""
     return raw[1:-1] if len(raw) > 1 and raw[0] == raw[-1] == "'" else raw
 
 

@@ -30,7 +30,7 @@ ROLES = {
 PARTS: dict[str, str | None] = dict.fromkeys(("text", "refusal"))
 PARTS |= {f"{kind}{end}": kind for kind in ("image", "audio", "video") for end in ("", "_url")}
 PARTS["input_audio"] = "audio"
-#: keys of a text part for TranslateGemma: its languages
+#: keys of a text part that name its languages (TranslateGemma)
 LANGUAGES = ("source_lang_code", "target_lang_code")
 #: maximum nesting of lists and objects
 MAX_DEPTH = 64
@@ -42,7 +42,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, audio or video part as received; the caller decodes it."""
+    """An image, audio or video part as received; it is decoded by the caller."""
 
     kind: str
     part: Any
@@ -169,7 +169,7 @@ def _texts(message: Message, where: str, *keys: str) -> dict[str, str]:
 def expect(
     value: Any, kinds: type | tuple[type, ...], where: str, words: str, cure: str = ""
 ) -> Any:
-    """Return the value; InputError, with the expected type in `words`, if it is none of `kinds`."""
+    """Return the value; InputError, which says `words`, unless its type is one of `kinds`."""
     if not isinstance(value, kinds):
         raise InputError(f"{where}: must be {words}, found {kind_of(value)}{cure}")
     return value

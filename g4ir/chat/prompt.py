@@ -23,7 +23,7 @@ from .messages import PARTS, Medium, Message, map_texts
 
 #: replaces invalid UTF-8
 REPLACEMENT = "\ufffd"
-#: characters that take some ten milliseconds to tokenise
+#: characters that take about 10 ms to tokenise
 CHEAP = 1 << 16
 #: candidates for the mark: ideographs so rare that no conversation contains all of them; printable,
 #: so that Python's repr of a list keeps them
@@ -201,7 +201,7 @@ class Vocabulary:
         self._alone: dict[int, str] = {}
 
     def alone(self, token: int) -> str:
-        """Return the text of a single token; "" for special ones."""
+        """Return the text of a single token without context; "" for special tokens."""
         if (text := self._alone.get(token)) is None:
             text = self._alone[token] = self.tokenizer.decode([token])
         return text
@@ -212,8 +212,9 @@ class Vocabulary:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def check_length(self, characters: int, limit: int, label: str, cheap: int = CHEAP) -> None:
-        """Raise InputError, without tokenising it, for a text that exceeds `limit` tokens even if
-        all were the longest token; texts of up to `cheap` characters are tokenised instead."""
+        """Raise InputError for a text that must exceed `limit` tokens, since it is longer than
+        `limit` copies of the longest token. Texts of up to `cheap` characters pass: tokenising them
+        costs little."""
         if characters > cheap and characters > (limit + 1) * self.longest:
             excess = f"more than {limit} tokens can have, the length of the context"
             longest_is = f"its longest token has {self.longest} characters"
@@ -237,7 +238,7 @@ class Vocabulary:
         `media` are the expansions of the placeholders, in order: ids, and texts, which are
         tokenised with the text around them. Without it placeholders stay one token each.
         """
-        texts, ids, remaining = [""], list[int](), iter(media)  # a text before each id, and a last
+        texts, ids, remaining = [""], list[int](), iter(media)  # texts between ids
         for piece in prompt.pieces(self._names):
             parts: Iterable[int | str] = [piece.text]
             if piece.control:

@@ -51,9 +51,9 @@ START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
 class Event:
     """A piece of an answer.
 
-    `call`: `text` is its arguments as JSON, `arguments` their value, or None for a call that was
-    cut or has no reading. If it was `streamed`, events `arguments` came before: `text` is the next
-    piece of the JSON of call `index`, the first of which has the `name`.
+    `call`: `text` is its arguments as JSON, `arguments` their value, or None for a truncated or
+    unparsable call. If it was `streamed`, events `arguments` came before: `text` is the next piece
+    of the JSON of call `index`, the first of which has the `name`.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class Reader:
         self._texts = defaultdict[str, list[str]](list)  # all text by kind
         self._new: list[Event] = []
         self._read: list[dict[str, Any]] = []
-        self._over = False  # whether the last token was an end token
+        self._over = False  # whether the last token ended the turn
         self._answer: Answer | None = None
         # Parse the prompt's tail to get the initial state.
         marked = control.Lexer(prompt_tail).feed(prompt_tail)
@@ -168,7 +168,7 @@ class Reader:
         return self._new
 
     def _run(self, marked: str) -> None:
-        """Parse marked text; text that a failed call returns is parsed again."""
+        """Parse marked text; text of a malformed call is parsed again."""
         waiting = [marked]
         while waiting:
             text, at = waiting.pop(), 0

@@ -36,7 +36,7 @@ _METHODS = """capitalize count endswith find index isalnum isalpha isdecimal isd
 isnumeric isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace
 rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"""
 FILTERS, METHODS = frozenset(_FILTERS.split()), frozenset(_METHODS.split())
-#: filters of a text, and of values whose text must not be too long
+#: filters of a text, and filters whose operand's text has limited length
 OF_TEXT = {"indent", "replace", "string", "trim", "upper", "lower", "title", "e", "escape"}
 OF_VALUES = {"join", "tojson", "unique", "groupby", "wordcount"}
 #: methods and filters whose arguments must be small
@@ -44,11 +44,11 @@ SHORT = {"strip", "lstrip", "rstrip", "trim", "indent", "round", "batch", "tojso
 
 
 class LimitError(Exception):
-    """A template exceeds a limit."""
+    """Raised if a template exceeds a limit."""
 
 
 class RenderError(Exception):
-    """A template cannot be rendered; names its line if known."""
+    """Raised if a template cannot be rendered; has the line if known."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -94,7 +94,7 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
 
 
 def check_size(size: int) -> int:
-    """Return a size; LimitError if it exceeds the maximum text."""
+    """Return the size; LimitError if it exceeds the maximum text length."""
     if size > MAX_TEXT:
         raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
     return size

@@ -187,8 +187,8 @@ class Template:
 
 def _detect_form(template: Template) -> str:
     """Detect a template's chat format among those with reasoning: whether it writes an empty
-    channel if thinking is off. A template that refuses the probe counts as small; other formats
-    follow the variant."""
+    channel if thinking is off. A template that refuses the probe counts as `small`; other formats
+    are set by the variant."""
     if "channel" not in template.strings["controls"]:
         return template.form
     question = [{"role": "user", "content": "?"}]
@@ -244,7 +244,7 @@ def _named(messages: Sequence[Message]) -> list[Message]:
 
 
 def _response(calls: Sequence[Message], answer: Message, decode: bool) -> dict[str, Any]:
-    """Return a tool result with the name of its call; without ids the last call's."""
+    """Return a tool result with its call's name: by id, else that of the last call."""
     matching = [c for c in calls if c.get("id") == answer.get("tool_call_id")]
     name = matching[-1]["function"]["name"] if matching else answer.get("name") or "unknown"
     content = answer["content"] or ""
@@ -333,7 +333,7 @@ def prompt_ids(
     prompt: Any, template: Template, vocabulary: Vocabulary, kinds: Sequence[str] = ()
 ) -> list[Any]:
     """Return the ids of a prompt, or of each of several; one is a text or a list of messages. A
-    single text is of a message that has media of `kinds`."""
+    single text becomes a user message with media of `kinds`."""
 
     def user_message(content: Any) -> list[Message]:
         return [{"role": "user", "content": content}]

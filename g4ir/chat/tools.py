@@ -30,7 +30,7 @@ NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSc
 #: maximum schemas of one tool after references are resolved
 MAX_SCHEMAS = 4096
 
-#: a schema, and the references that led to it
+#: a schema, and the `$ref`s followed to reach it
 Led = tuple[dict[str, Any], tuple[str, ...]]
 
 
@@ -70,7 +70,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Drop null keywords, which some clients write for absent ones."""
+    """Drop keywords with value null, which some clients send for absent ones."""
     if isinstance(schema, list):
         return [without_nulls(inner) for inner in schema]
     if not isinstance(schema, dict):
@@ -116,11 +116,12 @@ def _list(value: Any) -> list[Any]:
 def lower(
     tools: Sequence[Mapping[str, Any]], reading: bool = False
 ) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
-    """Lower the schemas of checked tools; return the tools, and the lost keywords by field.
+    """Lower the schemas of checked tools; return the tools, and the dropped keywords by field.
 
-    References inside of a schema are resolved; `anyOf [T, null]` becomes a T that may be null; a
-    union of plain types becomes their list, any other its first; `allOf` is merged; texts that are
-    `const` become an enum. For `reading` values any other union allows all.
+    Local `$ref`s are resolved; `anyOf [T, null]` becomes a nullable T; a union of plain types
+    becomes a list of types, any other union its first member; `allOf` is merged; a string `const`
+    becomes an enum. With `reading` (parsing of generated values) any other union allows every
+    value.
     """
     out, lost = [], list[str]()
     for tool in tools:

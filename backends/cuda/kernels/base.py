@@ -144,7 +144,7 @@ def weight_codes(g: Graph, *weights: Value) -> dict[str, int]:
 
 
 def is_quantised(shape: Shape) -> bool:
-    """Whether the shape is of a quantised weight (`codes_of`)."""
+    """Whether a launch shape has the codes of a quantised weight (`codes_of`)."""
     return any(fmt in shape for fmt in FORMATS)
 
 

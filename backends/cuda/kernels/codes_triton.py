@@ -31,8 +31,7 @@ Tensor = torch.Tensor
 
 #: kinds of codes: floats, 8-bit integers, e4m3, bits of values in words
 DENSE, INT8, E4M3, BITS = (tl.constexpr(i) for i in range(4))
-#: kinds of shared integers: signed bytes, 7 bits above the choice of a shift, e4m3, pairs of 4 and
-#: of 6 bits
+#: kinds of shared integers: signed bytes, 7 bits above a shift bit, e4m3, pairs of 4 and of 6 bits
 SIGNED, SHIFTED, FLOATS, NIBBLES, SIX_BITS = (tl.constexpr(i) for i in range(5))
 #: positions in a record: kind; values and words of a block; of both fields: bits of a value, first
 #: word and words in a block, shifts by bit of a value's index, five bits each (0: it selects the
@@ -94,8 +93,8 @@ def _field(w, live, blocks, R, BLOCK_K, FORMAT, FIELD):
 
 @triton.jit
 def _with_bit(t, BIT, SHIFT, R):
-    """Words [R, W] by the other bits of a value's index -> [R, 2W]: shifted where this one is set;
-    if it has no shift, unchanged."""
+    """Words [R, W] -> [R, 2W]: words for value indices with this bit clear, and shifted ones for
+    those with it set; unchanged if the bit has no shift."""
     if SHIFT:
         N: tl.constexpr = t.shape[1] >> BIT
         t = tl.reshape(tl.join(t, t >> SHIFT), (R, N, 1 << BIT, 2))
@@ -155,7 +154,7 @@ def _integers(w, live, at, K, N, FORMAT):
         lower = (nth < 4)[None, :]
         first = tl.where(lower, first & 63, (last & 15) | ((first >> 2) & 48))
         second = tl.where(lower, second & 63, ((last >> 4) & 15) | ((second >> 2) & 48))
-    elif FORMAT[INTEGERS] == FLOATS:  # e4m3: its bits below those of a float, 2^-120 of its value
+    elif FORMAT[INTEGERS] == FLOATS:  # e4m3 bits in a float: 2^-120 of the value
         bits = ((first & 128) << 24) | ((first & 127) << 20)
         first = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
@@ -174,7 +173,7 @@ def _scales(scales, live, at, K, N, R, FORMAT, GROUP, EACH):
     if not FORMAT[MINIMA]:
         s = tl.load(scales[:, None] + g[None, :], mask=inside, other=0.0).to(tl.float32)
         m = tl.zeros_like(s)
-    elif scales.dtype.element_ty.primitive_bitwidth == 16:  # as one word, which is copied early
+    elif scales.dtype.element_ty.primitive_bitwidth == 16:  # one 4-byte load, so cp.async applies
         pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True)
         pair = tl.load(pairs[:, None] + g[None, :], mask=inside, other=0)
         s = pair.to(tl.int16).to(scales.dtype.element_ty, bitcast=True).to(tl.float32)

@@ -460,7 +460,7 @@ def moe_down(
 ) -> tuple[Tensor, Tensor]:
     """Return w_dense @ dense part [..., D], and w[e] @ slot for each slot, [..., top_k, D].
 
-    act of `moe_gate_up`, w_dense [D, Id], w [E, D, I]; the rest as there.
+    act: the result of `moe_gate_up`; w_dense [D, Id], w [E, D, I]; other arguments as in it.
     """
     lead, top_k, hidden = index.shape[:-1], index.shape[-1], w.shape[1]
     inner, width = columns(w, form), columns(w_dense, dense_form)

@@ -171,7 +171,7 @@ def _attend(
     cache_k += b * by_row + head * by_head
     cache_v += b * by_row + head * by_head
     ROW_WIDTH: tl.constexpr = D + 2 * PAIRS
-    fresh = tl.num_programs(1) * ROW_WIDTH  # from a token to the next
+    fresh = tl.num_programs(1) * ROW_WIDTH  # token stride
     k += b * tokens * fresh + head * ROW_WIDTH
     v += b * tokens * fresh + head * ROW_WIDTH
     if LATENT:

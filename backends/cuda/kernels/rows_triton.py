@@ -1,7 +1,7 @@
 """Rows of a quantised weight, dequantised: those that token ids gather from a table, or all, for
 matmuls of many rows by a library.
 
-Error: the weight in fp32 is one rounding of fp32 off; in bf16 a rounding may fall the other way.
+Error: one fp32 rounding of the weight; in bf16 a rounding may fall the other way.
 """
 
 from __future__ import annotations
