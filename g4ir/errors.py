@@ -16,7 +16,7 @@ class G4Error(Exception):
 
 
 class SpecError(G4Error):
-    """A spec or config is wrong: file, line, key path, what was found and what would be right."""
+    """A spec or config is wrong: file, line, key path, the value found and the expected one."""
 
 
 class ParseError(G4Error):
@@ -48,8 +48,8 @@ class EngineError(G4Error):
 
 
 class TrustError(EngineError):
-    """Native code that this user did not build, or a folder that others can write to, and how to
-    trust it."""
+    """Native code that this user did not build, or a folder that other users can write to; says how
+    to trust it."""
 
 
 class InputError(G4Error):

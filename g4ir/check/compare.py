@@ -1,11 +1,11 @@
-"""Values of a stage against those of the stage before it, node by node.
+"""Compares a stage's values with those of the stage before it, node by node.
 
-Rounding grows from layer to layer, so whole runs are not compared. A stage of the pipeline is
-forced by the one before it: a value's name is its identity under passes, and a node takes its
-inputs from the earlier stage's values of those names, so that its error is its own and is held to
-its op's tolerance. Values that only the new stage has (a packed projection, a KV cache) are tested
-by the next value that both have. A backend is forced in the same way after each compiled region,
-its caches after each step. Several ranks are interpreted side by side.
+Rounding grows from layer to layer, so whole runs are not compared. A stage is "forced" by the stage
+before it: names identify values across passes, and each node takes its inputs from the earlier
+stage's values of the same names. So its error is its own, and is compared with its op's tolerance.
+Values that only the new stage has (a packed projection, a KV cache) are tested by the next value
+that both have. A backend is forced in the same way after each compiled region, its caches after
+each step. Several ranks are interpreted side by side.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .stage_report import Difference, OpError, StageReport
 from .stages import BACKEND, GraphStep, Recording, Series, Stage, StageRun, Trace, stored_stage
 
 Tensor = torch.Tensor
-#: the tensor of a node's input
+#: (node, input) -> tensor
 Operand = Callable[[Value], Any]
-#: a call of a session's `prefill` or `decode`
+#: a call of `prefill` or `decode` of a session
 Step = Callable[[Session], Any]
 #: a value out of tolerance is accepted up to this many times its own rounding error, measured
 #: against float64 on the same inputs. Each of the two computations has such an error; rounding
@@ -51,7 +51,7 @@ MEASURED = 4.0
 CLOSE_EXPERTS = {"f32": 1e-3, "bf16": 2.0**-2}
 #: values compared at once, in float64
 BLOCK = 1 << 24
-#: maximum tokens of a chunk, all of whose values are stored
+#: maximum tokens of a chunk: all of its intermediate values are stored
 CHUNK = 512
 
 
@@ -232,8 +232,8 @@ class ForcedRuntime:
         got.copy_(cache[slots])
 
     def compare(self, v: Value, got: Tensor, slots: Sequence[int] | None = None) -> None:
-        """Compare a value, of a cache these slots. Near ties of routers between it and the values
-        in `names`, also inside fused ops, excuse rows."""
+        """Compare a value (of a cache only these `slots`). Rows are excused if a router between it
+        and the values in `names` chose between nearly tied experts, also within fused ops."""
         tensors = self.trace.tensors
         cone = self.trace.recording.cone(v.name, self.names)
         origin = Derivation(v, self.trace.step, cone, (), cone[-1:])
@@ -250,19 +250,19 @@ class ForcedRuntime:
 
 
 def _joint_name(name: str, rank: int, names: Container[str]) -> str:
-    """Return the name of a rank's value in the side-by-side program."""
+    """Return the name of a rank's value in the program of all ranks (parallel/shard.py: unroll)."""
     local = rank_name(name, rank)
     return local if local in names else name
 
 
 def joint_budget(ops: Iterable[str], dtype: str) -> float:
-    """Return the tolerance of a value that several ops compute: their errors are independent."""
+    """Return the tolerance of a value computed by several ops, whose errors are independent."""
     return sum((OPS[op].budget.at(dtype) ** 2 for op in ops), 0.0) ** 0.5
 
 
 def local_errors(got: Tensor, want: Tensor) -> Tensor:
-    """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the wanted
-    value and its row's rms. Rows near zero count relative to the whole tensor. NaN stays NaN."""
+    """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the expected
+    value and its row's RMS. Rows near zero count relative to the whole tensor. NaN stays NaN."""
     size = want.shape[-1]
     rows = max(1, BLOCK // size)
     blocks, wants = (t.detach().reshape(-1, size).split(rows) for t in (got, want))
@@ -299,8 +299,8 @@ class Derivation:
 
 @dataclass
 class Comparison:
-    """Judges values by the tolerances of their ops; the report has the worst of each op and the
-    first out of tolerance."""
+    """Compares values within their ops' tolerances; the report has the worst error of each op and
+    the first value out of tolerance."""
 
     report: StageReport
     dtype: str

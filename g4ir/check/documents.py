@@ -81,7 +81,7 @@ class Reader:
 
     def values(self, texts: Any) -> Iterator[Window]:
         """Yield the windows of one text or several, each a string, a list of token ids, or a
-        mapping of the fields LINE. Documents are called by their index."""
+        mapping of the fields LINE. Documents are named by their index."""
         many = [texts] if isinstance(texts, str | Mapping) else [*texts]
         for index, text in enumerate([many] if {*map(type, many)} == {int} else many):
             named = {"text": text} if isinstance(text, str) else {"tokens": text}
@@ -135,7 +135,7 @@ class Reader:
             if not self.max_tokens:
                 break
         if len(ids) < 2 and not self.max_tokens:
-            return  # budget used up: no window without tokens
+            return  # max_tokens reached
         if len(ids) < 2:
             raise InputError(f"{where}: fewer than 2 tokens, <bos> included: nothing to score")
         yield Window(name, part, ids, labels)

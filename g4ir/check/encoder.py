@@ -1,9 +1,9 @@
 """Compares an encoder's engine with a reference: embeddings of texts and media, in one
 chunk and alone, and the values of its graph, pass by pass.
 
-Media are a text with one of each kind. The interpreter, which has no towers here, gets the soft
-tokens that it computes of a tower's graph, and so does the engine; transformers has its own towers,
-and the engine too."""
+Media are checked in a text with one medium of each kind. The interpreter, which has no towers here,
+gets the soft tokens that it computes of a tower's graph, and so does the engine; transformers has
+its own towers, and the engine too."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class EmbeddingsReport(VerifyReport):
 
 @dataclass(frozen=True, eq=False)
 class MediaText(EncoderTokens):
-    """Token ids with placeholders of a medium, and its soft tokens by the interpreter."""
+    """Token ids with placeholders of a medium, and its soft tokens as computed by the
+    interpreter."""
 
     item: Any = None
 
@@ -98,8 +99,8 @@ def media_texts(engine: Engine) -> tuple[list[MediaText], list[Difference]]:
 def verify_texts(
     engine: Engine, peer: Peer, texts: Texts, progress: Progress, with_media: bool = False
 ) -> VerifyReport:
-    """Compare the embeddings of texts, and of media, with a peer's, and the values inside with the
-    interpreter's; in 16 bits against transformers also the graphs of texts with it in float64."""
+    """Compare the embeddings of texts and media with a reference's, and intermediate values with
+    the interpreter's; in 16 bits against transformers, also compare the text graphs in float64."""
     towered = not isinstance(peer, EnginePeer)
     progress("towers beside the interpreter's")
     media, wrong = media_texts(engine) if with_media else ([], [])
@@ -165,7 +166,7 @@ def _embeddings(engine: Engine, company: bool = True, towered: bool = False) -> 
 
 
 def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
-    """Return a peer's embeddings of texts, those of its other mode, and those in float64."""
+    """Return a reference's embeddings of texts, those of its other mode, and those in float64."""
     if isinstance(peer, EnginePeer):
         engine = peer.engine
         return _embeddings(engine), _embeddings(engine, False), _embeddings(float64_engine(engine))

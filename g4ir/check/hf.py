@@ -1,8 +1,8 @@
 """The transformers text model on an engine's weights, with the engine's roundings.
 
-It rounds as the engine does: K and V to its quantised KV cache, activations of linears with
-quantised weights. Or not at all: in float64 on weights of 16 bits (ir/wide.py), whose memory is
-that of activations, whatever the size of the model.
+It rounds where the engine does: K and V to the quantised KV cache's format, activations of linears
+with quantised weights. In float64 it does not round: on 16-bit weights (ir/wide.py), so that only
+activations take more memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HfSession:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Append i64[B, n]; return logits [B, vocab] after the last one."""
+        """Append tokens i64[B, n]; return the logits [B, vocab] after the last one."""
         device, (rows, n) = self.model.device, tokens.shape
         position = torch.arange(self.length, self.length + n, device=device)
         out = (self.forward if n == 1 else self.model.forward)(
@@ -174,8 +174,8 @@ def round_activations(engine: Engine, model: Any) -> None:
 
 
 def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
-    """Return a constructor of caches for a transformers model that round K and V as the engine's
-    do; None if the engine's KV cache is not quantised."""
+    """Return a factory of transformers caches that round K and V to the engine's KV cache format;
+    None if that is not quantised."""
     from transformers import DynamicCache
 
     to, layers = acting(engine).of(NarrowOptions).to, model.get_decoder().layers
@@ -234,7 +234,7 @@ def float64_model(model: Any) -> Iterator[None]:
 
 @contextmanager
 def other_attention(model: Any) -> Iterator[None]:
-    """A context in which a model has its other attention: sdpa, or eager."""
+    """A context that switches a model's attention implementation: eager to sdpa, or the reverse."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager" if before == "sdpa" else "sdpa")
     try:

@@ -19,9 +19,9 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO
 from .tokens import SEED
 
 Tensor = torch.Tensor
-#: of a test clip: max share of the audio graph's length, and max soft tokens
+#: test clip: max fraction of the audio graph's length, and max soft tokens
 SHARE, LONGEST = 0.6, 48
-#: pixels of an image, height and width: no budget is filled by sides of these proportions
+#: height and width of a test image in pixels: with this aspect ratio every tower has some padding
 SIDES = (48, 72)
 
 
@@ -60,7 +60,7 @@ def run_tower(engine: Engine, item: Item) -> Soft:
 
 
 def _audio(engine: Engine) -> Item:
-    """Return an item whose padding is noise, which shows if the tower does not mask it."""
+    """Return an audio clip whose padding is noise, so that a tower that does not mask it fails."""
     settings = sound_settings(engine)
     rate = settings.sampling_rate
     tokens = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)

@@ -1,4 +1,4 @@
-"""llama.cpp as a baseline: its Python binding on the GGUF file of an engine."""
+"""llama.cpp as a baseline: llama-cpp-python on an engine's GGUF file."""
 
 from __future__ import annotations
 
@@ -92,11 +92,12 @@ class LlamaSession:
         self._length = 0
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B, n]; return logits [B, vocab] after the last one."""
+        """Append tokens i64[B, n]; return the logits [B, vocab] after the last one."""
         return self.prefill(tokens)[:, -1]
 
     def prefill(self, tokens: torch.Tensor, *, all_logits: bool = False) -> torch.Tensor:
-        """Append i64[B, n]; return logits [B, n, vocab] of all tokens, or of the last, n = 1."""
+        """Append tokens i64[B, n]; return logits [B, n, vocab] of all tokens, or [B, 1, vocab] of
+        the last."""
         b, (rows, count) = self._batch, tokens.shape
         b.n_tokens = rows * count
         for at, token in enumerate(tokens.flatten().tolist()):

@@ -1,12 +1,12 @@
-"""Compares an engine with a peer: the interpreter on the same weights, or transformers.
+"""Compares an engine with a reference: the interpreter on the same weights, or transformers.
 
-Both read the same tokens in several turns and single steps (and, with speculative decoding, these
-as draft tokens). Compared are logits and 16 greedy tokens (ir/distance.py). If fp32 logits are out
-of tolerance, four times the rounding error that the interpreter makes on this model is allowed; in
-16 bits the reference's own rounding is the tolerance (ir/distance.py). That hides small faults, so
-against transformers the graphs are also compared in float64, and intermediate values with the
-interpreter's. On a failure the report names the first intermediate value that differs. Media are
-compared with the interpreter's (media.py)."""
+Both process the same tokens in several prefills and decode steps (with speculative decoding, also
+in verification steps). Logits and 16 greedy tokens are compared (ir/distance.py). If fp32 logits
+are out of tolerance, up to four times the interpreter's own rounding error on this model is
+allowed; in 16 bits the reference's own rounding is the tolerance (ir/distance.py). That hides small
+faults, so against transformers the graphs are also compared in float64, and intermediate values
+with the interpreter's. On a failure the report names the first intermediate value that differs.
+Media are compared with the interpreter's (media.py)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
     progress(f"{count} through {peer.name}")
     want = peer.logits(turns)
     steps = turns.steps if engine.draft_tokens else 0
-    # Logits of the single steps, computed by verification steps.
+    # Logits of the decode steps, recomputed by verification steps.
     rounds = torch.cat((got[: len(got) - steps], local.in_rounds(turns))) if steps else got
     graphs: tuple[float, float] | None = None
 
@@ -143,9 +143,9 @@ def _compare_greedy(
 
 
 def _with_inside(engine: Engine, peer: Peer, turns: Turns, report: VerifyReport) -> VerifyReport:
-    """Add the first value inside that differs. In 16 bits a router between two nearly tied experts
-    takes either, and the logits of that token and of later ones then move by far more than
-    rounding: if no value inside differs, near ties apart, such rows are excused."""
+    """Add the first intermediate value that differs. In 16 bits a router may choose either of two
+    nearly tied experts, which changes the logits of that token and of later ones by far more than
+    rounding: if no intermediate value differs except at near ties, such rows are excused."""
     inside, visible = _inside(engine, peer, turns)
     if inside or report.ok:
         return replace(report, first_difference=inside)
@@ -164,9 +164,9 @@ def _has_routers(engine: Engine) -> bool:
 
 
 def _inside(engine: Engine, peer: Peer, turns: Turns) -> tuple[str | None, bool]:
-    """Name the first value inside that differs from the interpreter's, or is NaN or infinite
-    there: in chunks of prompts and single steps, then in verification steps. Also whether the
-    backend exposes values inside every graph."""
+    """Return the first intermediate value that differs from the interpreter's (or is NaN or
+    infinite in it), in prefill chunks and decode steps, then in verification steps; and whether the
+    backend exposes the intermediate values of every graph."""
     reference = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
     size = min(engine.limits.prefill_chunk, CHUNK)
     runs: list[list[Step]] = [[methodcaller("prefill", t[None]) for t in turns.chunks(size)]]

@@ -2,8 +2,8 @@
 
 The smallest tower of each kind runs once, on an item with some padding. A prompt with the
 interpreter's soft tokens then goes through the text graphs, forced by the interpreter's values
-(compare.py), in chunks that would cut the image, and single steps after it: a wrong tower fails
-alone, and so does `prefill_media`. Pixels and samples are drawn from a fixed seed.
+(compare.py), in chunks that would split the image, then in decode steps. So a wrong tower and a
+wrong `prefill_media` fail separately. Pixels and samples are drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from .stages import STORED, GraphStep, Stage, StageRun
 from .tokens import SEED, random_ids
 
 Tensor = torch.Tensor
-#: name of the prompt's part
+#: name of the part that checks a prompt
 PROMPT = "prompt"
-#: tokens of text before the first medium of a prompt and after each; single steps at the end
+#: text tokens before the first medium of a prompt, and after each; decode steps at the end
 HEAD, BETWEEN, STEPS = 7, 4, 4
-#: a chunk is this much longer than the longest medium: less than HEAD, so that it would cut it
+#: a chunk has this many tokens more than the longest medium: fewer than HEAD, so that a chunk
+#: boundary would split the medium
 MORE = 3
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A tower on one item, or the prompt: what was compared, and the values inside."""
+    """Result of a tower on one item, or of the prompt: the comparison, and its intermediate
+    values."""
 
     name: str
     about: str

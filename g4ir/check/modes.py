@@ -1,5 +1,5 @@
-"""Runs one prompt in every mode (alone, batched, with draft tokens, truncated, from a restored
-prefix), whose results must be the same."""
+"""Runs one prompt in every mode (alone, batched, with draft tokens, after truncation, from a
+restored prefix) and checks that the results are the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class Baseline:
         return torch.cat([first, *(session.decode([t]) for t in self.tokens[:-1])])
 
     def wrong_rows(self, rows: Tensor) -> str | None:
-        """Return where logits differ by more than rounding, or None."""
+        """Return the first token at which logits differ by more than rounding, as text; None if
+        none does."""
         distance = row_errors(rows, self.rows).distance
         at = int((~(distance <= self.limits["row"])).double().argmax())
         if float(distance[at]) <= self.limits["row"]:
@@ -70,8 +71,8 @@ class Baseline:
         return f"logits of new token {at} differ by {float(distance[at]):.1e} of their RMS"
 
     def wrong_answer(self, answer: Answer) -> str | None:
-        """Return where an answer differs, up to a close call: a choice between two nearly equal
-        logits, after which texts may differ."""
+        """Return the first token at which an answer differs, as text. After a choice between two
+        nearly equal logits the answers may differ."""
         for at, ((token, logprob), want) in enumerate(zip(answer, self.tokens)):
             row = self.rows[at].double()
             gap = self.limits["gap"] * float(row.pow(2).mean().sqrt())
@@ -97,8 +98,8 @@ def answers(
     return [*out.values()], handles
 
 
-#: compares a mode with the baseline; returns None if equal, else the difference, or `-` and the
-#: reason why the mode cannot run
+#: a mode: compares itself with the baseline; returns None if equal, else the difference, or `-` and
+#: why the mode cannot run
 Mode = Callable[[Baseline], "str | None"]
 
 

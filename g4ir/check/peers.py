@@ -1,5 +1,5 @@
-"""Peers that an engine is compared with: the interpreter on the same weights, or transformers; and
-how much they round."""
+"""References for an engine: the interpreter on the same weights, or transformers; and their
+rounding errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHER = 8
 
 @dataclass(frozen=True)
 class EnginePeer:
-    """Any engine as a peer, with a batch of one."""
+    """An engine as a reference, with batch size 1."""
 
     name: ClassVar = "reference"
     engine: Engine
@@ -56,15 +56,16 @@ class EnginePeer:
         return torch.cat(rows) if turns.every else torch.stack(rows)
 
     def in_rounds(self, turns: Turns) -> Tensor:
-        """Return the logits after each single step at the end of the turns, computed in
-        verification steps: half of the draft tokens are right, the others are rejected."""
+        """Return the logits after each decode step at the end of the turns, computed by
+        verification steps in which half of the draft tokens are right and the others are
+        rejected."""
         session, prompts = self.engine.session(), len(turns.sizes) - turns.steps
         rows = [step(session) for step in self.round_steps(turns)]
         return torch.cat(rows[prompts:])
 
     def round_steps(self, turns: Turns) -> Iterator[Callable[[Session], Tensor]]:
-        """Yield the calls of a session for `in_rounds`, which return its logits; those of longer
-        turns come first."""
+        """Yield functions of a session for `in_rounds` that return logits: first the prefill of the
+        longer turns, then each verification step."""
         start, limits = len(turns.ids) - turns.steps, self.engine.limits
         for t in turns.ids[:start].split([*turns.sizes[: len(turns.sizes) - turns.steps]]):
             yield methodcaller("prefill", t[None])
@@ -77,8 +78,8 @@ class EnginePeer:
         return EnginePeer(float64_engine(self.engine)).logits(turns)
 
     def other(self, turns: Turns) -> Tensor:
-        """Return `logits` in another mode, the same sums in another order: in chunks of OTHER
-        tokens if logits of every token are compared, else token by token."""
+        """Return `logits` computed in another mode, which sums in another order: in chunks of OTHER
+        tokens if every token's logits are compared, else token by token."""
         size = OTHER if turns.every else 1
         sizes = [len(t) for t in turns.ids.split(size)]
         return self.logits(Turns(turns.ids, sizes, turns.every))[turns.where]
@@ -161,7 +162,7 @@ Peer: TypeAlias = EnginePeer | HfPeer
 def find_peer(
     engine: Engine, against: str, checkpoint: str | Path | None, progress: Progress
 ) -> Peer:
-    """Return the peer of `verify --against`; MissingError if transformers is missing."""
+    """Return the reference of `verify --against`; MissingError if transformers is missing."""
     if against == "reference":
         return EnginePeer(reference_engine(engine))
     need_transformers("--against hf")
@@ -176,8 +177,8 @@ def find_anchor(
     engine: Engine, peer: Peer, turns: Turns, want: Tensor, progress: Progress = no_progress
 ) -> Anchor | None:
     """Return the anchor from which distances are measured: the reference's logits in float64; if
-    float64 does not fit, its own rows `want` and its other mode. None if the other mode is no help:
-    the interpreter's modes round almost alike."""
+    float64 does not fit in memory, its own rows `want` and those of its other mode. None for the
+    interpreter without float64: its modes round almost alike."""
     tokens, rows = len(turns.ids), len(turns.where)
     refusal = float64_refusal(engine, tokens, rows, peer.device)
     progress(f"{tokens} tokens through {peer.name} {'again' if refusal else 'in float64'}")
@@ -191,9 +192,9 @@ def find_anchor(
 
 def rounding_error(engine: Engine, turns: Turns) -> float:
     """Return how far rounding alone moves this model's logits (relative to the row's rms): the
-    interpreter in fp32 against the interpreter in float64. Random weights can make a model in which
-    it grows from layer to layer. An engine that rounds to a coarse grid is also run token by token:
-    each mode rounds other values to the other side."""
+    interpreter in fp32 against the interpreter in float64. With random weights it may grow from
+    layer to layer. If the engine rounds to a coarse grid, the interpreter also runs token by token,
+    since each mode rounds other values in the other direction."""
     reference = EnginePeer(reference_engine(engine))
     exact = reference.in_float64(turns.joined)
     modes = [reference.logits, *([reference.other] if coarse(engine) else [])]

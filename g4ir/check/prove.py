@@ -44,7 +44,7 @@ Tensor = torch.Tensor
 BUCKETS = 10
 #: max KL divergence of a bucket from the interpreter, as a multiple of the first bucket's
 GROWTH = 10.0
-#: max values of logits of the short text: 256 tokens of a vocabulary of 262144
+#: max logits of the short text: 256 tokens with a vocabulary of 262,144
 LOGITS = 1 << 26
 
 
@@ -100,8 +100,9 @@ class Prover:
     source: str | None = None
 
     def parts(self, label: str, engine: Engine, first: bool) -> Iterator[Part]:
-        """Yield the parts of one engine; quantisation is compared for the `first` alone. The
-        tolerance of later parts is that of the first part."""
+        """Run and yield the report's parts for one engine: logits, modes, quantisation (for the
+        `first` engine only), then contexts. The logits' measured tolerance applies to the later
+        parts."""
         run = partial(self._part, label, engine)
         logits = run("logits", "", lambda: check_logits(engine, self.progress))
         yield logits
@@ -182,8 +183,9 @@ def check_logits(engine: Engine, progress: Progress = no_progress) -> Result:
 
 
 def limits_of(report: VerifyReport) -> dict[str, float]:
-    """Return what rounding alone may change: `row`: distance of a row of logits, relative to its
-    RMS; `gap`: between two logits that may change places, likewise; `kl`: a divergence."""
+    """Return the differences that rounding alone explains: `row`: distance of a row of logits,
+    relative to its RMS; `gap`: between two logits whose order may change, likewise; `kl`: a KL
+    divergence."""
     row = report.budget.gap / 2
     return {"row": row, "gap": report.budget.gap, "kl": row**2}
 
@@ -218,8 +220,8 @@ def read_context(
     progress: Progress = no_progress,
 ) -> Result:
     """Read a document; return perplexity by position, and whether each needle is found at its end.
-    The interpreter reads it too, unless that would take longer than the deadline allows: then
-    nothing is judged. OutOfTimeError if the engine alone would take longer."""
+    The interpreter reads it too, unless that would exceed the deadline: then nothing is compared.
+    OutOfTimeError if the engine alone would take longer."""
     sessions = [engine.session(), reference_engine(engine).session()]
     rows, done, start = list[Tensor](), 0, time.monotonic()
     for chunk in _scored(engine, sessions, text.ids):
@@ -274,8 +276,8 @@ def _question(sessions: Sequence[Session], needle: Needle) -> dict[str, Any]:
 
 
 def _judged(summary: str, data: dict[str, Any], floor: float) -> Result:
-    """Judge divergences by that of the first bucket, which rounding alone explains if the short
-    text passed."""
+    """Compare divergences with that of the first bucket, which is rounding alone if the short text
+    passed."""
     limit = max(GROWTH * data["buckets"][0]["kl"], floor)
     worst = max(data["buckets"], key=lambda b: b["kl"])
     lost = [n for n in data["needles"] if not n["kl"] <= limit]

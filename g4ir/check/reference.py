@@ -1,5 +1,5 @@
-"""Engines that run the interpreter on an engine's params, the weights that it was built from, and
-whether a computation fits in free memory."""
+"""Interpreters of an engine's graphs on its params or its original weights, and checks that float64
+fits in free memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def float64_engine(engine: Engine, run: Run | None = None) -> Engine:
 
 
 def plain_packing(engine: Engine) -> Packing:
-    """Return the text graphs of an engine without any quantisation, and their weight prologue."""
+    """Return the text graphs of an engine's model without quantisation, and their weight
+    prologue."""
     options = engine.config.options.changed(NarrowOptions()).changed(ActivationOptions())
     plain = replace(engine.config, options=options, quant=None, ranks=1, ep=False)
     packing = plain.packing(find_backend(plain.backend))
@@ -104,8 +105,8 @@ def unquantised(
     engine: Engine, checkpoint: str | Path | None, dequantise: bool = False
 ) -> Iterator[Engine | str]:
     """Yield an engine that interprets the text graphs without quantisation, on the original weights
-    (see `original_weights`), or the reason why there is none. dequantise: take quantised ones for
-    original, dequantised."""
+    (see `original_weights`), or the reason why there is none. dequantise: if the original weights
+    are quantised, use their dequantised values."""
     if engine.config.quant is None and not coarse(engine):
         yield "nothing is quantised"
         return

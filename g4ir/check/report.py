@@ -14,7 +14,7 @@ from .media import MediaReport
 
 @dataclass(frozen=True)
 class Position:
-    """The logits after one token."""
+    """Errors of the logits after one token."""
 
     at: int
     absolute: float
@@ -43,7 +43,7 @@ class Greedy:
 class VerifyReport:
     """An engine against a reference: errors of logits, and greedy tokens."""
 
-    #: names in messages: of the compared rows, of one row's index, of several indices
+    #: names in messages: of compared rows, of a row's index, of several indices
     ROWS: ClassVar = ("logits", "position", "positions")
     engine: str
     against: str

@@ -25,8 +25,8 @@ from g4ir.ui.progress import Progress, no_progress
 from .documents import IGNORED, Reader, Window
 
 Tensor = torch.Tensor
-#: logits whose probabilities are computed together, in float64: more of them leave the cache, and
-#: their memory is mapped anew each time (twice as slow for 262144 tokens)
+#: logits whose probabilities are computed together, in float64: more exceed the cache, and their
+#: memory is mapped again each time (twice as slow for 262,144 tokens)
 BLOCK = 1 << 19
 
 
@@ -152,7 +152,7 @@ def score_windows(
     engines: Sequence[Engine], windows: Iterable[Window], progress: Progress = no_progress
 ) -> Iterator[Score]:
     """Yield the score of each window by the first engine, against the second if there is one.
-    Engines have all_logits, the same vocabulary, and room for a window."""
+    Both engines have all_logits, the same vocabulary, and a context of at least one window."""
     yield from score_sessions(
         [e.session() for e in engines], windows, window_chunk(engines), progress
     )

@@ -53,8 +53,8 @@ class Difference(OpError):
 
 @dataclass
 class StageReport:
-    """One pass, or the backend: the tensors compared, and the worst of each op. A pass that is
-    `meant` to change values is not compared; the passes after it are compared with it. `phases`:
+    """One pass, or the backend: the tensors compared, and the worst of each op. A pass that changes
+    values by design (`meant`) is not compared; later passes are compared with its output. `phases`:
     the graphs that ran in a session, and whether the backend exposed values inside."""
 
     name: str
@@ -92,8 +92,8 @@ class StageReport:
 @dataclass(frozen=True)
 class StagesReport:
     """All stages up to the first that fails. rounds: tokens of each verification step; media:
-    graphs for media that were run, left_out: those that were not, unknown: those whose weights
-    before packing cannot be recovered."""
+    graphs for media that ran; left_out: those that did not; unknown: those whose unpacked weights
+    cannot be recovered."""
 
     engine: str
     tokens: int

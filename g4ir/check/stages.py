@@ -1,8 +1,8 @@
 """The stages of a pipeline: the graphs after each pass, their params, and their runs.
 
-A step is one run of a graph. Text is read in chunks, one of them longer than the window, then in
-single steps; engines with the graphs also get it as draft tokens, some of them wrong, and with
-blocks of bidirectional attention.
+A step is one run of a graph. A text runs in prefill chunks, one of them longer than the window,
+then in decode steps; if the engine has the graphs, also in verification steps with some wrong draft
+tokens, and with blocks of bidirectional attention.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 #: phase -> dims of the embedding graph that the phase renames or fixes
 DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B": 1}}
-#: single steps at the end of the tokens, and tokens of the chunk before them
+#: decode steps at the end of the tokens, and tokens of the chunk before them
 STEPS, SHORT = 4, 3
-#: padding at the end of each longer chunk: a pass must not take it for the last token
+#: padding at the end of each longer chunk, which a pass must not mistake for the last token
 PADDING = 2
 #: maximum bytes of a trace that is stored for the next stage
 MAX_TRACE = 1 << 26
@@ -217,8 +217,8 @@ class Stage:
 def stages_of(
     engine: Engine, weights: StageWeights, graphs: Sequence[str] = TEXT_GRAPHS
 ) -> Iterator[Stage]:
-    """Yield the model as written, sharded, and after each pass; then the engine's own graphs if
-    they differ (an engine of an older version). Only `graphs` can be run."""
+    """Yield the stages: the graphs before all passes, sharded, and after each pass; then the
+    engine's stored graphs if they differ (built by an older version). Only `graphs` can be run."""
     config, is_unpacked = engine.config, weights.plain.unpacked is not None
     stored = partial(find_backend(config.backend).stored, device=config.device)
     plain = _model_program(engine)
@@ -300,7 +300,7 @@ class Trace:
         return {**self.recording.params, **self.state, **self.values}
 
     def equal(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of tensors that are bitwise those of this trace."""
+        """Return the names of the tensors that are bit-equal to those of this trace."""
         return {k for k, t in tensors.items() if _equal(t, self.tensors.get(k))}
 
     def in_float64(self, cone: Sequence[Node], name: str) -> Tensor:
@@ -368,7 +368,7 @@ class GraphStep:
 
     @property
     def texts(self) -> int:
-        """Number of texts: more than one in a chunk of an encoder."""
+        """Number of texts in the chunk: more than one only for encoders."""
         return len(self.inputs["ends"]) if "ends" in self.inputs else 1
 
     def feeds(self, device: str) -> dict[str, Tensor]:
@@ -408,8 +408,8 @@ def text_step(
 def series_of(
     engine: Engine, chunks: Sequence[GraphStep], items: Sequence[Item]
 ) -> Iterator[Series]:
-    """Yield the text with a step of the draft model, then, if the engine has these graphs, the text
-    in verification steps, the text with blocks, and each tower."""
+    """Yield series of steps: the text, with a step of the draft model; then, if the engine has the
+    graphs, the text in verification steps, the text with bidirectional blocks, and each tower."""
     drafted = [_draft_step(engine, chunks[-1].end)] if engine.drafter else []
     yield [*chunks, *drafted]
     if VERIFY in engine.program.graphs:
@@ -432,8 +432,8 @@ def _draft_step(engine: Engine, at: int) -> GraphStep:
 
 
 def rounds_of(chunks: Sequence[GraphStep], width: int, max_seq: int) -> Iterator[GraphStep]:
-    """Yield the chunks before the single steps at the end, then these in two verification steps of
-    up to `width` tokens that end with wrong ones; the second has padding too."""
+    """Yield the prefill chunks, then the last tokens in two verification steps of up to `width`
+    tokens, each ending with wrong ones; the second is padded."""
     prefill = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
     yield from chunks[:prefill]
     ids = torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks])

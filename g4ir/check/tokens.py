@@ -1,4 +1,5 @@
-"""The tokens that two engines are compared on, and the turns in which they read them."""
+"""Tokens on which two engines are compared, and their division into prefills and decode steps
+(turns)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from g4ir.model.media import placeholders
 SEED = 0
 #: single steps at the end of the tokens
 STEPS = 24
-#: max number of logits values to compare at every position; if there are more, only the logits at
-#: each turn's end are compared
+#: max total logits for a comparison at every position; beyond it only the logits at the end of each
+#: turn are compared
 EVERY_LOGITS = 1 << 28
 
 
@@ -71,8 +72,8 @@ def window_of(engine: Engine) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Tokens i64[T], read in turns of these `sizes`; logits are compared after `every` token, or at
-    the end of each turn."""
+    """Tokens i64[T] in turns of these `sizes`; logits are compared after every token (`every`), or
+    at the end of each turn."""
 
     ids: torch.Tensor
     sizes: Sequence[int]

@@ -27,7 +27,7 @@ from .parser import Parser
 #: threshold of the garbage collector's first generation: with Python's default, 700, collections
 #: take a tenth of the time to load torch and an engine
 GARBAGE = 200_000
-#: Python's thresholds, which a server restores: reference cycles may keep media of requests alive
+#: Python's own thresholds, restored by a server: reference cycles may keep requests' media alive
 USUAL = gc.get_threshold()
 #: verb -> its dataclass, `module.Class`, and its help
 VERBS: Mapping[str, tuple[str, str]] = {

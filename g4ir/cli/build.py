@@ -1,4 +1,4 @@
-"""`g4ir build`: from a spec and weights to an engine directory."""
+"""`g4ir build`: builds an engine directory from a spec and weights."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PROMPT, MORE = ">>> ", "... "
 #: delimiter of a message of several lines, also after a command
 QUOTES = '"""'
 TABLE = read_table(Path(__file__).with_suffix(".yaml"))
-#: command, a method of Repl -> usage and help; a usage in brackets may be left out
+#: command (a method of Repl) -> arguments and help; arguments in brackets are optional
 COMMANDS: dict[str, list[str]] = TABLE["commands"]
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
@@ -294,7 +294,7 @@ class Repl:
 
 
 def _path(text: str) -> str:
-    """Return a path as it was typed: in quotes, or with ~ for the user's home."""
+    """Return the path for typed text: quotes are removed, ~ is the user's home."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
     try:

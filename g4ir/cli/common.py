@@ -1,5 +1,4 @@
-"""The parts that verbs share: flags that several of them take, JSON on stdout, and how engines are
-found and loaded."""
+"""Shared by the verbs: common flags, JSON output, and finding and loading engines."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ class Source(Part):
 
 
 class Programs(Part):
-    """How the native code of an engine runs."""
+    """Flags of running an engine's native code."""
 
     threads: int | None = flag("CPU threads (default: OMP_NUM_THREADS, else the cores)", None, "N")
     trust: bool = flag("run native code of an engine that was built elsewhere", False)
@@ -298,8 +297,8 @@ def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
 
 
 def folder_drafts(model: str, draft: Draft) -> Draft:
-    """Return the draft flags: those of a draft model if MODEL is a folder with one and no --draft
-    says otherwise."""
+    """Return the draft flags; without --draft they select the draft model of a MODEL folder, if it
+    has one."""
     from g4ir.artefact.directory import is_engine
     from g4ir.weights.origin import DRAFTER_FILE, read_folder
 

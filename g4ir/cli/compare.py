@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FormatUse(FirstUse, title="build on first use, if MODEL is no engine"):
-    """Options of all engines that are compared, but for their weight formats."""
+    """Build options that all compared engines share."""
 
     options: BuildOptions = options(
         "backend device dtype max_seq random_weights settings", FIRST_USE_SETTINGS

@@ -30,7 +30,7 @@ NOTE = (
     "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
     "are left out, since fused nodes keep them on the chip"
 )
-#: formats with a smaller share of the weights' bytes are not named
+#: formats with a smaller share of the weights' bytes are omitted
 LITTLE = 0.15
 
 

@@ -19,7 +19,7 @@ from .verb import flag, json_flag
 
 #: ends of --out
 NPY, JSONL = ".npy", ".jsonl"
-#: a line of --input with media
+#: example of an --input line with media
 EXAMPLE = '{"content": ["a red car", {"type": "image", "image": "car.png"}]}'
 #: values of an embedding that are printed
 PREVIEW = 4

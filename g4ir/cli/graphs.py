@@ -1,4 +1,4 @@
-"""The graph that a command line names: of an engine, or of a model without an engine."""
+"""Finds the graph that a command line selects: of an engine, or of a model without an engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRAPH_SETTINGS = "all_logits kv_dtype quant_activations latent_kv draft_tokens t
 
 
 class NamedGraph(Part):
-    """Flags that name a graph of an engine, or of a model without an engine."""
+    """Flags that select a graph of an engine, or of a model without an engine."""
 
     engine: str | None = argument(ANY_MODEL, "MODEL", "?")
     source: Source

@@ -1,4 +1,4 @@
-"""`g4ir inspect`: the origin of an engine, or what a model states."""
+"""`g4ir inspect`: prints the origin of an engine, or the metadata of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .verb import ANY_MODEL, Verb, argument, json_flag
 
 
 class Inspect(Verb):
-    """Print the origin of an engine, or what another model states."""
+    """Print the origin of an engine, or the metadata of a model."""
 
     engine: str = argument(ANY_MODEL, "MODEL")
     json: bool = json_flag()
@@ -27,7 +27,7 @@ class Inspect(Verb):
 
 
 def _stated(word: str, model: Model) -> dict[str, str]:
-    """Return the facts of a model that is no engine; plain text by name."""
+    """Return the metadata of a model (not of an engine) as text by name."""
     spec, quant = model.spec, model.quant
     schemes = quant.schemes(weights_of(spec)).values() if quant else ()
     forms = Counter(s.form for s in schemes)

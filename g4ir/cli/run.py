@@ -51,7 +51,7 @@ class Run(OnEngine):
     disk: OnDisk
 
     def __post_init__(self) -> None:
-        if self.text is not None:  # `replace` copies the verb with both fields set
+        if self.text is not None:  # `dataclasses.replace` copies both fields
             if self.prompt not in (None, self.text):
                 raise InputError("give TEXT or --prompt, not both")
             object.__setattr__(self, "prompt", self.text)

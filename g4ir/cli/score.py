@@ -1,4 +1,4 @@
-"""`g4ir score`: probabilities that an engine gives to texts."""
+"""`g4ir score`: log-probabilities of given texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .verb import Count, flag, json_flag
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
-#: of the table, those of a baseline only with one
+#: columns of the table; those of a baseline only if there is one
 COLUMNS: Columns = {
     "document": ("name", str),
     "tokens": ("tokens", str),

@@ -191,8 +191,7 @@ class Serve(Verb):
         return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
 
     def _pool(self, router: Any, engines: Mapping[str, str]) -> ModelPool:
-        """Return the models of a Router, name -> engine; their processes get the flags of this
-        verb."""
+        """Return the Router's models by name; their processes get this verb's flags."""
         from g4ir.serve import worker
         from g4ir.serve.pool import ModelPool
 
@@ -215,8 +214,8 @@ class Serve(Verb):
         return ModelPool(models, start, usable(memory), *limits)
 
     def _check_model(self, model: str) -> None:
-        """Raise if this is no model, or an engine that cannot be served, before the port opens:
-        builds, which take minutes, run while the server answers health checks."""
+        """Raise, before the port opens, if MODEL does not exist or cannot be served. (Builds, which
+        take minutes, run while the server answers health checks.)"""
         from g4ir.serve.server import check_engine
 
         try:
@@ -310,7 +309,7 @@ def serve_one(pipe: Any, verb: Serve, secret: str) -> None:
 
 
 def _origins(origins: Sequence[str]) -> tuple[str, ...]:
-    """Return origins of pages as browsers write them."""
+    """Return web origins in the form that browsers send."""
     for origin in origins:
         parts = urlsplit(origin)
         web = parts.scheme in ("http", "https") and parts.netloc and not parts.path

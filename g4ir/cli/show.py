@@ -1,4 +1,4 @@
-"""`g4ir show`: printed IR at any point of the pipeline, what a pass did, the ops of the IR."""
+"""`g4ir show`: prints the IR at any point of the pipeline, what a pass did, or the ops."""
 
 from __future__ import annotations
 

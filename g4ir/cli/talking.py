@@ -78,7 +78,7 @@ def open_chat(
 
 
 def declare(talk: ChatSession, path: str) -> None:
-    """Declare the tools of a file; report the schema keywords that are lost."""
+    """Declare the tools of a file; warn about schema keywords that the prompt format drops."""
     from g4ir.chat.messages import decoded
     from g4ir.chat.text_files import read_text
 
@@ -145,8 +145,8 @@ def chat_summary(turn: Turn, talk: ChatSession) -> str:
 
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
-    """Return a line on an answer: number of tokens, tokens/s, tokens per verification step, and the
-    finish reason."""
+    """Return an answer's summary line: tokens, tokens/s, tokens per verification step, finish
+    reason."""
     cached = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""

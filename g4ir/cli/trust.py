@@ -1,4 +1,4 @@
-"""`g4ir trust`: the engines whose native code runs."""
+"""`g4ir trust`: allows an engine's native code to run."""
 
 from __future__ import annotations
 

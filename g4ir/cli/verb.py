@@ -245,9 +245,9 @@ class Flags:
     def _options(
         self, names: Iterable[str], values: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any]]:
-        """Yield options of the preset, then those of the command line, which win. Options of the
-        preset are skipped if their flag has another meaning in this verb (`run --draft-tokens`); so
-        is `target` with another backend."""
+        """Yield the preset's options, then those of the command line, which take precedence.
+        Options of the preset are skipped if their flag has another meaning in this verb (`run
+        --draft-tokens`); so is `target` with another backend."""
         if values.get("preset"):
             preset = find_preset(values["preset"]).options
             skipped = self.names.keys() - self.options

@@ -87,8 +87,8 @@ class Adapters:
             self._users[loaded.slot] -= 1
 
     def use(self, name: str, user: Any) -> tuple[LoadedAdapter, weakref.finalize[[int], Any]]:
-        """Return an adapter, and a function that ends its use; garbage collection of `user` calls
-        it at the latest. InputError for an unknown name."""
+        """Return an adapter, and a function that ends its use, which is called at the latest when
+        `user` is garbage-collected. InputError for an unknown name."""
         with self._lock:
             loaded = self._find(name)
             self._users[loaded.slot] += 1

@@ -94,8 +94,8 @@ class Batch(Generic[T]):
                 lent.reset([row])
 
     def adopt(self, session: Session, sequence: T) -> bool:
-        """Use a one-row session as the batch of its only sequence, without a copy; return False if
-        the batch is not empty or bucket 1 is unavailable."""
+        """Make a one-row session the batch, with its one sequence, without a copy; return False if
+        the batch is not empty or there is no bucket of size 1."""
         if self.sequences or 1 not in self.sizes or 1 in self.sessions:
             return False
         self.sessions[1], self.slots, sequence.slot = session, [sequence], 0
@@ -133,8 +133,8 @@ class Batch(Generic[T]):
         self.sessions.clear()
 
     def _session_of(self, rows: int) -> Session:
-        """Return the session of a bucket; drop the largest others beyond the memory, since a new
-        session of any size takes about as long to record."""
+        """Return the session of a bucket. If memory is exceeded, drop the largest other sessions
+        first: recording a new one takes about the same time for any size."""
         self.sessions[rows] = session = self.sessions.get(rows) or Session(self.engine, rows)
         for other in sorted({*self.sessions} - {rows, len(self.slots)}, reverse=True):
             if sum(self.sessions) > 2 * self.sizes[-1]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 #: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
-#: while other requests wait, the bound is multiplied by this factor per sequence in decode or
-#: waiting for one of its slots, at least by 1 and at most by the second: large chunks take less
-#: time in total, steps of few sequences waste the weights that they read, and steps of many take
-#: long anyway
+#: while requests wait, the bound is multiplied by this factor per sequence that decodes or is about
+#: to, at least by 1 and at most by the second number: large chunks take less time in total, steps
+#: of few sequences use the bandwidth poorly, and steps of many are long anyway
 QUEUED_FACTOR, MAX_QUEUED_FACTOR = 0.25, 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
@@ -35,8 +34,8 @@ class ChunkSize:
         #: seconds of the last two decode steps without a chunk, 0 until measured; steps with one
         #: since
         self._steps_s, self._mixed_steps = (0.0, 0.0), 0
-        #: if other requests wait behind this chunk's prompt: sequences in decode with all of those
-        #: that have a slot
+        #: if requests wait behind this chunk's prompt: number of sequences that decode or have a
+        #: slot; else 0
         self.queued_rows = 0
 
     @property
@@ -70,7 +69,7 @@ class ChunkSize:
             return
         self._mixed_steps += 1
         gap_s = self.gap_s * min(max(self.queued_rows * QUEUED_FACTOR, 1.0), MAX_QUEUED_FACTOR)
-        bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # one of two may be disturbed
+        bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # one may be an outlier
         if seconds > 0 and (full or seconds > bound):
             change = computed * AIM * bound / seconds / self._size
             if seconds < AIM * bound:

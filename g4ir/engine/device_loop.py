@@ -20,7 +20,7 @@ from .requests import SequenceState
 from .session import Session
 from .speculative import NGRAM, RowDrafts
 
-#: calls (of one or several steps) in flight before the host reads the first
+#: max calls (of one or several steps) in flight before the host reads the oldest
 AHEAD = 2
 
 #: new tokens by row of the session; None: logits that are NaN or infinite
@@ -38,7 +38,7 @@ class TokenSteps:
     ) -> None:
         self.loop, self.session, self.running, self.drafters = loop, session, running, drafters
         pauses = [d.pace.pause for d in drafters.values()]
-        #: whether drafts are looked for after each step, so that no step runs ahead
+        #: whether drafts are proposed after each step, so that no step runs ahead
         self.watches = 0 in pauses
         self.remaining, self.started = min(s.remaining for s in running), 0
         if pauses and not self.watches:

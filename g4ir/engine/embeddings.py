@@ -1,7 +1,7 @@
 """Embeddings of texts, and of texts with media, by an encoder's engine.
 
 Texts are sorted by length and packed into chunks without padding: an encoder attends within each
-text (ops/encoder.py), so that products run at the rate of a full chunk, and an embedding does not
+text (ops/encoder.py), so that matmuls run at the rate of a full chunk, and an embedding does not
 depend on its neighbours.
 """
 

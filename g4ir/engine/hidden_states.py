@@ -12,12 +12,13 @@ class HiddenStates:
 
     def __init__(self, batch: int) -> None:
         self.states: torch.Tensor | None = None
-        #: int64 [batch]: a row's length before the first of its states, and at the last
+        #: int64 [batch]: each row's length before its first state, and after its last
         self._before, self._after = torch.zeros(2, batch, dtype=torch.int64)
 
     @classmethod
     def single(cls, state: torch.Tensor | None, length: torch.Tensor) -> HiddenStates:
-        """Return those of one sequence, whose newest token has this state [1, 1, hidden]."""
+        """Return the hidden states of one sequence, whose newest token has this state [1, 1,
+        hidden]."""
         hidden = cls(1)
         if state is not None:
             hidden.states, hidden._before, hidden._after = state, length - 1, length
@@ -28,7 +29,8 @@ class HiddenStates:
         return (self._before < length) & (length <= self._after) & (length > 0)
 
     def of(self, length: torch.Tensor) -> torch.Tensor | None:
-        """Return the states [batch, 1, hidden] of the newest tokens; undefined for rows without."""
+        """Return the states [batch, 1, hidden] of the newest tokens; undefined for rows without
+        one."""
         if self.states is None or self.states.shape[1] == 1:
             return self.states
         at = (length - self._before - 1).clamp(0, self.states.shape[1] - 1)

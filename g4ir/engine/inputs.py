@@ -45,7 +45,8 @@ class SessionInputs:
         return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
     def single(self, length: torch.Tensor, next_tokens: Any, active: Any) -> TokenBatch:
-        """Return one token a row, int64 [batch], of the rows that are `active` (bool [batch])."""
+        """Return one token per row, int64 [batch], checked for the rows that are `active` (bool
+        [batch])."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
         if tokens.shape != (self.batch,):
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
@@ -60,7 +61,7 @@ class SessionInputs:
     def drafted(
         self, length: torch.Tensor, tokens: Any, lengths: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [batch, S] to verify, no more than the engine's --draft-tokens and one."""
+        """Return tokens [batch, S] to verify: at most --draft-tokens + 1."""
         tokens, lengths = self.tokens(length, tokens, lengths)
         width, max_tokens = tokens.shape[1], self.engine.draft_tokens + 1
         if width > 1 and max_tokens == 1:
@@ -121,7 +122,7 @@ class SessionInputs:
 
 
 def row_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> TokenBatch:
-    """Return the prompt of an empty row; InputError for what a session would refuse."""
+    """Return the prompt for an empty row; InputError if a session would refuse it."""
     prompt = SessionInputs(engine, 1).prompt(torch.tensor([0]), [tokens], None, soft)
     prompt.pieces(engine.limits.prefill_chunk)  # raises for a block longer than a chunk
     return prompt

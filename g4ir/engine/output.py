@@ -50,7 +50,7 @@ class AnswerStream:
         self._stops = Stops(stop)
 
     def take(self, event: Event) -> list[Said]:
-        """Return the events that a scheduler event completes. EngineError if the sequence
+        """Return the output events that a scheduler event completes. EngineError if the sequence
         failed."""
         if self.over:
             return []

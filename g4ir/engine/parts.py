@@ -45,7 +45,7 @@ class EngineParts:
     prologue: Graph = field(repr=False)
     runtime: Runtime
     tables: dict[str, Any] = field(repr=False)
-    #: adapters that requests choose, if it was loaded with slots for them
+    #: LoRA adapters, if the engine was loaded with slots for them
     adapters: Adapters | None = field(default=None, kw_only=True, repr=False)
     #: lock: one tower runs at a time
     towers: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -63,7 +63,7 @@ class EngineParts:
 
     @property
     def name(self) -> str:
-        """The last part of its label, for tables."""
+        """The last path component of its label, for tables."""
         return Path(self.label).resolve().name
 
     @property

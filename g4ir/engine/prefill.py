@@ -5,7 +5,7 @@
         ...                                   # None, and logits [1, vocab] with the last chunk
     batch.put(prefiller.session, [sequence])
 
-So a prompt does not cost a chunk of every row, and sequences decode between two of its chunks.
+So a prompt does not compute a chunk for every row, and other sequences decode between its chunks.
 Several short prompts are prefilled in one chunk of a larger session: `count_batchable` returns how
 many, `prefill_batch` computes them.
 """
@@ -36,12 +36,12 @@ from .prefix_disk import Keys, PrefixDisk
 from .requests import Request
 from .session import Session, Snapshot
 
-#: bounds of the prefix cache's default size, and the prompts of LONG tokens that it should hold,
-#: memory permitting: agents send 10 to 20 thousand tokens again with each step
+#: min and max default size of the prefix cache; number of prompts of LONG tokens that it should
+#: hold, memory permitting: agents resend 10,000 to 20,000 tokens with each step
 MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
 #: minimum shared prefix, in tokens, of two prompts for the end of it to be cached
 MIN_FORK = 64
-#: a prompt, its keys, and the slot of its adapter
+#: (prompt, keys, adapter slot)
 Prompt = tuple[Request, Keys, int]
 #: bytes of one key in the prefix cache, in addition to the snapshot
 KEY_BYTES = 40
@@ -180,7 +180,7 @@ class Prefiller:
 
     def _default_bytes(self) -> int:
         """Return a quarter of the free memory, or MIN_PROMPTS long prompts if they fit in half."""
-        rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two sizes of a batch
+        rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two buckets
         free = max(free_on(self.engine.device) - rows, 0)
         requested = max(MIN_BYTES, MIN_PROMPTS * self.prompt_bytes, min(free // 4, MAX_BYTES))
         return min(requested, max(free // 2, MIN_BYTES))
@@ -335,7 +335,7 @@ class Prefiller:
         common = prompt.boundary(min(shared_length(before, keys), len(keys) - 1))
         length, snapshot = self.prefixes.lookup(request.salt, keys)
         if common and common >= min(length, len(keys) - 1):
-            with suppress(InputError):  # the ring has overwritten the next token's window
+            with suppress(InputError):  # the ring no longer has the next token's window
                 self.session.truncate(common)
                 return common, 0
         self.session.reset()

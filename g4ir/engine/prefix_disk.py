@@ -58,7 +58,7 @@ PENDING_BYTES = 512 << 20
 MAPPED, TICK_S = 4, 0.1
 #: seconds that `close` waits for the writer
 CLOSE_S = 30.0
-#: names of the hidden state and of caches in a file
+#: tensor name of the hidden state, and prefix of the caches' names, in a file
 HIDDEN, CACHE = "hidden", "cache."
 
 
@@ -72,8 +72,8 @@ class PrefixDisk:
         self.root, self.max_bytes = private(cache_root() / "prefixes"), max_bytes
         machine = find_backend(engine.config.backend).machine(engine.device)
         self._engine = f"{__version__}\0{engine.facts.digest}\0{machine}"
-        #: counts of snapshots: restored from disk; and not written, as larger than the limit or not
-        #: worth it
+        #: counts: snapshots restored from disk; snapshots not written, since they were too large or
+        #: not worth it
         self.restored = self.too_large = 0
         #: why writing has stopped; empty: it has not
         self.failed = ""
@@ -95,7 +95,7 @@ class PrefixDisk:
         return 0, None
 
     def store(self, salt: str, keys: Keys, snapshot: Snapshot) -> None:
-        """Have a snapshot of `keys` written soon, or if it is on disk marked as used; returns at
+        """Queue a snapshot of `keys` for writing, or mark it as used if it is on disk; returns at
         once."""
         size = sum(t.nbytes for t in snapshot.caches.tensors.values()) if snapshot.caches else 0
         if not size or self.failed:

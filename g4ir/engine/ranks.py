@@ -36,8 +36,8 @@ See = Callable[[int, str, torch.Tensor], None]
 
 
 class Led:
-    """Proxy on rank 0 for a runtime, KV cache or snapshot that each rank has. Methods in CALLS and
-    MAKERS run on every rank; everything else is local."""
+    """Proxy on rank 0 for a runtime, KV cache or snapshot with one instance per rank. Methods in
+    CALLS and MAKERS run on every rank; everything else is local."""
 
     def __init__(self, group: Group, local: Any, number: int) -> None:
         self.group, self.local, self.number = group, local, number
@@ -62,7 +62,7 @@ class Led:
             return perform(self.group, self.local, name, local, feeds, see, watch)
 
     def _make(self, name: str, *args: Any) -> Led:
-        # Run locally before sending: if this rank is out of memory, no rank is out of step.
+        # Run locally before sending: if this rank runs out of memory, the ranks stay in step.
         local = perform(self.group, self.local, name, args)
         with self.group.together():
             number = next(self.group.numbers)

@@ -96,7 +96,7 @@ class SequenceState:
     emitted: int = 0
     #: set by `RequestHandle.stop`
     stop_requested: bool = False
-    #: speculative decoding's state, from the first draft on
+    #: state of speculative decoding; None before the first draft
     drafter: RowDrafts | None = None
 
     @property
@@ -133,7 +133,7 @@ class RequestHandle:
         self.batchable = not request.soft and request.n == 1 and request.prompt_logprobs is None
         #: slot of its adapter, and the function that ends its use
         self.adapter_slot, self.release = -1, lambda: None
-        #: of an AsyncEngine, which calls it with the request's events
+        #: callback of AsyncEngine, called with the request's events
         self.callback: Callable[[Event], None] = lambda event: None
         #: log-probabilities of the prompt tokens computed so far; None for the first
         self.prompt_logprobs: list[Logprobs | None] = [None]
@@ -195,6 +195,6 @@ class Totals:
     steps: Counter[int] = field(default_factory=Counter)
     step_s: dict[int, float] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
-    #: slot-seconds of a request: a moving average
+    #: moving average of a request's slot-seconds
     row_s: float = 0.0
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)

@@ -353,7 +353,7 @@ class Scheduler:
         steps = [new]
         if new:
             bucket, size = len(self.batch.slots), self.chunk_size
-            moved, self._bucket = bucket != self._bucket, bucket  # a move is not timed
+            moved, self._bucket = bucket != self._bucket, bucket  # moves are not timed
             (size.start if moved else size.record)(time.perf_counter())
         if any(None in choices or s.complete for s, choices in new.items()):
             steps += self._drain_loop()
@@ -364,7 +364,7 @@ class Scheduler:
                         self._accept(sequence, choice)
 
     def _open_drafters(self, running: Running) -> dict[int, RowDrafts]:
-        """Return the draft state by slot; empty while too many sequences decode."""
+        """Return the draft states by slot; empty while too many sequences decode."""
         draft, drafters = self.config.draft, dict[int, RowDrafts]()
         if draft and len(running) <= self.config.draft_rows:
             for s in running:

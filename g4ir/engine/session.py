@@ -111,8 +111,8 @@ class Session:
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
-        (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
-        the padding token."""
+        (bool [batch]) is False are left untouched and yield zeros. A placeholder is embedded as the
+        padding token."""
         return self._last_logits(self._inputs.single(self.length, next_tokens, active))
 
     def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
@@ -253,7 +253,8 @@ class Session:
     def _chunks(
         self, prompt: TokenBatch, pieces: Sequence[Piece] | None, all_logits: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        """Yield each piece, the rows that end in it, and its logits (of all or the last)."""
+        """Yield each piece, the rows that end in it, and its logits (of all tokens, or of the
+        last)."""
         for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             need_logits = all_logits or bool(ends.any())

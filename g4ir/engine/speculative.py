@@ -30,7 +30,7 @@ MIN_MATCH, MAX_MATCH = 2, 16
 COST = 0.12
 #: newest measurements per (batch, tokens) that count
 NEWEST = 9
-#: decay of earlier rounds in the acceptance rate
+#: decay factor of earlier rounds in the acceptance rate
 MEMORY = 0.7
 #: first and longest pause, in steps, after drafts that cost more than they saved
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64

@@ -26,7 +26,7 @@ from g4ir.weights.token_splits import BASE, HashedTokens, code_points
 INDEX = "tokenizer.index"
 #: maximum characters to encode by the index; for longer texts parsing the full file is faster
 FEW = 1 << 13
-#: maximum offset of a merge within a token (one byte)
+#: maximum split position within a token, in characters (stored in one byte)
 LONGEST = 255
 
 

@@ -37,7 +37,8 @@ from .parts import EngineParts
 from .session import Session
 
 Tensor = torch.Tensor
-#: dims of tokens and of cache slots, of which the plain graphs have one per token
+#: dims that count tokens: of a chunk, of a verification step, and cache slots (one per token in
+#: plain graphs)
 TOKEN_DIMS = (CHUNK, "M", "C")
 #: callback(name, index of the first token, values [1, tokens, ...])
 Sink = Callable[[str, int, Tensor], None]
@@ -160,8 +161,8 @@ def inspect_values(
 
 
 def _plain_graphs(engine: EngineParts, phase: str) -> dict[str, Graph]:
-    """Return phase of a session -> its graph. A decode step is a chunk of one token, in which the
-    dim of tokens has a name."""
+    """Return the graph of each phase of a session. A decode step is a prefill chunk of one token,
+    whose token dim is named."""
     hidden = engine.drafter is not None and phase == "prefill"
     build = partial(build_graph, engine.spec, all_logits=True, dtype=engine.dtype, hidden=hidden)
     graphs = dict.fromkeys((phase, "decode"), build("prefill" if phase == "prefill" else VERIFY))

@@ -65,7 +65,7 @@ class Turn:
 
     @property
     def nothing(self) -> bool:
-        """Whether it was interrupted before its first token."""
+        """Whether the answer was interrupted before its first token."""
         return self.finish_reason == INTERRUPTED and not self.counts.generated
 
     @property
@@ -311,7 +311,7 @@ class ChatSession:
                     on_event(piece)
         except BaseException as e:
             self.alive = self.alive and not isinstance(e, RankError)
-            if not isinstance(e, Exception):  # it may have interrupted a step
+            if not isinstance(e, Exception):  # KeyboardInterrupt: a step may be incomplete
                 self._scheduler.close()
             raise
         finally:
@@ -376,14 +376,14 @@ class Bounded:
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
-        #: how many of the generated tokens are counted
+        #: number of generated tokens counted so far
         self._seen = 0
 
     def __copy__(self) -> Bounded:
         return Bounded(copy(self.budget), self.size, copy(self.inner))
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Return which tokens may follow; None: all."""
+        """Return the mask of allowed tokens; None: all."""
         for token in generated[self._seen :]:
             self.budget.push(token)
         self._seen = len(generated)

@@ -43,7 +43,7 @@ INTEGER: Field = _of(int), "a whole number"
 NUMBER: Field = _of(int, float), "a number"
 IDS: Field = _list(int), "a list of token ids"
 PATHS: Field = _list(str), "a list of paths"
-#: settings of `chat` too
+#: settings that `g4ir chat` has too
 SETTINGS: dict[str, Field] = {
     "max_new_tokens": INTEGER,
     "temperature": NUMBER,
@@ -70,7 +70,7 @@ FIELDS: dict[str, Field] = {
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object of one line, whose fields are yet to be checked."""
+    """Return the JSON object of a line; its fields are not checked yet."""
     if len(line) > LINE_BYTES:
         raise InputError(
             f"{where}: a line of more than {size_text(LINE_BYTES)}, or input of more "

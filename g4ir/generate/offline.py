@@ -190,8 +190,8 @@ class OfflineEngine:
         line: int | None = None,
     ) -> OfflineRequest:
         """Return a checked request out of fields as in FIELDS, with (kind, path) of more media;
-        InputError begins with `where`. The media are read by `answer`. One of a `line` shares
-        prefixes with others."""
+        InputError begins with `where`. The media are read by `answer`. Requests of JSON lines
+        (`line`) use the prefix cache."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
         files = (*((k, p, f"--{k}") for k, p in media), *lists)
         fields = {**self.defaults.sampling, **self.flags, **fields}
@@ -299,7 +299,7 @@ class OfflineEngine:
     def _step(self, going: Sequence[Result]) -> None:
         by_handle = {b.handle: b for b in going}
         for event in self.scheduler.step():
-            if b := by_handle.get(event.handle):  # None: of a reader that stopped early
+            if b := by_handle.get(event.handle):  # None: a request whose consumer stopped early
                 b.take(event)
 
     def _begin(self, line: Line, source: str) -> Result | Failure:

@@ -11,8 +11,8 @@ from g4ir.weights.tensorfile import parse_json
 
 
 class Codec:
-    """The checkpoint's own tokenizer, as transformers would use it; `few`: for few texts, so the
-    tokenizer index suffices."""
+    """The checkpoint's own tokenizer, as transformers would use it; `few`: few short texts will be
+    encoded, for which the tokenizer index suffices."""
 
     def __init__(self, engine: Engine, few: bool = False) -> None:
         tokenizer = engine.text_tokenizer() if few else engine.tokenizer()

@@ -1,6 +1,5 @@
-"""Compares logits with a reference's: distances and tolerances.
-
-`verify` judges positions, verification steps and greedy tokens by it.
+"""Compares logits with a reference's: distances and tolerances, for positions, verification steps
+and greedy tokens of `verify`.
 
 fp32 has a fixed tolerance, relative to the row's RMS. In 16 bits, rounding depends on the model
 and its weights, so the tolerance follows from the reference's own distance to the same model in
@@ -130,7 +129,7 @@ TOLERANCES = {
 #: dtype of a quantised KV cache, or format of quantised activations -> relative error in an fp32
 #: model. A value near the middle between two grid points may be rounded to either, and all later
 #: tokens depend on it: half a step of the grid, several for int8 with its groups.
-#: `verify --each-pass` compares on equal rows, without this error
+#: `verify --each-pass` compares nodes on equal inputs, without this error
 QUANT_ERRORS = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4, "int8": 2.0**-5, "fp8": 2.0**-4}
 
 
@@ -184,7 +183,7 @@ class Anchor:
     name: str
     rows: Tensor
     other_modes: Sequence[Tensor]
-    #: why it is not float64
+    #: why the anchor is not float64; empty if it is
     reason: str | None = None
 
     def rounding(self, want: Tensor, dtype: str) -> Rounding:

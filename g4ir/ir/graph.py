@@ -25,7 +25,7 @@ class Value:
     """A tensor: its name is its identity."""
 
     name: str
-    type: Type = field(hash=False)  # the type of a name differs only between graphs
+    type: Type = field(hash=False)  # within a graph, equal names have equal types
 
     def __str__(self) -> str:
         return f"%{self.name}"
@@ -63,7 +63,7 @@ class Node:
 
     @cached_property
     def expanded(self) -> tuple[tuple[Node, ...], tuple[Value, ...]]:
-        """The expansion of a fused node: its nodes, and the values of its results."""
+        """A fused node's expansion: the nodes, and the values that are its results."""
         b = Builder(scope=f"{self.outputs[0].name}/")
         assert self.definition.expand
         results = as_tuple(self.definition.expand(b, *self.inputs, **self.attrs))

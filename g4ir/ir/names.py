@@ -8,7 +8,7 @@ _OF_LAYER = re.compile(r"(?:([a-z]+)\.)?L(\d+)\.(.+)")
 
 
 def split_name(name: str) -> tuple[str, int | None, str]:
-    """(tower, layer, rest): `vision.L3.attn.q` -> ("vision", 3, "attn.q"); outside the layers
+    """(tower, layer, suffix): `vision.L3.attn.q` -> ("vision", 3, "attn.q"); outside the layers
     ("", None, name)."""
     match = _OF_LAYER.fullmatch(name)
     return (match[1] or "", int(match[2]), match[3]) if match else ("", None, name)

@@ -29,7 +29,7 @@ class Float64Matmuls(TorchFunctionMode):
     ) -> Any:
         if func is _linear:
             return _product(*args, **(kwargs or {}))
-        if func is torch.matmul:  # with rows of a weight
+        if func is torch.matmul:  # float64 activations times rows of a 16-bit weight
             args = [t.double() for t in args]
         if func is _softmax and "dtype" in (kwargs or {}):
             kwargs |= {"dtype": torch.float64}

@@ -7,7 +7,7 @@ Features are log-mel frames for the tower of `gemma4`, and raw frames of samples
 `gemma4_unified`. From decoded samples on, the arithmetic (numpy) equals that of the feature
 extractors of transformers 5.17, which take 16 kHz. Other rates are resampled by the windowed sinc
 of `torchaudio.functional.resample` with its defaults, after channels are averaged: the reference's
-`load_audio` takes whichever of three libraries is installed.
+`load_audio` resamples with whichever of three libraries is installed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ F64 = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 MAX_CHANNELS = 64
-MAX_RESAMPLED = 1 << 26  # samples of a clip at the model's rate: over an hour at 16 kHz
-MAX_BYTES, MAX_VALUES = 1 << 28, 1 << 26  # of a file; samples times channels that are decoded
+MAX_RESAMPLED = 1 << 26  # maximum samples of a clip at the model's rate: over an hour at 16 kHz
+MAX_BYTES, MAX_VALUES = 1 << 28, 1 << 26  # bytes of a file; decoded samples x channels
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +275,8 @@ def read_audio(path: str | Path) -> Waveform:
 
 #: first bytes of the formats that are opened; those of MPEG audio are a frame of layer I to III
 MAGIC = re.compile(rb"RIFF|fLaC|OggS|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]")
-UNKNOWN_FRAMES = 1 << 62  # or more: the number of samples of a FLAC that went through a pipe
+#: a FLAC that was written to a pipe states this number of samples, or more
+UNKNOWN_FRAMES = 1 << 62
 
 
 def _decode(file: BinaryIO, path: Path) -> Waveform:
@@ -289,7 +290,7 @@ def _decode(file: BinaryIO, path: Path) -> Waveform:
             if has_length:
                 _check_values(path, frames, channels)
             count = frames if has_length else MAX_VALUES // channels + 1
-            source.seekable = lambda: False  # it would look for the end of a FLAC that has none
+            source.seekable = lambda: False  # no seek to the end, which a FLAC may lack
             samples = source.read(count, dtype="float32", always_2d=True)
     except (RuntimeError, TypeError, ValueError) as e:
         reason = getattr(e, "error_string", e)  # of a LibsndfileError

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from g4ir.errors import InputError, MissingError
 
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
-#: outermost elements that hold content: of MP4, AVI and WAV, Matroska
+#: top-level elements with content: of MP4, of AVI and WAV, of Matroska
 CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT)
 _MAX_ELEMENTS = 1 << 16  # elements to look at, so that the walk through a damaged file ends
 
@@ -76,7 +76,7 @@ def _size(head: bytes) -> int:
         size, mask = int.from_bytes(head[4 : 4 + width], "big"), (1 << 7 * width) - 1
         return 0 if size & mask == mask else 4 + width + (size & mask)
     if kind == b"RIFF":
-        # Nearly 2^31 or 2^32: of a program that wrote to a pipe and could not seek back.
+        # Sizes near 2^31 or 2^32 are placeholders of programs that wrote to a pipe.
         unknown = any(-4096 <= word - full < 4096 for full in (1 << 31, 1 << 32))
         return 0 if unknown else 8 + word + word % 2
     size = int.from_bytes(kind, "big")

@@ -4,9 +4,8 @@
     image = prepare_image(pixels, image_settings(spec, 280))   # patches, positions, soft_tokens
 
 From pixels onwards the arithmetic is equal to the bit to the image processors of transformers 5.17
-on a CPU, whose resize works on uint8 and so rounds and clamps after either direction.
-
-As the reference's `load_image` we apply the EXIF orientation and convert to RGB by Pillow: alpha is
+on a CPU, whose resize works on uint8 and so rounds and clamps after each direction. As the
+reference's `load_image` does, we apply the EXIF orientation and convert to RGB by Pillow: alpha is
 dropped, palettes are looked up, of animations the first frame counts. (Its processors, given a
 path, ignore the orientation.) Pixels of 16 bits, which Pillow clips, are scaled.
 """
@@ -35,7 +34,7 @@ I64 = NDArray[np.int64]
 #: accepted formats: Pillow supports dozens more, some by starting other programs
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 NO_PATCH = -1  # position of padding
-MAX_BYTES, MAX_PIXELS = 1 << 28, 1 << 27  # of a file; 3 bytes each
+MAX_BYTES, MAX_PIXELS = 1 << 28, 1 << 27  # maximum bytes of a file; maximum pixels
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +67,7 @@ def prepare_image(
 
 def pixels_of(image: Any) -> Any:
     """Return the pixels of a Pillow image, converted as one in a file; other objects unchanged."""
-    pillow = sys.modules.get("PIL.Image")  # whoever has such an image has imported it
+    pillow = sys.modules.get("PIL.Image")  # imported if any such image exists
     if pillow is None or not isinstance(image, pillow.Image):
         return image
     return _rgb(image, "image")

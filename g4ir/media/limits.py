@@ -39,7 +39,7 @@ def limited(limit: Limit) -> Iterator[None]:
 
 def check_limit() -> None:
     """Raise InputError, naming the medium, if the current limit, if any, is used up or abandoned.
-    Called between two frames, or as often."""
+    Decoders call it between two frames, or about as often."""
     if (current := _CURRENT.get()) is None:
         return
     limit, begin = current

@@ -7,7 +7,7 @@
 
 A block is a run of adjacent placeholders of images or video frames. If a model attends to images in
 both directions, all tokens of a block must be in one chunk (rule 19). `piece_ends` alone decides
-where a prompt is cut, whatever asks for a cut: chunks, marks, cached prefixes.
+where a prompt is cut, for chunks, prefix-cache marks and cached prefixes alike.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of each row that a step takes: tokens start[b] to start[b] + count[b], i64[B] both;
-    `at`: the start, if all rows have the same."""
+    """The tokens of each row that a step processes: start[b] to start[b] + count[b], i64[B] both;
+    `at`: the start, if it is the same in all rows."""
 
     start: Tensor
     count: Tensor
@@ -103,7 +103,7 @@ class TokenBatch:
         embeds[batch.to(embeds.device), column.to(embeds.device)] = soft
 
 
-# --- what a prompt holds ----------------------------------------------------------------------
+# --- prompts ----------------------------------------------------------------------
 
 
 def merged(

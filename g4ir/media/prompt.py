@@ -26,7 +26,7 @@ from g4ir.spec.parts import Tokens
 from .soft import Soft, count_error, counts
 
 Encode = Callable[[str], list[int]]  # text -> ids, without bos
-Spell = Callable[[int], str]  # a special id -> its own string
+Spell = Callable[[int], str]  # a special token's id -> its string
 _MARKER = re.compile(rf"(\\?)<({IMAGE}|{VIDEO}|{AUDIO})>")
 
 
@@ -113,7 +113,8 @@ def _placed(
 def lacks_frame_times(
     before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], tokens: Tokens
 ) -> bool:
-    """Whether `expand_placeholders` without `encode` expanded a video, which then has no times."""
+    """Whether `expand_placeholders` without `encode` expanded a video, so that its frames have no
+    times in the prompt."""
     video = (sum(t == tokens.video for row in rows for t in row) for rows in (before, after))
     return len({*video}) > 1
 

@@ -30,7 +30,7 @@ from .files import check_size, is_cut, library, opened
 from .images import F32, I64, U8, check_pixels, patchify, positions_of, resize
 from .limits import check_limit
 
-FRAMES = 32  # sampled of a video; the reference's default, as is the next
+FRAMES = 32  # frames sampled of a video by default, as in the reference
 ASSUMED_RATE = 24.0  # assumed frames per second if the file has no rate
 
 
@@ -233,7 +233,7 @@ class _Sample:
     keys: tuple[int, ...] | None
 
 
-LOST = 16  # frames that a decoder may drop at cuts: H.264 refers back no further
+LOST = 16  # frames that a decoder may drop at a cut: H.264 has at most 16 reference frames
 
 
 def _sample(path: Path, frames: int | None, fps: float | None, by_time: bool = False) -> _Sample:
@@ -258,15 +258,15 @@ def _sample(path: Path, frames: int | None, fps: float | None, by_time: bool = F
     else:
         indices = spread_frames(seconds, frames_at(fps, seconds, frames, str(path)), str(path))
     late = ticks[0] * unit.numerator / unit.denominator - start
-    late = late if late >= 1 else 0.0  # the audio begins earlier
+    late = late if late >= 1 else 0.0  # the audio starts first
     keys = None if by_index else tuple(ticks[i] for i in indices)
     times = tuple(late + seconds[i] for i in indices)
     return _Sample(len(ticks), rate, indices, times, keys)
 
 
 def _timestamps(container: Any, path: Path) -> Sequence[Any]:
-    """Return the presentation timestamp of each packet that is shown; None if it has none, or the
-    clock of the file starts anew."""
+    """Return the presentation timestamp of each packet that is shown; None if a packet has none, or
+    timestamps restart within the file."""
     stream = container.streams.video[0]
     stamps, clock, complete = list[Any](), list[int](), True
     for packet in container.demux(stream):
@@ -289,7 +289,7 @@ def _decoded(path: Path, sample: _Sample) -> Iterator[U8]:
     next key frame, the next is taken, or the last."""
     keys, pending, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
     with _opened(path) as container:
-        container.streams.video[0].codec_context.thread_count = 1  # cores are for answers
+        container.streams.video[0].codec_context.thread_count = 1  # others: decode steps
         for i, frame in enumerate(container.decode(video=0), 1):
             check_limit()
             check_size(path, frame.width, frame.height, MAX_PIXELS)
