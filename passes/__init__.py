@@ -9,8 +9,8 @@ and optionally
   CHANGES_STATE  true: it may change the types of the caches
   CHANGES_MEANING  true: it may round, or change values that keep their names
 
-Weights are packed before rows are chosen, so that prefill and decode share them; passes after the
-last change of the caches fuse blocks of nodes.
+Weights are packed before `last_token_only`, so that prefill and decode share them; the passes after
+those that change caches fuse nodes.
 """
 
 from __future__ import annotations

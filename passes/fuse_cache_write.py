@@ -1,11 +1,11 @@
 """q = norm_rope(q'), cache_write(.., norm_rope(k')), cache_write(.., rms_norm(v')),
 q', k', v' the heads of split(qkv)  ->  q, caches = qkv_write(qkv, ..)
 
-Only if attention reads the updated caches: in decode (one token), and in networks whose caches have
-capacity for a chunk (`several`). Otherwise attention reads the chunk's rows as separate inputs. V
-without a norm is v' (form `unnormed`). If K and V share a projection, v' is k'; rows have the
-caches' form and dtype (see `latent_kv`, `narrow_kv`). A layer that reads another layer's caches has
-only q and is not changed.
+Applies only if attention reads the updated caches: in decode (one token), and in networks whose
+caches have capacity for a chunk (`several`). Otherwise attention reads the chunk's rows as separate
+inputs. V without a norm is v' (form `unnormed`). If K and V share a projection, v' is k'; rows have
+the caches' form and dtype (see `latent_kv`, `narrow_kv`). A layer that reads another layer's caches
+has only q and is not changed.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from .match import Edit, NoMatch, Note, after, edit_each, ignore, match_parts
 
 @dataclass(frozen=True)
 class _Pair:
-    """A pattern of the fused op `op`: the reader has a result of the producer as `operand`;
-    `shared` are indices of the producer's results that are also results of the fused op."""
+    """A pattern of the fused op `op`: `operand` of the reader is a result of the producer;
+    `shared`: indices of the producer's results that are also results of the fused op."""
 
     op: str
     producer: str

@@ -4,8 +4,8 @@ K = rope(rms_norm(x, w)), V = rms_norm(x); every attention(K, V) becomes attenti
 
   form "value":  states k, v [C,B,n,d]   ->   state latent [C,B,n,d + 2p]: V, K's rotated dims
 
-for p rotated pairs. "value" does not apply to a layer whose dims are all rotated, "off" to none.
-Layers in `keep` are not changed, since a draft model reads their K and V.
+for p rotated pairs. "value" does not apply to layers whose dims are all rotated; "off" changes no
+layer. Layers in `keep` are not changed, since a draft model reads their K and V.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class _Match:
         return b.nodes
 
     def read(self, n: Node, write: Node) -> Node:
-        """Return a reader of the latent cache, before or after its write as the old one."""
+        """Return the attention that reads the latent cache, before or after its write, as the
+        replaced one did."""
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
         operands = [write.out if after else write["cache"], *[write["new"]] * bool(fresh)]

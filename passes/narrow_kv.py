@@ -2,8 +2,8 @@
 
 row = narrow_row(x), cache' the state in the dtype `to`; "off": no change
 
-Attention reads the chunk in the cache's dtype, so that results do not depend on the chunk size. The
-pass changes what a graph computes: it rounds K and V.
+Attention also reads the chunk in the cache's dtype, so that results do not depend on the chunk
+size. The pass changes what a graph computes: it rounds K and V.
 """
 
 from __future__ import annotations

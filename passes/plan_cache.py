@@ -18,7 +18,7 @@ from g4ir.ir.rewrite import drop_dead, rebuild
 
 from .match import Note, cache_names, ignore
 
-AFTER = "fuse_norm_residual"  # any order would do
+AFTER = "fuse_norm_residual"  # not required: any later position works
 CHANGES_STATE = True
 
 #: draft tokens verified in one step: beyond about 32 the step becomes compute-bound

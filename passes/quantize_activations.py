@@ -1,7 +1,7 @@
 """linear(x, w)  ->  linear(fake_quantize(x), w), for quantised weights
 
-The pass changes what a graph computes: it rounds activations, since a matmul of integers needs
-fewer instructions than one of codes and floats. Routed experts are not changed; "off": no change.
+The pass changes what a graph computes: it rounds activations, since an integer matmul needs fewer
+instructions than one of codes and floats. Routed experts are not changed; "off": no change.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from g4ir.errors import InputError
 from g4ir.spec.parts import Audio, UnifiedAudio
 from g4ir.spec.record import Spec
 
-CUT, REFUSE = "cut", "refuse"  # what to do with a clip that is too long
+CUT, REFUSE = "cut", "refuse"  # treatment of a clip that is too long
 RATES = (1_000, 768_000)  # Hz; outside it a header is corrupt, and the resampler's table large
 
 
@@ -33,7 +33,7 @@ class MelSettings:
     input_scale_factor: float = 1.0
     per_bin_mean: tuple[float, ...] | None = None
     per_bin_stddev: tuple[float, ...] | None = None
-    max_length: int = 480_000  # samples; what is longer is cut or refused
+    max_length: int = 480_000  # samples; longer clips are cut or refused
     pad_multiple: int = 128  # samples
     halvings: int = 2  # strided convolutions between frames and soft tokens (rule 33)
 

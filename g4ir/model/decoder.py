@@ -16,7 +16,7 @@ from g4ir.spec.record import Spec
 VERIFY = "verify"
 #: prefill with bidirectional attention between the tokens of an image
 BLOCKS = "prefill_media"
-#: phase -> dim of its tokens, if not CHUNK: few enough that a cache has a slot for each
+#: phase -> dim of its tokens, if not CHUNK: these are so few that every cache has a slot for each
 TOKENS: dict[str, int | str] = {"decode": 1, VERIFY: "M"}
 #: dim of the tokens of a prefill chunk
 CHUNK = "S"
@@ -28,7 +28,7 @@ class Decoder:
     """Builds the decoder of one phase; `scope` prefixes its names."""
 
     scope = ""
-    #: names of the params of per-layer embeddings: of the model, of a layer, and of its norm
+    #: name prefixes of the per-layer embeddings' params: of the model, of a layer, of its norm
     ple_model, ple_layer, ple_norm = "ple", "ple", "norm_ple"
 
     def __init__(
@@ -92,8 +92,8 @@ class Decoder:
         return b.emit_all("unstack_layers", x, name=names)
 
     def ple_context(self, embeds: Value) -> Value:
-        """Return what the token embeddings contribute to the per-layer ones, [B,S,layers,dim]
-        (rule 3)."""
+        """Return the part of the per-layer embeddings that is projected from the token embeddings,
+        [B,S,layers,dim] (rule 3)."""
         b, text, ple = self.b, self.text, self.text.ple
         assert ple
         width = text.num_hidden_layers * ple.dim
@@ -122,7 +122,7 @@ class Decoder:
         return b.emit("mul", h, self.weight(f"{p}.scalar", 1), name=f"{p}.out")
 
     def attention(self, layer: Layer, x: Value) -> Value:
-        """Apply rules 12 to 17. K and V come from this layer, or fresh from the donor."""
+        """Apply rules 12 to 17. K and V are this layer's, or the donor layer's."""
         b, p, a, text = self.b, f"{self.at(layer)}.attn", layer.attention, self.text
         self.tables = self.rope_tables(p, a.rope, a.head_dim)
         q = self.project(x, f"{p}.q", f"{p}.wq", text.num_attention_heads * a.head_dim)

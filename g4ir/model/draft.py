@@ -1,8 +1,8 @@
 """The draft model (MTP): a small decoder that predicts tokens from the target's hidden state.
 
 It has no KV cache: each of its layers reads that of the target's last KV-owning layer of the same
-kind. All steps of a round have one position, attend to the accepted tokens and write nothing; each
-passes its token and its hidden state to the next.
+kind. All steps of a round use the same position, attend to the accepted tokens and write nothing to
+the cache; each passes its token and hidden state to the next.
 
 Rules 39 to 41 (transformers 5.17, `models/gemma4_assistant`).
 """
@@ -30,8 +30,8 @@ def build_draft(model: Spec, drafter: Spec, dtype: str | None = None) -> Graph:
     """Return the graph of one draft step. SpecError if the draft model does not fit the target.
 
     Takes `embeds` [B,1,hidden] (the scaled row of the newest token), `hidden` [B,1,hidden] (the
-    state that this token was chosen from, or that of the step before), `positions` i64[B,1] (where
-    the token stands), `last` i64[B,1] (the position of the newest key) and `written` i64[B] (tokens
+    state from which this token was sampled, or the previous step's), `positions` i64[B,1] (the
+    token's position), `last` i64[B,1] (the position of the newest key) and `written` i64[B] (tokens
     in the caches). Yields `draft.token` i64[B] and `draft.hidden` [B,1,hidden].
     """
     check_pair(model, drafter)

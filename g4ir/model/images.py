@@ -1,10 +1,10 @@
-"""Finds how large an image is to a model: size after resizing, patches, soft tokens.
+"""Computes the size of an image for a model: pixels after resizing, patches, soft tokens.
 
     settings = image_settings(spec, budget=280)
     grid = fit_image(settings, 1920, 1080)     # 1056x576 pixels, 66x36 patches, 264 soft tokens
 
-Arithmetic alone, equal to the reference's image processors (rule 31): neither torch nor Pillow is
-needed. Sizes are width first, as people write them.
+Pure arithmetic, with the results of the reference's image processors (rule 31); needs neither torch
+nor Pillow. Sizes are width x height.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Grid:
 
 
 def image_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
-    """Return how a variant cuts images; `budget` defaults to the variant's own.
+    """Return a variant's image settings; `budget` defaults to the variant's own.
 
-    InputError for a variant without vision and for an unknown budget.
+    InputError for a variant without vision, or an unsupported budget.
     """
     vision = spec.vision
     if isinstance(vision, Vision):

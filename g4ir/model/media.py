@@ -23,9 +23,9 @@ from .audio import AudioSettings, audio_settings
 from .images import BUDGETS, frame_budget, image_settings
 
 IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
-#: kinds of the vision tower, whose soft tokens form bidirectional blocks (rule 19)
+#: kinds encoded by the vision tower; their soft tokens form bidirectional blocks (rule 19)
 PICTURES = (IMAGE, VIDEO)
-#: name of a list of media, as a keyword and in a JSON line -> its kind
+#: keyword of a list of media in Python and in JSON lines -> kind
 LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
 #: kind -> setting in requests -> keyword of `Engine.encode`
 MEDIA_SETTINGS = {
@@ -37,7 +37,7 @@ MEDIA_SETTINGS = {
 SECONDS = (5.0, 10.0, 20.0, 30.0)
 #: upper bound of a clip's samples
 MAX_SAMPLES = 1 << 40
-#: default for towers whose frames are independent, so that a longer clip is split
+#: default seconds for towers whose frames are independent: longer clips are split
 PART_SECONDS = (10.0,)
 
 
@@ -74,7 +74,8 @@ def supported_media(spec: Spec) -> tuple[str, ...]:
 
 
 def check_media(media: Media, spec: Spec, max_lengths: int) -> None:
-    """Raise InputError for media that `find_media` never returns; `max_lengths`: of audio."""
+    """Raise InputError for media that `find_media` would never return; `max_lengths`: maximum
+    number of audio lengths."""
     images = IMAGE in media.kinds
     allowed = {*BUDGETS, *([image_settings(spec).budget] if images else [])}
     rules = {

@@ -1,7 +1,7 @@
 """Maps the graph's parameter names to the checkpoint's.
 
-Checkpoint names of the text model are without its prefix; those of other parts start with the
-part's name (a field of Prefixes) instead of its prefix.
+Checkpoint names here have no prefix for the text model, and the part's name (a field of Prefixes)
+instead of its prefix for other parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from g4ir.ir.names import split_name
 #: checkpoint tensors that other modules use
 TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
 HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
-#: token ids of a draft model, sorted by cluster
+#: param with a draft model's token ids, sorted by cluster
 ORDER = "drafter.masked_embedding.token_ordering"
 #: prefix of a draft model's params and tensors
 DRAFTER_PREFIX = "draft."

@@ -25,7 +25,7 @@ Tensors = dict[str, Shape]
 CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 #: tensors that KV-shared layers lack
 KEYS_VALUES = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
-#: parts for images and video; the others are for audio, or a draft model's
+#: parts of a checkpoint for images and video; all others are for audio or of a draft model
 SIGHT = ("vision", "vision_embedder", "embed_vision")
 #: part of a draft model's tensors outside its layers
 DRAFTER = "drafter"
@@ -106,7 +106,7 @@ def _towers(spec: Spec) -> Tensors:
 
 
 def _of_drafter(spec: Spec, outside_layers: bool) -> Tensors:
-    """Return a draft model's tensors, of its layers or outside of them."""
+    """Return the tensors of a draft model's layers, or those outside its layers."""
     tensors = _named([drafter_alone(spec)])
     bare = {name.removeprefix(DRAFTER_PREFIX): shape for name, shape in tensors.items()}
     return {

@@ -16,10 +16,10 @@ from .encoder import ENCODE, Encoder
 from .media import PICTURES, Media, placeholders, supported_media
 from .towers import build_towers
 
-#: graphs that a step of the text model runs, and all of them
+#: graphs of the text model's steps; all graphs of the text model
 TEXT_GRAPHS = ("prefill", "decode")
 PHASES = ("embed", *TEXT_GRAPHS)
-#: the table of per-layer embeddings, gathered from and never multiplied with
+#: the table of per-layer embeddings, which is only gathered from
 PLE_PARAM = "ple.table"
 
 
@@ -33,7 +33,7 @@ def build_program(
 ) -> Program:
     """Return the graphs of one engine: `embed` (token ids to embeddings), `prefill` and `decode`;
     with `verifies` also `verify`, for draft tokens, and with a drafter `draft`; with media also its
-    towers and `prefill_media`, in which the tokens of an image see each other."""
+    towers and `prefill_media`, in which the tokens of an image attend to each other."""
     kind, hidden = dtype or spec.dtype, drafter is not None
     phases = (*whole_graphs(spec), *(p for p in PHASES[2:] if not spec.embedding))
     phases = (*phases, VERIFY) if verifies else phases
@@ -58,7 +58,7 @@ def text_graphs(spec: Spec) -> tuple[str, ...]:
 
 
 def has_blocks(spec: Spec) -> bool:
-    """Whether soft tokens of an image see each other on some layers."""
+    """Whether soft tokens of an image attend to each other in some layers."""
     return spec.text.use_bidirectional_attention is not None and SLIDING in spec.text.layer_types
 
 
@@ -77,12 +77,12 @@ def build_graph(
     KV cache. prefill and decode take `embeds` [B,S,hidden] (scaled), `ple_rows` [B,S,layers*dim] if
     the spec has per-layer embeddings, `positions` i64[B,S] and `lengths` i64[B], the valid tokens
     of each sequence. They return `logits`, [B,1,vocab] at each sequence's last valid token, or
-    [B,S,vocab] with all_logits. `verify` is decode of several tokens: they are written first, each
-    sees the KV cache alone, and every one has its logits. `prefill_media` also takes `block_ids`
-    i64[B,S], -1 outside of images (see the op `attention`). With `hidden` they also return the
-    last hidden state: of the tokens of `decode` and `verify`, else of each last valid token.
-    An encoder has `encode` instead (model/encoder.py).
-    `embed` takes `tokens` i64[B,S]; with media, placeholders get that of the padding token.
+    [B,S,vocab] with all_logits. `verify` is decode of several tokens: they are written to the KV
+    cache first, attention reads only the cache, and every token has logits. `prefill_media` also
+    takes `block_ids` i64[B,S], -1 outside of images (see the op `attention`). With `hidden` they
+    also return the last hidden state: of the tokens of `decode` and `verify`, else of each last
+    valid token. An encoder has `encode` instead (model/encoder.py). `embed` takes `tokens`
+    i64[B,S]; with media, placeholders get that of the padding token.
     """
     phases = (*PHASES, VERIFY, BLOCKS, ENCODE)
     if phase not in phases:

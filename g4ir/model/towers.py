@@ -34,7 +34,7 @@ PARTS = ("vision", "audio")
 
 
 def build_towers(spec: Spec, media: Media, dtype: str | None = None) -> dict[str, Graph]:
-    """Return name -> graph of the towers for these media."""
+    """Return the towers' graphs for these media, by name."""
     kind = dtype or spec.dtype
     towers = [build_vision(spec, n, kind) for n in media.grids]
     towers += [build_audio(spec, n, kind) for n in media.lengths]

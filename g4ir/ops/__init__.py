@@ -16,7 +16,7 @@ from .types import Type
 
 @dataclass(frozen=True)
 class _Typed:
-    """A value of which only the type is known."""
+    """A value that has only a type."""
 
     type: Type
 

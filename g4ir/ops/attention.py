@@ -116,7 +116,7 @@ def probabilities(
     return attention.reference(q, positions, written, cache_k, cache, *chunk, **masking)
 
 
-#: samples' queries, positions and numbers of cached tokens
+#: in samples: types of query, positions, and number of cached tokens
 _QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10"
 
 

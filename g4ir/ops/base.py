@@ -42,10 +42,10 @@ from typing import Any, TypeVar
 from .budgets import Budget
 from .types import Types, parse_type
 
-#: parts of the model. attention: the projections; kv: attention itself and the cache writes;
-#: other: norms, residuals
+#: kinds of cost. attention: the projections; kv: attention itself and cache writes; other: norms,
+#: residuals
 KINDS = ("attention", "kv", "mlp", "experts", "ple", "head", "embed", "other")
-#: bytes per input, bytes per result
+#: (bytes per input, bytes per result)
 Traffic = tuple[tuple[int, ...], tuple[int, ...]]
 Operand = TypeVar("Operand")
 
@@ -226,13 +226,13 @@ def nothing(ins: Types, outs: Types, **attrs: Any) -> Traffic:
     return (0,) * len(ins), (0,) * len(outs)
 
 
-#: flops and traffic of a view, or of an op that is counted with another
+#: flops and traffic of a view, or of an op whose cost its reader counts
 VIEW = free, nothing
 
 
 def gathered(ins: Types, outs: Types, **attrs: Any) -> Traffic:
-    """Return the traffic of a gather: it reads only those rows of its first input that it returns,
-    and the indices."""
+    """Return the traffic of a gather: it reads the returned rows of its first input, and the
+    indices."""
     return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
 
 

@@ -83,7 +83,7 @@ _NONUNIFORM = {
     "nl3": ((-63, -40, -23, -10, 1, 13, 28, 47), 4),
     "nl2": ((-31, -13, 1, 17), 5),
 }
-#: values of a block of the C kernels
+#: weights per block of the C kernels
 MINIMA_GROUP = 32
 FORMATS = {
     "int8": QuantFormat("i8", 127, LAYOUTS["int8"]),
@@ -120,7 +120,7 @@ PACKED = {f.codes: f.block_values for f in FORMATS.values() if f.layout.nbytes =
 ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: formats that are converted to int8 for matmuls that do not support them
 AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2", "fp4", "nl4", "nl3", "nl2")
-#: formats that are also converted where a sibling of another format is packed with them
+#: formats that are also converted to int8 if they are packed with a weight of another format
 JOINED_AS_BYTES = ("int6", "int5", "iq4", "int3k")
 #: format -> format with the same codes as 8-bit integers
 SAME_CODES = dict.fromkeys(("int5", "iq4", "int3", "int2"), "int8")
@@ -243,8 +243,8 @@ PAIRS_OF_INTEGERS = {32: (six_bits, in_six_bits), 16: (nibble_pairs, in_nibble_p
 
 
 def steps_of(codes: Any, scales: Any) -> tuple[Any, Any]:
-    """Return the step and the shift f32 [.., G] of each group of a weight in a format without
-    minima: w = step * (value + shift)."""
+    """Return each group's step and shift, f32 [.., G], for a format without minima: w = step *
+    (value + shift)."""
     fmt, steps = _format_of(codes), upcast(scales)
     for integers in shared_integers(codes):
         steps = apply_scales(integers, steps)
@@ -484,9 +484,9 @@ def _round_scales(scales: Any, dtype: Any) -> Any:
 _EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
 #: other weights: divisors of the extremum that start the search for a scale
 _STARTS = (-8.0, -7.0, 7.4)
-#: with weighted errors: an extremum of small weight may be clipped, or get a small code
+#: the same with weighted errors: an extremum of small weight may be clipped, or get a small code
 _WEIGHTED_STARTS = tuple(-2.8 - 0.8 * i for i in range(12))
-#: values of a group that are tested first
+#: number of values of a group that are tested first
 _FIRST = 3
 #: largest relative error of a grid value after its scale and the value are rounded to bf16
 _NEAR = 2.0**-6

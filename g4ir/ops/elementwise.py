@@ -109,7 +109,8 @@ class clip:
 
 @op
 class limit:
-    """clamp(x, -most, most), where most is at most the largest number of x's dtype (rule 34)"""
+    """clamp(x, -bound, bound), with bound at most the largest finite value of x's dtype (rule
+    34)"""
 
     budget = MOVES
     kind = "other"

@@ -61,7 +61,8 @@ class packed_attention:
 
     @staticmethod
     def flops(ins: Types, outs: Types, *, window: int, **_: Any) -> int:
-        """Count two matmuls over the keys of one text that has an equal share of the tokens."""
+        """Count two matmuls per query over the keys of one text; texts are assumed to be equally
+        long."""
         tokens = int(ins[0].shape[1])
         length = -(-tokens // int(ins[3].shape[0]))
         return 4 * outs[0].numel() * min(length, 2 * window - 1 if window else length)

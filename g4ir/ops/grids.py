@@ -1,7 +1,7 @@
 """Nonuniform grids: scales and level shifts of groups of weights, and the nearest levels.
 
 A group of 32 weights is integer * row scale * (level + 0 or shift). The integer (signed, 7 bits)
-and the choice of the shift (1 bit) are a byte.
+and the shift bit form a byte.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from .types import torch
 
-#: weights that share an integer and the choice of a shift; the largest integer
+#: weights that share an integer and a shift bit; the largest integer
 GROUP, INTEGER_MAX = 32, 63
 #: levels that a group's extremum gets in the search for a scale, relative to the lowest level
 _STARTS = (1.1, 1.0, 0.9, 0.8, 0.72)
 
 
-#: steps of a level that the table of nearest levels tells apart, and its range to either side:
-#: midpoints of levels are multiples of 1/2
+#: resolution (steps per unit) and range (to either side) of the table of nearest levels: midpoints
+#: of levels are multiples of 1/2
 _STEPS, _REACH = 4, 512
 
 
@@ -65,7 +65,7 @@ def fit_groups(
             dot = (values * weighed).sum(-1, keepdim=True)
             square = values.square() if moments is None else values.square() * moments
             fitted = dot / square.sum(-1, keepdim=True).clamp(min=1e-30)
-            gain = dot * fitted  # the error is the sum of x^2 less this
+            gain = dot * fitted  # error = sum of x^2 - gain
             better = gain > best
             best, scale = torch.where(better, gain, best), torch.where(better, fitted, scale)
             shift = torch.where(better, add, shift)

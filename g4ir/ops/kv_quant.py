@@ -44,8 +44,8 @@ def quantized_type(t: Type, dtype: str) -> Type:
 
 
 def dequantized_type(t: Type, dtype: str) -> Type:
-    """Return the type of a cache or of rows after dequantisation to a dtype; the same type if that
-    is not wider than theirs."""
+    """Return the type of a cache or of rows after dequantisation to a dtype; unchanged if that
+    dtype is not wider."""
     if t.dtype not in NARROW or t.rank == 0 or not isinstance(t.shape[-1], int):
         return t
     narrower = ITEMSIZE[t.dtype] < ITEMSIZE[dtype]

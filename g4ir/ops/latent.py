@@ -2,7 +2,7 @@
 
 There K = rope(rms_norm(x, w)) and V = rms_norm(x) (rule 13). A row of the latent cache is V and the
 rotated dims of K, d + 2p elements for p rotated pairs; the other dims of K are V * w. V is rounded
-before w multiplies it, so below fp32 K differs from the plain one by a rounding.
+before it is multiplied by w, so in 16 bits K differs by one rounding from that of separate caches.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _split(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
     return [caches[0], *rows], () if block_ids is None else (block_ids,)
 
 
-#: samples' queries, positions, numbers of cached tokens and weight of K's norm
+#: in samples: types of query, positions, number of cached tokens, and weight of K's norm
 _QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 f32[8]"
 _ATTRS = "window=4, softcap=0.0, pairs=2"
 

@@ -16,9 +16,9 @@ from .types import torch
 
 @dataclass(frozen=True)
 class Bits:
-    """A bit field of `width` bits per value. The values of a block form an array of shape `axes`:
-    along an axis with a step, the index times the step is the shift within a byte; the other
-    indices address the byte."""
+    """A bit field of `width` bits per value. A block's values form an array of shape `axes`. Along
+    an axis with a step, index * step is the shift within the byte; the indices along the other axes
+    select the byte."""
 
     width: int
     axes: tuple[int, ...]
@@ -51,8 +51,8 @@ class Bits:
 @dataclass(frozen=True)
 class Layout:
     """A block of `values` values, each stored as value + `zero`. `fields` maps a name to (bytes,
-    bits), in order: `low` and `high` are the values' bits, `high` those above `low`; `integers`,
-    which values share, and `scales` are bytes."""
+    bits), in order: `low` and `high` are the values' bits, `high` those above `low`; `integers`
+    (shared by several values) and `scales` are bytes."""
 
     values: int
     zero: int
@@ -126,13 +126,14 @@ def in_nibble_pairs(scales: Any, minima: Any) -> Any:
 
 
 def in_order(width: int) -> Bits:
-    """Values of 1, 2, 4 or 8 bits in order, the first in the lowest bits."""
+    """Field of values of 1, 2, 4 or 8 bits in order, the first in the lowest bits."""
     return Bits(width, (8 // width,), (width,))
 
 
 def unpack_dense(data: Any, width: int) -> Any:
     """Unpack values of 1 to 8 bits that follow each other without padding, low bits first, also
-    across bytes: u8 [.., bytes] to u8 [.., 8 values per `width` bytes]; a partial rest is cut."""
+    across bytes: u8 [.., bytes] to u8 [.., 8 values per `width` bytes]; trailing bits of a partial
+    value are dropped."""
     if 8 % width == 0:
         return in_order(width).read(data)
     whole = data[..., : data.shape[-1] // width * width].unflatten(-1, (-1, width)).to(torch.int16)
@@ -143,7 +144,7 @@ def unpack_dense(data: Any, width: int) -> Any:
 
 
 def halves(n: int) -> Bits:
-    """n values in the low nibbles of bytes, the next n in the high ones."""
+    """Field of n values in the low nibbles of bytes, and the next n in the high ones."""
     return Bits(4, (2, n), (4, 0))
 
 

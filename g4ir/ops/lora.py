@@ -1,4 +1,4 @@
-"""Low-rank adapters of a product, one for each sequence."""
+"""LoRA adapters of a matmul, one for each sequence."""
 
 from __future__ import annotations
 

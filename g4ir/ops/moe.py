@@ -9,7 +9,7 @@ from .budgets import Budget
 from .mlp import activate
 from .types import ITEMSIZE, Type, Types, torch
 
-#: attributes of the dense MLP and the experts
+#: attributes that the dense MLP and the experts share
 ROUTING = {"act": "str", "top_k": "int", "root": "float"}
 
 

@@ -20,7 +20,7 @@ def reciprocal_rms(h: Any, eps: float) -> Any:
 
 @op
 class one_plus:
-    """1 + w in fp32: the weight of a norm that is stored about zero
+    """1 + w in fp32: the weight of a norm that is stored as w
 
     Not in w's dtype: bf16 1 + w would drop low bits of a w near 0.
     """

@@ -15,7 +15,7 @@ CACHE_FORMS = (*SEPARATE_CACHES, "value")
 PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
 
-#: samples' norm weights, rope tables, starts and lengths
+#: in samples: types of norm weights, RoPE tables, starts and lengths
 _INPUTS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:9 i64[2]@0:2"
 _PLAIN = "kv_heads=2, values=True, form='plain', pairs=0"
 

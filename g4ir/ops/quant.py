@@ -57,7 +57,7 @@ class quantize:
     avoid clipping; iq4 takes the nearest values of its table; int4 takes the scale that reproduces
     the weight exactly, if there is one (weights trained on that grid), else one of small squared
     error (codecs.py: `int4_scales`); formats with minima fit scales and minima by least squares,
-    then round them to integers, if they have such.
+    then round them to integers if the format has shared integers.
     """
 
     budget = MOVES

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 else:
 
     class _Torch:
-        """torch, imported at its first use: graphs are read, planned and printed without it."""
+        """Proxy that imports torch at its first use: graphs are read, planned and printed without
+        it."""
 
         def __getattr__(self, name: str) -> Any:
             import torch
@@ -43,7 +44,7 @@ _DTYPES = {
 }
 _NAMES = ", ".join(_DTYPES)
 _DTYPES |= {
-    # quantised weights in bit dtypes, which torch only copies
+    # quantised weights in torch's bit dtypes, which support only copies
     "b16": ("bits16", 2),
     "b8": ("bits8", 1),
     "b4": ("bits4x2", 1),
@@ -55,7 +56,7 @@ _DTYPES |= {
     "nl3": ("float8_e5m2fnuz", 1),
     "nl2": ("float8_e5m2", 1),
 }
-#: torch names of these: their tensors are codes, not floats
+#: torch names of the latter: tensors of these dtypes hold codes, not floats
 _CARRIERS = frozenset(f"torch.{_DTYPES[name][0]}" for name in ("f4", "nl4", "nl3", "nl2"))
 TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}

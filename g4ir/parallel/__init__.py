@@ -1,1 +1,1 @@
-"""One model on several ranks: which part of each tensor a rank has, and their collectives."""
+"""Tensor parallelism: the sharding of each weight, and the collectives."""

@@ -40,7 +40,7 @@ FOREVER = timedelta(days=365)
 FRAME = 1 << 15
 #: all-reduces up to this size are all-gather + local sum in order of rank (deterministic)
 GATHERED = 1 << 18
-#: polls for an ended process after a connection broke, and seconds between them
+#: after a connection broke: number of polls for an ended process, and seconds between two of them
 SETTLED, LOOK_S = 30, 0.01
 
 
@@ -98,7 +98,7 @@ class Group:
         #: whether a collective failed, and the error if a rank is lost
         self.broken = False
         self.lost: RankError | None = None
-        #: ids of objects on every rank, and the ids that rank 0 no longer uses
+        #: ids of objects that exist on every rank; those that rank 0 has dropped
         self.numbers, self.dropped = itertools.count(1), deque[int]()
         #: lock of the thread of rank 0 that sends a call
         self.turn = threading.RLock()
@@ -353,7 +353,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _words(value: Any) -> torch.Tensor:
-    """Return a plain value as the bytes of its JSON."""
+    """Return the JSON of a value as a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

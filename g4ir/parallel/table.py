@@ -25,7 +25,7 @@ from g4ir.spec.record import Spec
 HEAD, TABLE = "head.w", "embed.table"
 #: i64[1]: index of the first local expert, a param of expert-parallel graphs
 FIRST = "moe.first"
-#: weight of a layer -> sharded axis, unit that is not split
+#: weight of a layer -> (sharded axis, unit that is never split)
 CUTS = {
     "attn.wq": (0, "heads"),
     "attn.wk": (0, "key heads"),
@@ -55,7 +55,7 @@ class AxisShard:
     blocks: int = 1
 
     def share(self, ranks: int) -> int:
-        """Return the number of units per block of a rank."""
+        """Return a rank's number of units per block."""
         return max(1, self.units // ranks)
 
     def divides(self, size: int, ranks: int) -> bool:
@@ -184,11 +184,11 @@ class Share:
     rank: int
 
     def cuts(self, param: str) -> bool:
-        """Return whether a param differs between ranks."""
+        """Whether a param differs between ranks."""
         return self.sharding.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
     def cuts_rows(self, param: str, t: Type) -> bool:
-        """Return whether rows of a param are split between ranks."""
+        """Whether a param's rows are split between ranks."""
         part = self._part(param)
         return part is not None and part.axis == len(t.shape) - 1
 

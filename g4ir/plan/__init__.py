@@ -1,1 +1,1 @@
-"""Plans bytes and microseconds before anything is built."""
+"""Memory and time estimates before a build."""

@@ -110,13 +110,12 @@ def step_costs(g: Graph) -> Callable[[Step], Cost]:
 
 
 class _Meter:
-    """The costs of a graph's nodes at any step; nodes of equal cost (repeated layers) are computed
-    once."""
+    """Computes the costs of a graph's nodes at a step; equal nodes (repeated layers) only once."""
 
     def __init__(self, g: Graph) -> None:
         self.graph = g = split_prologue(g)[1]
         self.chunked = any({"S", "M"} & {*v.type.shape} for v in g.inputs)
-        #: quantised weight -> share of its bytes that codes and scales have
+        #: quantised weight -> fractions of its bytes that are codes and scales
         self.coded = {
             n.out.name: sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
             for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")
@@ -203,7 +202,8 @@ class _Meter:
 
 
 def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
-    """Return value inside a node -> the node's operand that it equals or is a view of."""
+    """Return a mapping: value within a fused node -> the node's operand that it equals or is a view
+    of."""
     owners = {v.name: v for v in (*n.inputs, *n.outputs)}
     for m in nodes:
         if m.definition.traffic is nothing and m.inputs[0].name in owners:
@@ -222,8 +222,8 @@ class Roof:
 
 @dataclass(frozen=True)
 class Floor:
-    """Minimum time of a cost under a roofline: memory and compute overlap, so the longer of the
-    two."""
+    """Minimum time of a cost under a roofline: the longer of memory and compute time, which
+    overlap."""
 
     memory_s: float
     compute_s: float

@@ -17,13 +17,13 @@ TOP_PARTS = {
     "norm.weight": "final_norm",
     HEAD: "head",
 }
-#: parts of a checkpoint that count as another one
+#: parts of a checkpoint that are counted as another part
 PARTS = {"vision_embedder": "embed_vision", "drafter": "layers"}
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Elements of one variant by part. 0-d clip bounds are counted apart (`*_scalars`)."""
+    """Elements of one variant by part. 0-d clip bounds are counted separately (`*_scalars`)."""
 
     embed: int = 0  # token table; also the head, if tied
     head: int = 0  # 0 if tied

@@ -1,4 +1,4 @@
-"""The limits that an engine is built for."""
+"""Limits of an engine: batch, sequence length, chunk size."""
 
 from __future__ import annotations
 

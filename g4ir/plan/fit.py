@@ -30,9 +30,9 @@ QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 def fitted(build: Footprint, memory: int, free: bool = False) -> tuple[BuildConfig, str]:
     """Return the settings, and why the engine needs more than `memory` bytes of its device, with
-    the number short and each single setting that would fit; "" if it fits. `free`: no
-    placement of the per-layer embedding table was requested, so it is memory-mapped if not
-    everything fits on the device."""
+    the number short and each single change of a setting that would make it fit; "" if it fits.
+    `free`: no placement of the per-layer embedding table was requested, so it is memory-mapped if
+    not everything fits on the device."""
     capacity = usable(memory)
     if free and build.need > capacity:
         build = build.at(ple_placement=DEFAULT_PLACEMENT)
@@ -41,7 +41,7 @@ def fitted(build: Footprint, memory: int, free: bool = False) -> tuple[BuildConf
 
 
 def _at_limits(build: Footprint, **changes: int) -> Footprint:
-    """Return a build at other limits; its graphs depend on none of them."""
+    """Return the build at other limits, on which its graphs do not depend."""
     limits = replace(build.config.limits, **changes)
     chunk = min(max(limits.prefill_chunk, build.min_chunk), limits.max_seq)
     return build.at(limits=replace(limits, prefill_chunk=chunk))

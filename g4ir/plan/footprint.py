@@ -29,7 +29,7 @@ from .options import BuildConfig
 from .records import WeightBytes
 
 MAX_BATCH = 1 << 16
-#: graphs that share params and caches with prefill, and need less of everything else
+#: graphs that have prefill's params and caches, and never need more memory than prefill
 NO_MORE = ("decode",)
 #: properties of a Footprint that depend on its graphs alone
 OF_GRAPHS = ("needs", "min_chunk", "_tables", "_upcast", "_session")
@@ -78,7 +78,7 @@ class Footprint:
 
     @cached_property
     def needs(self) -> Needs:
-        """Needs of the graphs that run on the device."""
+        """Memory needs of the graphs that run on the device, without weights."""
         graphs = {n: g for n, g in self.packing.program.graphs.items() if n != "embed"}
         if VERIFY in graphs:
             graphs[VERIFY] = bind(graphs[VERIFY], M=self.config.draft_tokens + 1)
@@ -117,7 +117,7 @@ class Footprint:
 
     @cached_property
     def _upcast(self) -> dict[str, str]:
-        """Format of weights -> the one with more bits that the backend stores them in."""
+        """Weight format of the file -> the wider format in which the backend stores it."""
         nodes = self.packing.prologue.nodes
         stored_as = {"dense": lambda n: n.word("to"), "as_bytes": lambda n: "int8"}
         repacked = (n for n in nodes if n.op in stored_as)

@@ -24,8 +24,8 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: its memory in bytes; for a known card also its peak rates per second; for NVIDIA's
-    also the compute capability."""
+    """A device: bytes of memory; for a known card, peak rates per second; for NVIDIA GPUs, the
+    compute capability."""
 
     name: str
     memory_bytes: int
@@ -56,7 +56,7 @@ class Gpu:
         return self.capability is not None or self.source == "given"
 
 
-#: FLOP/s of a roofline that only bandwidth bounds
+#: FLOP/s of a roofline without a compute bound
 UNBOUNDED = 1e18
 #: decimal and binary units; the letters may be in any case, the B may be left out
 UNITS = {"": 1} | {
@@ -128,7 +128,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Return cards whose name this is, or else begins with: all of it up to a dash."""
+    """Return the card with this name, else the cards with this name before the memory size."""
     want = re.sub(r"[\s_-]", "", text.lower())
     plain = {name.replace("-", ""): g for name, g in GPUS.items()}
     if want in plain:

@@ -1,4 +1,4 @@
-"""The bytes that an engine needs besides its weights, from its optimised graphs.
+"""Bytes that an engine needs in addition to its weights, from its optimised graphs.
 
 The KV cache, which is the graphs' state, is exact. Estimated as the most over all steps, for B
 sequences, chunks of S tokens and caches of C slots:
@@ -7,8 +7,8 @@ sequences, chunks of S tokens and caches of C slots:
                   takes nothing, a cache is written in place
     workspace     what one node allocates for itself, as the torch backend computes it
 
-Fused ops are flattened (ir/flatten.py), as if their intermediate values were in memory; and the two
-peaks need not coincide. So the sum is an upper estimate.
+Fused ops are flattened (ir/flatten.py), as if their intermediate values were in memory, and the two
+maxima may occur at different nodes: so the sum is an upper bound.
 """
 
 from __future__ import annotations

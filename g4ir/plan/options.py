@@ -37,7 +37,7 @@ from .formats import DEVICES, DTYPES, KV_NAMES
 from .gpus import gpu_names
 
 _HELP: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
-#: type of a field -> the types of its values, and what an error says
+#: type of a field -> accepted types of its values, and their name in errors
 NUMERIC_TYPES = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gpu_names()}
 
@@ -107,7 +107,7 @@ def options_text() -> str:
 
 
 def words_of(value: Any) -> str:
-    """Return a value of an option as its flag takes it."""
+    """Return an option's value as text for its flag."""
     if isinstance(value, Mapping):
         return " ".join(f"{key}={words_of(x)}" for key, x in value.items())
     return ",".join(map(words_of, value)) if isinstance(value, list | tuple) else str(value)
@@ -183,8 +183,8 @@ class BuildConfig:
         return self.options.of(ActivationOptions).to
 
     def as_options(self) -> dict[str, Any]:
-        """Return the options of a build that resolves to this, by their names; weights aside, and
-        draft models and quantisation by their names."""
+        """Return the options of a build that resolves to this config, by name, without its weights;
+        draft models and quantisation configs are given by their names."""
         values = vars(self) | asdict(self.limits) | media_options(self.media, self.spec)
         values |= {
             "tp": self.ranks,

@@ -1,4 +1,5 @@
-"""Plans what a variant needs and what fits, from its spec alone: no weights, no device, no torch.
+"""Plans the memory and speed of a variant, and what fits a device, from its spec alone: no weights,
+no device, no torch.
 
 plan = make_plan(load_spec("31b"), ctx=[32768], memory=find_gpu("h100-80gb"))
 print(plan_text(plan))          # as text (table.py)
@@ -32,7 +33,7 @@ from .options import BuildConfig, BuildOptions
 from .records import Largest, MemoryUse, Plan
 
 CONTEXTS = (4096, 32768, 131072, 262144)
-#: quantised weights that a plan of an engine without any compares
+#: weight formats that the plan of an unquantised model compares
 INTEGERS = ("int8", "int4")
 #: defaults of a plan
 PLANNED = BuildOptions(device="cuda", media="none")
@@ -92,7 +93,7 @@ def plan_engine(
 def _resolved(
     spec: Spec, options: BuildOptions, stored: QuantConfig | None, backend: PlannedBackend
 ) -> BuildConfig:
-    """Return the settings of a build with the maximum limits."""
+    """Resolve the options with the maximum limits."""
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
     drafted = options.drafter not in resolve.NO_DRAFTER
@@ -110,7 +111,8 @@ def _resolved(
 def _formats(
     config: BuildConfig, backend: PlannedBackend, recipes: Iterable[QuantConfig | None]
 ) -> Iterator[Footprint]:
-    """Measure settings, and with other quantisation configs whose groups no rank cuts."""
+    """Yield the footprint of a config, then with each other quantisation config whose groups no
+    rank splits."""
     yield measured(config, backend)
     for recipe in recipes:
         with suppress(InputError):
@@ -124,8 +126,8 @@ def _planned(
     gpu: Gpu | None,
     free: bool,
 ) -> Plan:
-    """Plan an engine in each of some weight formats; `free`: the table of per-layer embeddings may
-    be memory-mapped."""
+    """Plan an engine in each weight format; `free`: the per-layer embedding table may be
+    memory-mapped."""
     sizes = [(batch, ctx) for batch in batches for ctx in contexts]
     footprints = list(formats)
     every = [_place_ple(f, sizes, gpu) if free else f for f in footprints]
@@ -193,8 +195,8 @@ def _largest(
 
 
 def _cards(footprint: Footprint, batch: int, ctx: int, capacity: int) -> int | None:
-    """Return how many cards a plan of several ranks needs at least, of 1, 2, 4, 8 and its own
-    number; None if these are not enough, and for one rank."""
+    """Return the smallest sufficient number of cards for a plan of several ranks, out of 1, 2, 4, 8
+    and its number of ranks; None if none suffices, and for one rank."""
     ranks = footprint.config.ranks
     for n in sorted({1, 2, 4, 8, ranks} if ranks > 1 else ()):
         with suppress(InputError):  # ranks that cannot share the model

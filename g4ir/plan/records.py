@@ -47,7 +47,7 @@ class MemoryUse:
     planned: int
     activations: int
     workspace: int
-    #: in all, in the device's memory, with the planned KV cache
+    #: total in the device's memory, with the planned KV cache
     needed: int
     #: bytes left of a device's memory without its reserve; negative: bytes short
     spare: int | None
@@ -57,7 +57,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Largest:
-    """What fits a device with weights in one format; 0: nothing."""
+    """The largest sizes that fit a device with weights in one format; 0: nothing fits."""
 
     weights: str
     max_context: Mapping[int, int]  # by batch

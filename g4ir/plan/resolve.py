@@ -40,9 +40,9 @@ MAX_DRAFT_TOKENS = MAX_SLACK
 DRAFTED = 4
 #: default max_batch of an encoder: texts of a chunk
 PACKED_TEXTS = 64
-#: words for the drafter that belongs to the variant, and for none
+#: values of --drafter: the draft model shipped for the variant, and none
 DEFAULT, NO_DRAFTER = "default", (None, "none")
-#: docs/numerics.md has the measurement
+#: see docs/numerics.md
 NO_FLOAT16 = (
     "activations of trained models exceed the range of float16, 65504 (the residual stream of "
     "Gemma 3 270M reaches 103,795), so no engine computes in it"
@@ -176,9 +176,9 @@ def _load_drafter(model: Spec, path: Path) -> Spec:
 def pass_options(
     latent: str, kv: str, activations: str | None = None, drafted: int = 0, keep: Sequence[int] = ()
 ) -> PassOptions:
-    """Return the options of the passes. keep: layers whose cache is K and V, not latent; drafted:
-    rejected tokens that a ring cache has room for. InputError for activations that no pass
-    has."""
+    """Return the options of the passes. keep: layers that keep separate K and V instead of a latent
+    cache; drafted: rejectable tokens, for which ring caches get extra slots. InputError for
+    activations that no pass has."""
     if activations is not None:
         _one_of("--quant-activations", activations, ACTIVATIONS)
     layout = RingOptions(drafted), LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
@@ -186,7 +186,7 @@ def pass_options(
 
 
 def check_latent(layout: str, spec: Spec) -> str:
-    """Return the layout of the K=V caches; a warning for one that changes nothing."""
+    """Return the layout of the K=V caches; warns if it has no effect."""
     _one_of("--latent-kv", layout, FORMS)
     if layout != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
         message = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"

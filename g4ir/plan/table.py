@@ -51,7 +51,7 @@ def _title(plan: Plan) -> str:
 
 
 def _units(plan: Plan) -> str:
-    """Explain GB and GiB in a plan with a device, whose memory may be given in either."""
+    """Explain GB and GiB if the plan has a device, whose memory may be given in either unit."""
     return f"{SIZE_RULE}\n" if plan.gpu else ""
 
 
@@ -205,7 +205,7 @@ def _cache_table(models: Sequence[Plan], batch: int) -> str:
 
 
 def _matrix(plans: Sequence[Sequence[Plan]]) -> str:
-    """Return the maximum context of every model on every device, by weights."""
+    """Return a table: the maximum context of every model on every device, by weight format."""
     lines: list[Line] = [["", "memory", *(group[0].spec.name for group in plans)]]
     for same in zip(*plans, strict=True):
         gpu, *_ = (p.gpu for p in same if p.gpu)

@@ -20,10 +20,10 @@ from g4ir.ops.quant import quantize
 
 from .recipe import Scheme
 
-#: added to the diagonal, relative to its mean: less would follow the calibration text too closely
+#: damping: added to the diagonal, relative to its mean; less would overfit the calibration text
 DAMPING = 0.1
-#: minimum second moment of a column, relative to the mean: other texts may use columns that this
-#: one does not
+#: minimum second moment of a column, relative to the mean: other texts may use columns that the
+#: calibration text does not
 FLOOR = 1e-3
 #: columns whose errors are passed on to the remaining ones at a time
 BLOCK = 128
@@ -39,7 +39,7 @@ Codes = tuple[Tensor, Tensor]
 
 
 def is_compensated(form: str) -> bool:
-    """Whether errors are compensated in a format: of integers or levels, without minima."""
+    """Whether a format supports error compensation: integers or levels, without minima."""
     return FORMATS[form].scales == 1 and form not in ("fp8", "fp4")
 
 
@@ -88,8 +88,8 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Sum of outer products of a matmul's inputs on a calibration text, f32 [P, K/P, K/P]: of P
-    parts of the columns (`column_parts`)."""
+    """Sum of outer products of a matmul's inputs on a calibration text, f32 [P, K/P, K/P], one for
+    each of P parts of the columns (`column_parts`)."""
 
     products: Tensor
 

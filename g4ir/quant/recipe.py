@@ -38,7 +38,7 @@ SUFFIXES = (".yaml", ".yml")
 NONE = "none"
 #: name of the config of a checkpoint that is already quantised; no file has it
 FROM_CHECKPOINT = "checkpoint"
-#: name of a config whose formats were measured (builder/bits.py); file of it in an engine
+#: name of a config chosen by --bits (builder/bits.py), and its file in an engine
 MEASURED, QUANT_FILE = "measured", "quant.yaml"
 #: max names per rule: more than a model has weights
 MAX_NAMES = 10_000
@@ -70,7 +70,7 @@ class Scheme:
 
     @property
     def row_multiple(self) -> int:
-        """Numbers that a row must be a multiple of."""
+        """Numbers of which a row's length must be a multiple."""
         return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
@@ -132,7 +132,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Which weights are quantised, and how; `name` is the user's name of it."""
+    """Quantisation config: weights and their schemes; `name`: a built-in name or the user's
+    file."""
 
     rules: Annotated[tuple[Rule, ...], Length(1, 64)]
     name: str = ""
@@ -144,11 +145,11 @@ class QuantConfig:
 
     @property
     def measured(self) -> bool:
-        """Whether the formats were chosen by measured sensitivities."""
+        """Whether the formats were chosen by --bits."""
         return self.name == MEASURED
 
     def to_yaml(self) -> str:
-        """Return the text of a file that is read as this config."""
+        """Return the config as YAML text."""
         rules = [{k: v for k, v in asdict(r).items() if v is not None} for r in self.rules]
         rows = [f"- tensors: [{', '.join(r.pop('tensors'))}]\n  {_flow(r)}" for r in rules]
         return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))

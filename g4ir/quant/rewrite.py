@@ -96,8 +96,9 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
 
 
 def simplify_formats(g: Graph, reads: Callable[[Node], bool] = lambda n: False) -> Graph:
-    """Return a graph for targets that have int8, int4 and fp8 alone, and the weights of nodes that
-    `reads` accepts: at build, others with minima are dequantised, the rest converted to int8."""
+    """Return a graph for targets that support only int8, int4, fp8, and weights of nodes that
+    `reads` accepts. Of all other weights, at build, those with minima are dequantised and the rest
+    converted to int8."""
     b = Builder(g.name)
     for n in g.nodes:
         quantised = n.op in QUANTISED_OPS and not reads(n)

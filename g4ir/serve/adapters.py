@@ -13,7 +13,7 @@ from g4ir.engine.engine import Engine
 from . import request_schema as schema
 from .http_errors import Refused
 
-#: action(adapters, fields, folders) -> what was done
+#: action(adapters, fields, folders) -> message for the client
 Action = Callable[[Adapters, Mapping[str, Any], Sequence[Path]], str]
 
 

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 ALIVE_S, LOOK_S = 10.0, 1.0
 #: alias that accepts any model name
 ANY_NAME = "*"
-#: bytes from which on bodies are parsed one at a time, to bound memory
+#: bodies of at least this many bytes are parsed one at a time, to bound memory
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
 #: a context manager that renames fields in errors to the client's protocol
@@ -150,7 +150,7 @@ class Server:
     adapter_folders: tuple[Path, ...] = ()
     #: callback with the values of a log line for each request
     log: Callable[..., None] | None = None
-    #: name of the embedding model, if there is one: an additional model, or the served model itself
+    #: the embedding model, if there is one: an additional model, or the served model itself
     embedder: str | None = None
 
     def __post_init__(self) -> None:
@@ -715,7 +715,7 @@ class Running:
             yield answer, event
 
     def _take(self, answer: AnswerStream, event: Event) -> list[Said]:
-        """Convert a scheduler event to chat events; stop the sequence if its answer is over."""
+        """Convert a scheduler event to chat events; stop the sequence if its answer has ended."""
         new = answer.take(event)
         if answer.over and not event.finish:
             job, index = divmod(answer.index, self.n)

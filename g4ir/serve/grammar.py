@@ -25,7 +25,8 @@ from .tool_grammar import Called, grammar_of
 #: maximum characters of a schema or regular expression, of a request's grammar, and of a generated
 #: grammar
 LARGEST, MAX_GBNF, MAX_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
-#: llguidance's limits of Earley items: 1,500 optional properties take 6,000 in a row
+#: limits of llguidance's Earley items (per row, per step): 1,500 optional properties take 6,000 in
+#: a row
 MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
 
@@ -91,7 +92,7 @@ class Grammars:
         return self._masked(text, "tools", thinking, inside)
 
     def some_calls(self, functions: Sequence[Called]) -> LazyMask:
-        """Return the mask that constrains each call of an answer, and no other text."""
+        """Return the mask that constrains only the tool calls of an answer."""
         controls = self.vocabulary.controls
         text = grammar_of(functions, controls, many=False)
         matcher, ends = self._matcher(text, "tools"), controls[CALL_END]
@@ -159,7 +160,7 @@ class Mask:
     initial: Any
     named: str
     inside: bool = False
-    #: state of the grammar; None: the answer is not constrained yet, or any more
+    #: state of the grammar; None: the answer is not constrained yet, or no longer
     matcher: Any = field(default=None, init=False)
     #: number of tokens that were read
     read: int = field(default=0, init=False)

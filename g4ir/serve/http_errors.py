@@ -70,7 +70,7 @@ def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refu
 
 
 def ending() -> Refused:
-    """Return the error while the server shuts down."""
+    """Return the error for requests during shutdown."""
     return later(503, "shutting_down", "the server is shutting down; ask another one")
 
 

@@ -74,7 +74,7 @@ def read_schema(
         error, messages = judge(root)
         if error:
             raise refuse(where, f"the schema {error}")
-        for ref in ("#", *reader.refs):  # of properties that are optional too
+        for ref in ("#", *reader.refs):  # those of optional properties too
             if not _ends({"$ref": ref}, root):
                 why = f"the schema has no value that ends: {shown(ref)} leads round to itself"
                 raise refuse(where, why)
@@ -162,7 +162,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _ends(node: Schema, root: Mapping[str, Any], refs: frozenset[str] = frozenset()) -> bool:
-    """Whether a schema has a finite value, without the references that led to it."""
+    """Whether a schema has a finite value that uses none of `refs`, the references followed to
+    reach it (so recursion has a base case)."""
     if isinstance(node, bool | None):  # None: an unresolved reference that is not used
         return node is not False
     ref = node.get("$ref")

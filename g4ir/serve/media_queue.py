@@ -73,7 +73,7 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 async def wait_for_leaving(request: Request) -> None:
-    """Return when a request's client has disconnected."""
+    """Wait until a request's client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -87,8 +87,8 @@ def encode_media(
     limit: Limit,
     field: str = "messages",
 ) -> tuple[Soft, ...]:
-    """Return the soft tokens of a request's media, in order; `field`: that has them, for errors.
-    Refused or InputError for those that are not read, and beyond the limit."""
+    """Return the soft tokens of a request's media, in order; `field`: the field that has them, for
+    errors. Refused or InputError for media that cannot be read, or too many."""
     items = _read_bytes(engine, media, folder, field)
     settings = {"audio_too_long": REFUSE, **settings}
     with limited(limit):

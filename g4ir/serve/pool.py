@@ -1,9 +1,9 @@
 """Several models in one server: loaded on demand, unloaded least recently used first.
 
-A request waits in line for its model. The line is served in order: a model that is not loaded is
-loaded if it fits; otherwise the least recently used of the others is unloaded, once it is idle. No
-new request starts on that model meanwhile, so the line always progresses. A request that busy
-models block for `wait_s` seconds fails with an error that names the models that would fit.
+Requests queue for their models and are served in order. A model that is not loaded is loaded if it
+fits; otherwise the least recently used other model is unloaded, once it is idle. No new request
+starts on that model meanwhile, so the queue always progresses. A request that busy models block for
+`wait_s` seconds fails with an error that names the models that would fit.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class PooledModel:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in line. `blocked`: time since which only busy models prevent its model from
-    loading."""
+    """A queued request. `blocked`: since when only busy models prevent its model from loading."""
 
     model: PooledModel
     granted: asyncio.Future[None]
@@ -80,8 +79,8 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, model: PooledModel) -> AsyncIterator[WorkerHandle]:
-        """Context in which a model stays loaded; loads it first. Refused if it cannot be, or if
-        too many requests are in line."""
+        """Context in which a model stays loaded; loads it first. Refused if it cannot be loaded, or
+        if too many requests are queued."""
         if model.advice:
             raise later(503, "does_not_fit", f"model: {model.advice}; {self._loaded()}", 60)
         if sum(t.model is model for t in self.line) >= self.max_waiting:
@@ -91,7 +90,7 @@ class ModelPool:
         self.line.append(ticket)
         try:
             self._serve_line()
-            while not ticket.granted.done():  # wakes up regularly to check `blocked`
+            while not ticket.granted.done():  # woken regularly to check `blocked`
                 await asyncio.wait({ticket.granted}, timeout=max(self.wait_s / 20, 0.05))
                 self._serve_line()
             ticket.granted.result()

@@ -333,7 +333,7 @@ def _structured(value: Any, name: str) -> Constraint | None:
     return constrained(kinds[name_of_kind])(inner, f"{name}.{name_of_kind}")
 
 
-#: name in fields.yaml -> reader of a field, or constructor of one from the other cells of its row
+#: name in fields.yaml -> reader of a field, or factory of one that takes the other cells of its row
 READERS: dict[str, Read] = {"text": TEXT, "flag": FLAG, "top_p": _top_p, "stop": _stop, "ids": _ids}
 READERS |= {"biases": _biases, "stream_options": _stream_options, "options": _options}
 READERS |= {"messages": _messages, "prompts": _prompts, "choice": _choice}

@@ -2,8 +2,8 @@
 
 The grammar is Lark text for llguidance. Keys are bare, strings are enclosed in the delimiter token,
 and there is no white space, so that each value has one spelling. Schemas are read by `read_schema`,
-which drops unsupported constraints. Undeclared keys are never generated if keys are declared; of
-`oneOf` more than one may hold.
+which drops unsupported constraints. Undeclared keys are never generated if a schema declares keys;
+more than one member of a `oneOf` may match.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _Schema:
         return self._names[key]
 
     def _values(self, parts: Sequence[Any]) -> list[Any]:
-        """Return the listed values that all parts allow."""
+        """Return the enum values that all parts allow."""
         first = next(part for part in parts if part.keys() & {"enum", "const"})
         values = [first["const"]] if "const" in first else first["enum"]
         if len(parts) == 1 and len(first) == 1:

@@ -1,9 +1,9 @@
-"""A process that serves one model of several at a port of this machine, and its parent's side.
+"""A process that serves one of several models at a local port, and the parent's handle of it.
 
 Started by a fork server that has imported the libraries, so a start costs no import. A process
 frees all its memory when it ends, and its GIL is its own: loading delays no other model. Both sides
 talk over a pipe, in JSON: the child sends its log, its port, or why it failed; it ends when the
-parent says so, or has ended itself. Requests need the parent's secret.
+parent tells it to, or has ended itself. Requests need the parent's secret.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WorkerAuth(Auth):
 
 
 class Parent:
-    """The child's side of the pipe; as a function, its log."""
+    """The child's side of the pipe; when called, sends a log line."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()

@@ -435,7 +435,7 @@ def _rope(keys: Keys, types: list[str]) -> Rope:
     kind = "proportional" if kind == "linear" else kind
     fraction = keys.take("partial_rotary_factor", hints["rotary_fraction"], 1.0)
     factor = keys.take("factor", hints["factor"], None)
-    if kind == "default":  # which ignores both in the reference too
+    if kind == "default":  # the reference ignores both for this type too
         fraction, factor = 1.0, None
     rope = Rope(kind, keys.take("rope_theta", hints["theta"]), fraction)
     keys.done()

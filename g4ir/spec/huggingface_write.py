@@ -24,8 +24,8 @@ from .parts import (
 
 
 def config_of(spec: Variant) -> dict[str, Any]:
-    """Return the config of a spec: see `Spec.to_hf`. Without towers and media ids it is a text-only
-    config."""
+    """Return the config.json of a spec: see `Spec.to_hf`. Without towers and media ids it is a
+    text-only config."""
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
     media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in hf.MEDIA.items()}

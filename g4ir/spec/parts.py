@@ -18,10 +18,10 @@ SLIDING, FULL = "sliding", "full"
 MAX_LAYERS = 1024
 DTYPES = ("bf16", "f16", "f32")
 DTYPE_ALIASES = (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32"))
-#: name of a chat format -> its strings and its template
+#: name of a chat format -> its strings and template
 CHAT_FORMATS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("chat_formats.yaml"))
 CHAT_FORMS = tuple(CHAT_FORMATS)
-#: end of the model_type of a drafter: that of the models it drafts for comes before
+#: suffix of a draft model's model_type, after that of its target
 ASSISTANT = "_assistant"
 #: model_type -> properties of its models
 FAMILIES: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("model_types.yaml"))
@@ -105,7 +105,7 @@ class Ple:
     vocab_size: Count | None
 
 
-#: fields of Text added for later families: a digest includes them only if they are set, so that
+#: fields of Text added for later families: part of a spec's digest only if they are set, so that
 #: older digests stay valid
 LATER_TEXT = (
     *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full"),
@@ -467,7 +467,7 @@ class Variant:
 
 
 _RECORDS = {cls.__name__: cls for cls in (Vision, Audio, UnifiedVision, UnifiedAudio)}
-# the dataclass that each model_type has under `vision` and `audio`, if it has towers
+# model_type -> dataclasses of `vision` and `audio`, if it has towers
 TOWERS: dict[str, dict[str, type]] = {
     name: {part: _RECORDS[cls] for part, cls in family["towers"].items()}
     for name, family in FAMILIES.items()

@@ -128,7 +128,8 @@ class Where:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A leaf: its text, whether it was plain (unquoted), and whether a string may take it."""
+    """A leaf: its text, whether it was plain (unquoted), and whether a field of type str accepts
+    it."""
 
     text: str
     plain: bool
@@ -452,8 +453,8 @@ LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
 
 
 def json_object(raw: bytes, kind: type = dict) -> Any:
-    """Parse a JSON object, or a list (`kind`). The message of its ValueError continues the file's
-    name: `is no JSON object: found a list`, `key 'x' is given twice`."""
+    """Parse a JSON object, or a list (`kind`). ValueError, whose message continues the file's name:
+    `is no JSON object: found a list`, `key 'x' is given twice`."""
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique)
     except _DuplicateKey:

@@ -208,8 +208,8 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
 
 
 def _find_line(tree: Map, path: str) -> Where:
-    """Return the position of the key path, as far as this file has its keys: a base file is valid
-    on its own."""
+    """Return the position of the longest prefix of the key path that this file has (base files are
+    valid on their own)."""
     node: Any = tree
     where = tree.where
     for key in path.split("."):

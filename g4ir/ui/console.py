@@ -25,7 +25,7 @@ from g4ir.errors import G4Error
 LineFormat = Callable[[str, str, Mapping[str, Any]], str]
 QUIET_S = 2.0  # stages shorter than this print nothing
 PERIOD_S = 1.0  # seconds between two lines of one stage
-#: exit codes, as in sysexits.h and shells
+#: exit codes of bugs (sysexits.h) and of signals (shells)
 INTERNAL, INTERRUPTED, PIPE_CLOSED = 70, 130, 141
 #: signals that end a command after it has cleaned up; Windows has no SIGHUP
 ENDING = tuple(s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP"))
@@ -97,7 +97,7 @@ class Progress:
     steps without messages is displayed too.
     """
 
-    #: whether the terminal's last line is one of progress
+    #: whether the terminal's last line shows progress
     _on_line = False
     #: whether a question on that line waits for the user's answer
     paused = False
@@ -178,7 +178,7 @@ def logs() -> Iterator[None]:
 
 
 def spec_warnings() -> None:
-    """Print warnings on a spec, too."""
+    """Also print warnings about specs."""
     SPEC_RULES.setLevel(logging.NOTSET)
 
 

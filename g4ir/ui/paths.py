@@ -23,7 +23,7 @@ from .locks import AT_ONCE, EXCLUSIVE, flock
 
 #: variables of the environment that name the folders of cache and state
 CACHE, STATE = "XDG_CACHE_HOME", "XDG_STATE_HOME"
-#: mode bits that let users other than the owner modify a folder
+#: mode bits by which other users may write to a folder
 GROUP_WORLD_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -34,8 +34,8 @@ def cache_root() -> Path:
 
 def state_root() -> Path:
     """Return the folder of trust decisions: engines that this user built or trusts, and digests of
-    the cache's files. It has a subfolder if cache and state are the same folder, since names of
-    files in both are alike."""
+    the cache's files. If cache and state are the same folder it is a subfolder, since both have
+    files of the same names."""
     root = _base(STATE, ".local/state") / "g4ir"
     return root / "state" if root == cache_root() else root
 

@@ -22,7 +22,7 @@ from g4ir.errors import InputError, MissingError
 
 #: environment variable that restricts a process to an instruction set
 ISA = "G4IR_ISA"
-#: names of an architecture on other systems
+#: other names of an architecture -> ours
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
 #: environment variables that restrict torch, oneDNN, MKL and torch's compiler to an instruction set
 CAPS = (
@@ -33,9 +33,9 @@ CAPS = (
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """An instruction set for which the CPU kernels are compiled. `march` and `options`: of the C
-    compiler; `flags`: extensions that it needs, as /proc/cpuinfo names them; `caps`: values of
-    CAPS but for the last, which is `march`."""
+    """An instruction set for which the CPU kernels are compiled. `march` and `options`: flags of
+    the C compiler; `flags`: required CPU extensions by their names in /proc/cpuinfo; `caps`: values
+    of CAPS except the last, which is `march`."""
 
     name: str
     machine: str

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 Line = Sequence[str]
-#: heading -> key of a row, and how its value is printed
+#: heading -> (key of a row, format function)
 Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
 
 
@@ -19,7 +19,8 @@ def cells(columns: Columns, rows: Iterable[Mapping[str, Any]]) -> list[list[str]
 
 
 def aligned(lines: Iterable[Line], indent: int = 2, left: int = 1) -> str:
-    """Return lines of text in columns: the first `left` to the left, the others to the right."""
+    """Return lines of text in columns: the first `left` columns left-aligned, the others
+    right-aligned."""
     columns = list[list[str]]()
     for i, column in enumerate(zip_longest(*lines, fillvalue="")):
         width = max(map(len, column))
@@ -28,7 +29,8 @@ def aligned(lines: Iterable[Line], indent: int = 2, left: int = 1) -> str:
 
 
 def markdown_table(lines: Iterable[Line]) -> str:
-    """Return lines, the first of which is the head, as a Markdown table; numbers to the right."""
+    """Return lines, the head first, as a Markdown table; all columns but the first are
+    right-aligned."""
     head, *rows = lines
     table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in table)

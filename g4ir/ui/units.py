@@ -1,4 +1,4 @@
-"""Sizes and token counts as people write them."""
+"""Parses and prints sizes and token counts in human-readable form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count_text(n: int) -> str:
 
 
 def rounded_count(n: int) -> str:
-    """n rounded down, in few letters: 93440 -> 91K; `-` for 0"""
+    """n rounded down, abbreviated: 93440 -> 91K; `-` for 0"""
     return f"{n // KIB}K" if n >= 10 * KIB else str(n) if n else "-"
 
 

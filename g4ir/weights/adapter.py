@@ -39,8 +39,8 @@ from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
-#: a layer's experts: PEFT nests wrappers of their parameters (`target_parameters`), which only
-#: shapes distinguish
+#: name of a layer's experts: PEFT nests wrappers of their parameters (`target_parameters`), which
+#: can be told apart only by shape
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
 TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
 TIED += " one of them"
@@ -51,7 +51,7 @@ MERGE = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's directory, and the user's scale."""
+    """An adapter's directory, and its scale."""
 
     path: Path
     factor: float = 1.0
@@ -261,8 +261,9 @@ def _sum(
     experts: int = 0,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Return values, or `rows` of them, plus B [N, r] @ A [r, K]; of so many `experts`, [E, N, K],
-    plus each one's, stored as B [N, r E] and A [E r, K]. `transposed`: weights are [K, N]."""
+    """Return values (or `rows` of them) plus B [N, r] @ A [r, K]. For `experts` > 0, values are [E,
+    N, K] and each expert has its own product, stored as B [N, r E] and A [E r, K]. `transposed`:
+    weights are [K, N]."""
     b, a = (files.rows(part).float() for part in low)
     if experts:
         b, a = b.unflatten(1, (-1, experts)).permute(2, 0, 1), a.unflatten(0, (experts, -1))

@@ -76,7 +76,7 @@ def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 
 
 
 class Closes(Protocol):
-    """A checkpoint's source that can be closed; returned tensors stay valid."""
+    """Protocol of a source of tensors that can be closed; returned tensors stay valid."""
 
     def close(self) -> None: ...
 
@@ -90,9 +90,9 @@ class Checkpoint:
     #: dtype of the embedding table; of the final norm if the table is quantised
     dtype: torch.dtype
     headers: tuple[Header, ...] = ()
-    #: tensors present and not used -> why
+    #: stored but unused tensors -> why
     ignored: Mapping[str, str] = field(default_factory=dict)
-    #: tensors absent -> the value used instead
+    #: absent tensors -> the value used instead
     defaults: Mapping[str, float] = field(default_factory=dict)
     opened: tuple[Closes, ...] = ()
     #: file with the quantisation config, if it is not the weights' file

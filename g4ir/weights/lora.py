@@ -26,7 +26,7 @@ from .tensorfile import quoted
 #: input of the graphs: the slot of each sequence, -1 for none
 ADAPTERS = "adapters"
 PHASES = ("prefill", "decode", BLOCKS, VERIFY)
-#: ops between a stored weight and the operand of its product that keep rows in order
+#: ops between a stored weight and the matmul's operand that keep the order of rows
 _KEEPS_ROWS = {"quantize", "dequantize", "dequantize_tiles", "tiles", "as_bytes", "concat"}
 MERGE = "requests cannot change that: build the engine with --adapter"
 
@@ -110,7 +110,7 @@ def _with_slots(
     slots: tuple[int, int],
     products: dict[str, Product],
 ) -> Graph:
-    """Return a graph whose products of text weights are followed by their adapters."""
+    """Return a graph in which each matmul with a text weight is followed by its adapter."""
     index, params = Value(ADAPTERS, Type("i64", ("B",))), dict[str, Value]()
     nodes, renamed = list[Node](), dict[str, Value]()
 
@@ -147,8 +147,8 @@ def _with_slots(
 
 
 def _flat(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, tuple[tuple[Value, Value], ...]]]:
-    """Yield nodes, fused ones that contain a product expanded; with the last of an expansion, the
-    results of the fused node and the values in their place."""
+    """Yield nodes, with fused nodes that contain a matmul expanded. The last node of an expansion
+    comes with pairs: a result of the fused node, and the value that replaces it."""
     for n in nodes:
         if not _multiplies(n):
             yield n, ()
@@ -160,7 +160,7 @@ def _flat(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, tuple[tuple[Value, Va
 
 
 def _multiplies(n: Node) -> bool:
-    """Whether a node is expanded to others, one of which is a product."""
+    """Whether a node's expansion contains a matmul."""
     inner = n.expanded[0] if n.definition.expand else ()
     return any(m.op == "linear" or _multiplies(m) for m in inner)
 

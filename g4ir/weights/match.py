@@ -43,7 +43,7 @@ def head_names(spec: Spec) -> list[str]:
 
 
 def find_prefix(directory: Path, spec: Spec, names: Mapping[str, TensorRef]) -> str:
-    """Return the prefix of this checkpoint's text tower: the one with most hits."""
+    """Return the prefix under which most tensors of the text model are stored."""
     valid = text_tensors(spec).keys() - {HEAD}
     prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
     hits = {p: sum(p + name in names for name in valid) for p in prefixes}
@@ -123,7 +123,7 @@ class TensorMatch:
 
     @cached_property
     def needed(self) -> dict[str, str]:
-        """Stored name -> bare name of the tensors that the spec needs."""
+        """Needed tensors: stored name -> bare name."""
         text = (bare for bare in text_tensors(self.spec) if bare != HEAD)
         out = {bare if bare.startswith(DENSE) else self.prefix + bare: bare for bare in text}
         for bare in self.towers:

@@ -29,7 +29,7 @@ from .formats.base import Files
 TABLE_BYTES = 256 << 20
 #: bytes per piece of a larger param, packed piece by piece while it is written
 PIECE_BYTES = 32 << 20
-#: maximum number of recipes with results that were not fetched yet
+#: maximum number of recipes with unfetched results
 MAX_PENDING = 8
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
@@ -124,8 +124,8 @@ class MadeParams:
     calibrated: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     #: implementation of `quantize`, bit-identical to the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
-    #: results of recipes with several (codes and scales) that are not fetched yet, by the first
-    #: one's name; a lock for each recipe
+    #: results not fetched yet of recipes with several (codes and scales), by the first result's
+    #: name; a lock per recipe
     _pending: dict[str, dict[str, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -148,8 +148,8 @@ class MadeParams:
         return result
 
     def makes(self, param: str) -> list[Callable[[], tensorfile.TensorPieces]]:
-        """Return the producer of a param's bytes; a large table in pieces of rows, so that it is
-        never in memory as a whole."""
+        """Return the function that computes a param; for a large table in pieces of rows, so that
+        it is never fully in memory."""
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
         v, ops = tables.get(param), {n.op for n in self.packing.recipe(param).nodes}
         if not v or v.type.nbytes() <= TABLE_BYTES or not ops <= {"quantize"}:

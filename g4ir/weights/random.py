@@ -37,8 +37,8 @@ M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
 def _units(shape: Shape) -> dict[str, float]:
-    """Return the scales of tables: `fan_in` is the half-width of a uniform distribution with
-    standard deviation 1 / sqrt(last dim)."""
+    """Return the named units of the tables of distributions: `fan_in`, for example, is the
+    half-width of a uniform distribution with standard deviation 1 / sqrt(last dim)."""
     last, kernel = (max(prod(dims), 1) for dims in (shape[-1:], shape[1:]))
     return {
         "one": 1.0,

@@ -33,7 +33,7 @@ from g4ir.ui.files import read_table, write_file
 from g4ir.ui.threads import usable_cores
 
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
-#: every dtype of the format; the model itself accepts only FLOATS
+#: every dtype of the format; models use only FLOATS
 BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
 TORCH: dict[str, str] = {name: row[1] for name, row in TABLES["dtypes"].items() if row[1:]}
 #: dtypes that engines store as another one: name -> the dtype in the file, torch's name
@@ -79,7 +79,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header; `identity` recognises the file should it change before it is mapped."""
+    """A checked header; `identity` detects a change of the file before it is mapped."""
 
     path: Path
     size: int
@@ -196,7 +196,7 @@ def _mapped_bytes(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
 
 
 def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
-    """Give the resident pages of one tensor back; they are read again when touched."""
+    """Release a tensor's resident pages; they are read again on access."""
     page = mmap.PAGESIZE
     first = -(-entry.start // page) * page
     length = entry.end // page * page - first

@@ -80,7 +80,7 @@ def check_empty(path: Path) -> None:
 def _names(
     spec: Spec, source: Checkpoint, prefix: str, media: Iterable[str]
 ) -> dict[str, tuple[str, Shape]]:
-    """Return the names of a checkpoint's tensors -> those without a prefix, and shapes."""
+    """Return names in a checkpoint -> (names without prefix, shape)."""
     text, towers = text_tensors(spec), media_tensors(spec, media)
     names = {
         (name if name == HEAD or name.startswith(DENSE) else prefix + name): (name, text[name])

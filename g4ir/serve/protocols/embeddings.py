@@ -17,12 +17,12 @@ from g4ir.serve.http_errors import bad, named
 
 Body = dict[str, Any]
 
-#: maximum number of texts of a request: an answer has some kilobytes for each
+#: maximum number of texts in a request: each has some kilobytes in the answer
 MAX_TEXTS = 8192
 #: scoring method of /v1/rerank, in its answer: similarity of embeddings, no cross-encoder
 METHOD = "cosine similarity of embeddings"
 FLOAT, BASE64 = "float", "base64"
-#: fields of a body: its texts, and the requested sizes
+#: fields of a body: its texts or documents, and the requested size
 TEXTS, DOCUMENTS, SIZE = "input", "documents", "dimensions"
 SIZES = schema.integer(1)
 INPUTS = "a text, token ids or an object with `content`, or a list of these or of lists of parts"

@@ -26,7 +26,7 @@ from .translation import TABLES, Body, Change, Translation, text_in, translated
 TABLE = TABLES["ollama"]
 #: option -> chat field; options without effect on answers; neutral values of unsupported ones
 OPTIONS, HARMLESS, NEUTRAL = (TABLE["options"][k] for k in ("becomes", "harmless", "neutral"))
-#: a tag that every name may have
+#: the default tag: ollama's clients may append it to any model name
 LATEST = ":latest"
 
 

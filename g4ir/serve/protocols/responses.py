@@ -20,7 +20,7 @@ from ..json_schema import LARK
 from .parts import CALL, CONTENT, JsonText, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
-#: the only argument of a custom tool
+#: name of the only argument of a custom tool
 INPUT = "input"
 #: types of tools, the type of a group of tools, and ignored types (Codex declares web search by
 #: default)

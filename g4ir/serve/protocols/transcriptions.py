@@ -120,7 +120,7 @@ CHANGES: dict[str, Change] = {
 
 
 class TranscriptFormat(AnswerFormat):
-    """Formats a transcript: JSON object or plain text."""
+    """Formats a transcript as a JSON object or as plain text."""
 
     def __init__(self, fields: Fields, requests: Sequence[Request], original: Body) -> None:
         self.plain = original.get("response_format") == "text"

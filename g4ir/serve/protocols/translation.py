@@ -18,7 +18,7 @@ from .. import request_schema as schema
 from ..http_errors import Refused, bad, missing
 
 Body = dict[str, Any]
-#: (translation, value, field name): translates one field
+#: (translation, value, field name) -> None: translates one field
 Change = Callable[["Translation", Any, str], None]
 
 TABLES: Mapping[str, Any] = read_table(Path(__file__).with_name("protocols.yaml"))

@@ -1,5 +1,5 @@
-"""Shared by all formats: transformers' names, stored weights, block scales to row scales, experts
-stored one by one, module patterns."""
+"""Shared by all formats: tensor names, stored weights, conversion of block scales to row scales,
+joining of single experts, module patterns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ RENAMED = {
 
 
 def plain_name(name: str) -> str:
-    """Return the name, or prefix of names, that transformers gives the same tensor."""
+    """Return transformers' name of a tensor, or prefix of names, without the wrappers of other
+    tools."""
     before = ""
     while before != name:  # several tools may have wrapped the model
         before = name
@@ -69,7 +70,7 @@ def by_plain_name(path: Path, headers: Iterable[Header]) -> Mapping[str, TensorR
 
 #: format -> keys of its config that change no weight
 UNREAD: Mapping[str, list[str]] = tensorfile.TABLES["unread"]
-#: rows i64[n] of a table -> their values, codes or scales; None: those of the whole weight
+#: function from rows i64[n] of a table to their values, codes or scales; None: all rows
 Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 
@@ -145,7 +146,8 @@ class Files:
 
 @dataclass(frozen=True)
 class QuantisedTensors:
-    """A checkpoint's tensors, one entry instead of codes and scales; `weights` by that entry."""
+    """A checkpoint's tensors, with one entry per quantised weight instead of codes and scales;
+    `weights`: those by entry."""
 
     names: Mapping[str, TensorRef]
     weights: Mapping[Entry, StoredWeight]

@@ -2,8 +2,8 @@
 
 Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
 bits first, also across words; the bytes of 2- and 4-bit rows are those of ops/codecs.py. int8 and
-e4m3 lie as they are. With zero points z the codes are q - z, of one bit more. NVFP4 and MXFP4 are
-in fp4.py. Activations are not rounded.
+e4m3 are stored unpacked. With zero points z the codes become q - z, which take one more bit. NVFP4
+and MXFP4 are in fp4.py. Activations are not rounded.
 """
 
 from __future__ import annotations

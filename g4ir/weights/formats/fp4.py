@@ -7,8 +7,9 @@ multiplies. Twice an e2m1 code is an integer, so rows of multiples of 64 become 
 which e4m3 scales of 16 values multiply a scale in f32 (NVFP4, of the row) or bf16 (MXFP4, of 64
 values); other rows become int8 in groups.
 
-ModelOpt describes its files in `quantization_config` or in hf_quant_config.json beside config.json.
-The tensors say how a module is quantised: e4m3 codes have `weight_scale`, one number or blocks.
+ModelOpt describes its files in `quantization_config` or in hf_quant_config.json next to
+config.json. The tensors say how a module is quantised: e4m3 codes have `weight_scale`, one number
+or blocks.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ E4M3_TOP, REACH = 8, 17
 def nvfp4_weight(
     files: Files, codes: TensorRef, scales: TensorRef, tensor: TensorRef, divides: bool
 ) -> StoredWeight:
-    """Return a weight of NVFP4; `tensor` is its scale, which `divides` or multiplies."""
+    """Return an NVFP4 weight; `tensor`: its per-tensor scale, which `divides` or multiplies."""
     require(tensor, ["F32"])
     if tensor[1].shape not in ((), (1,)):
         raise invalid(tensor, f"expected one number, found {list(tensor[1].shape)}")
@@ -130,7 +131,8 @@ def _weight(
 
 
 def _group_in(codes: TensorRef, scales: TensorRef, group: int) -> int:
-    """Check shapes; return 0 for rows of whole blocks of `fp4`, otherwise the group of int8."""
+    """Check shapes; return 0 if rows consist of whole blocks of `fp4`, otherwise the group size of
+    int8."""
     require(codes, ["U8"])
     if len(codes[1].shape) != 2 or codes[1].shape[1] * 2 % group:
         msg = f"groups of {group} do not divide rows of {codes[1].shape[-1:]} bytes of two codes"
@@ -141,7 +143,7 @@ def _group_in(codes: TensorRef, scales: TensorRef, group: int) -> int:
 
 
 def _nonzero(codes: torch.Tensor, group: int) -> torch.Tensor:
-    """Return whether a group of bytes of codes has one other than 0 and -0."""
+    """Return, for each group of code bytes, whether it has a code other than 0 and -0."""
     return ((codes & 0x77) != 0).unflatten(-1, (-1, group // 2)).any(-1)
 
 

@@ -7,7 +7,7 @@ in `gptq_v2`. `g_idx` i32 [K] is the group of each column, out of order if colum
 activation order (desc_act). AWQ (version gemm) packs both along N, `qweight` i32 [K, N/8], in the
 order of `AWQ_ORDER`. Layouts as AutoGPTQ's `qlinear` and AutoAWQ's `WQLinear_GEMM` write them.
 
-Codes q - z take one bit more than q, those of symmetric files none. Weights that need more than 8
+Codes q - z take one bit more than q, except in symmetric files. Weights that need more than 8
 bits or have columns out of order become values of the engine's dtype.
 """
 
@@ -88,8 +88,8 @@ class AwqConfig:
 
 @dataclass(frozen=True)
 class _Packing:
-    """How a file's modules are packed: `by_row` makes integers minus 2^(bits-1), i8 [N, K], of
-    `qweight`, `zeros` i8 [N, G] of `qzeros`. `symmetric`: all zero points are 2^(bits-1)."""
+    """How a file's modules are packed: `by_row` unpacks `qweight` to integers minus 2^(bits-1), i8
+    [N, K]; `zeros` unpacks `qzeros` to i8 [N, G]. `symmetric`: all zero points are 2^(bits-1)."""
 
     bits: int
     group: int

@@ -4,12 +4,13 @@ fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scal
 multiplier, in spite of its name.
 
 The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row. Codes
-lie along K, low bits first, as code + 2^(b-1) in bytes; 8 bits as they are. Scales are rounded to
-the engine's dtype before they are multiplied.
+are stored along K, low bits first, as code + 2^(b-1) in bytes; 8-bit codes unchanged. Scales are
+rounded to the engine's dtype before they are multiplied.
 
 MLX: w = scale * q + bias, with one of each for a group of a row; `quantization` of config.json has
-`bits` and `group_size`, and others under a module's name, false if it is not quantised. Codes lie
-in words of 32 bits, low bits first. No scheme of ours has both in 16 bits: weights become values.
+`bits` and `group_size`, and others under a module's name, false if it is not quantised. Codes are
+packed into 32-bit words, low bits first. No format here has both in 16 bits, so these weights are
+dequantised.
 """
 
 from __future__ import annotations

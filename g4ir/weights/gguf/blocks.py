@@ -17,7 +17,7 @@ from g4ir.ops.layouts import LAYOUTS
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 
-#: u8[n, bytes of a block] -> a field of each of the n blocks, [n, ..]
+#: function from blocks u8[n, bytes] to a field of each, [n, ..]
 Part = Callable[["torch.Tensor"], "torch.Tensor"]
 
 #: bytes converted at a time: few enough for a core's cache
@@ -26,7 +26,7 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A type that is codes times scales: codes as in ops/codecs.py, scales [n, groups]. `dense`:
+    """A GGUF type as codes times scales: codes as in ops/codecs.py, scales [n, groups]. `dense`:
     dequantises blocks, if codes and scales only approximate them; None: they are exact. `together`:
     number of GGUF blocks in a block of codes."""
 

@@ -93,7 +93,7 @@ def _log_errors(file: Container, live: Mapping[str, Tensors], files: Files) -> N
 
 
 def _less(weight: StoredWeight, added: float) -> StoredWeight:
-    """Return a weight that a file stores with `added` added to it (norms as 1 + w), in fp32."""
+    """Subtract `added` from a stored weight, in fp32 (norms are stored as 1 + w)."""
     read = weight.parts[""]
     return replace(weight, parts={"": lambda rows: read(rows).float() - added})
 
@@ -295,7 +295,7 @@ def with_towers(
 
 
 def _tower_names(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Map tensor names in a file to candidate names in a checkpoint; a spec has one of them."""
+    """Map tensor names in a file to candidate names in a checkpoint, one of which the spec has."""
     names = {name: tuple(map(checkpoint_name, ps)) for name, ps in TABLES["towers"].items()}
     for tower, table in TABLES["tower_layers"].items():
         ends = dict(table["plain"])
@@ -364,7 +364,7 @@ def _as_published(t: torch.Tensor, bare: str, shape: Shape) -> torch.Tensor:
         return t.reshape(*shape[:-1], 3, side, side).movedim(-3, -1).reshape(shape)
     if bare.endswith("pos_embedding"):
         return t.movedim(0, 1)
-    if bare.endswith("per_dim_scale"):  # y = softplus(x) there
+    if bare.endswith("per_dim_scale"):  # the file stores softplus(x)
         x = t.double()
         return (x + torch.log(-torch.expm1(-x))).to(t.dtype)
     return t.reshape(shape)

@@ -34,13 +34,13 @@ from g4ir.weights.tensorfile import (
     quoted,
 )
 
-#: divides the frequencies of full layers: read for the spec, used by no graph
+#: tensor of frequency divisors of full layers: read for the spec, unused by graphs
 ROPE = "rope_freqs.weight"
 TOWERS = ("v.", "a.", "mm.")
-#: halves of a weight that some files store as two tensors: rows of the first, then of the second
+#: weights that some files store as two tensors, to be concatenated by rows in this order
 HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
-#: fix of a wrong value: the file is complete, so another download has the same value
+#: advice for a wrong value: the file is complete, so downloading it again would not help
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
 #: file name of a split model: model, file number, number of files
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")

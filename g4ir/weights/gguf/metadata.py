@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 #: layer kind -> suffix of its keys, name in a config
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
-#: head dims of a full layer, or the rotated ones only
+#: key of the head dim of full layers, in some files of its rotated dims
 COUNT = "rope.dimension_count"
 OTHER_NAMES = {
     "rope.freq_base_swa": "rope.local.freq_base",
@@ -53,7 +53,7 @@ UNROTATED = 1e30
 MAX_PAIRS = 1 << 15
 #: fields without a GGUF key, or derived by llama.cpp
 UNSAID = ("text.use_bidirectional_attention", "text.hidden_activation")
-#: fields in which the spec overrides the file
+#: fields whose value in the spec overrides the file's
 SPEC_ONLY = (*UNSAID, "text.query_pre_attn_scalar")
 
 
@@ -505,7 +505,7 @@ def _json(value: Any) -> bytes:
 
 
 def _not_applied(file: Container) -> Iterator[str]:
-    """Yield tokenizer and template keys that would change the text and are not applied."""
+    """Yield tokenizer and template keys that would affect the text but are not supported."""
     for key, value in file.values.items():
         name = key.removeprefix(PREFIX)
         if name == ADD_EOS and "config" in architecture(file):

@@ -406,7 +406,7 @@ def _value(value: Any) -> bytes:
     if not isinstance(value, list):
         kind = _INT32 if type(value) is int and value < 0 else _KINDS[type(value)]
         return struct.pack("<I", kind) + _plain(kind, value)
-    first = value[0] if value else ""  # llama.cpp looks for merges, also for none
+    first = value[0] if value else ""  # llama.cpp requires the key, even if empty
     kind = _INT32 if type(first) is int else _KINDS[type(first)]
     head = struct.pack("<IIQ", ARRAY, kind, len(value))
     return head + b"".join(_plain(kind, v) for v in value)
