@@ -82,7 +82,7 @@ def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
         return
     sizes, threads = (*x.shape, x.stride(0)), torch.get_num_threads()
     if pyops.kernel("add_products")(x.data_ptr(), total.data_ptr(), dtype, *sizes, threads):
-        raise MemoryError(f"no memory for the packed inputs {list(x.shape)} of a matrix")
+        raise MemoryError(f"no memory for the packed inputs {list(x.shape)} of a matmul")
 
 
 #: kernels of a build

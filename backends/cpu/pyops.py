@@ -94,7 +94,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
         *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype), *(rows, n, k, torch.get_num_threads())
     )
     if failed:
-        raise MemoryError(f"no memory for the rows of a product {list(out.shape)} in another form")
+        raise MemoryError(f"no memory for the repacked rows of a matmul {list(out.shape)}")
     return out
 
 

@@ -145,7 +145,7 @@ def decode_cell(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if context + scale.warmup + scale.steps > engine.limits.max_seq:
-        return {"refused": f"the plan has room for {engine.limits.max_seq} tokens a row"}
+        return {"refused": f"the plan has room for {engine.limits.max_seq} tokens per sequence"}
     step = stepper(engine, batch, context)
     for _ in range(scale.warmup):
         step()

@@ -75,7 +75,7 @@ def plan_workload(
     if w.max_len > max_seq:
         lengths = f"--context {context}, --input-len {inputs} and --output-len {outputs}"
         limit = f"the engine was built with --max-seq {max_seq}"
-        raise InputError(f"bench: {lengths} are {w.max_len} tokens a row; {limit}")
+        raise InputError(f"bench: {lengths} are {w.max_len} tokens per sequence; {limit}")
     return w
 
 

@@ -66,7 +66,7 @@ class Bench(Verb):
 
         if self.table and self.engines and all(Path(m).suffix == ".json" for m in self.engines):
             if extra := ", ".join(map(flag_of, sorted(self.explicit - {"engines", "table"}))):
-                raise InputError(f"{extra}: of reports the table alone is printed; leave it out")
+                raise InputError(f"{extra}: reports are printed as a table only; leave it out")
             print(markdown([report for m in self.engines for report in read_reports(m)]))
             return 0
         self._check_arguments()
@@ -90,7 +90,7 @@ class Bench(Verb):
         if self.file and not self.file.absolute().parent.is_dir():
             raise InputError(f"{self.file}: no such directory to write the report to")
         if self.file and self.file.exists() and self.file.suffix != ".json":
-            raise InputError(f"--json {self.file}: is there, and no report: give --json last")
+            raise InputError(f"--json {self.file}: exists and is not a report; give --json last")
         if self.plot:
             check_plot(self.plot)
         check_options(self.peer, self.rounds, self.warmup)

@@ -124,7 +124,7 @@ def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
 def _lines(report: dict[str, Any]) -> Iterable[str]:
     roof = report["roof"]
     part = "" if report["layer"] is None else f" layer {report['layer']}"
-    new = f"{report['new_tokens']} new of {report['context']} tokens a row"
+    new = f"{report['new_tokens']} new of {report['context']} tokens per sequence"
     size = "one item" if is_tower(report["phase"]) else f"batch {report['batch']}, {new}"
     yield f"{report['variant']} {report['phase']}{part}: {size}, weights {report['weights']}"
     if roof:

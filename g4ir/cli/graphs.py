@@ -93,9 +93,7 @@ class NamedGraph(Part):
             return self.built.config
         spec, requested = self.spec, self.options
         if self.graph_name == VERIFY and requested.draft_tokens == 0:
-            raise InputError(
-                "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
-            )
+            raise InputError("--draft-tokens 0: --phase verify needs at least 1 draft token")
         if self.graph_name == VERIFY and requested.draft_tokens is None:
             requested = replace(requested, draft_tokens=DRAFTED)
         return resolve.resolved(

@@ -61,7 +61,7 @@ class TokenBatch:
     block_ids: Tensor | None = None
 
     def pieces(self, chunk: int) -> list[Piece]:
-        """Return the steps, each of at most `chunk` tokens a row."""
+        """Return the steps, each of at most `chunk` tokens per sequence."""
         return cut(self.lengths, chunk, self.block_ids)
 
     def piece(self, start: int, stop: int) -> Piece:
@@ -165,8 +165,8 @@ def block_ids(pictures: Tensor) -> Tensor:
 
 
 def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Piece]:
-    """Return pieces of at most `chunk` tokens a row, as long as possible; `piece_ends` says where a
-    row is cut. InputError if a block is longer than a chunk."""
+    """Return pieces of at most `chunk` tokens per sequence, as long as possible; `piece_ends`
+    says where a row is cut. InputError if a block is longer than a chunk."""
     if block_ids is None:
         starts = range(0, int(lengths.max()), chunk)
         return [

@@ -76,7 +76,7 @@ def read_schema(
             raise refuse(where, f"the schema {error}")
         for ref in ("#", *reader.refs):  # those of optional properties too
             if not _ends({"$ref": ref}, root):
-                why = f"the schema has no value that ends: {shown(ref)} leads round to itself"
+                why = f"the schema has no finite value: {shown(ref)} always leads to itself"
                 raise refuse(where, why)
     except RecursionError:
         raise refuse(where, "the schema is too deep") from None
@@ -117,7 +117,7 @@ class _Reader:
     def drop(self, where: str, reason: str) -> None:
         """Log a dropped constraint; refused if the schema is strict."""
         if self.strict:
-            raise self.refuse(where, f"{reason}; leave it out, or strict")
+            raise self.refuse(where, f"{reason}; leave out the constraint, or strict")
         log_dropped(f"{where}: {reason}")
 
     def read(self, node: Schema, where: str) -> Schema:

@@ -174,7 +174,9 @@ def _with_bases(tree: Map, path: Path, visited: tuple[Path, ...]) -> Map:
     base_path = _base_path(convert(tree.entries["extends"], str, "extends"), path, where)
     visited = (*visited, path.resolve())
     if base_path.resolve() in visited or len(visited) > MAX_EXTENDS:
-        raise fail(where, "extends", f"{base_path.name} leads back here or too deep; cut the chain")
+        raise fail(
+            where, "extends", f"{base_path.name} forms a cycle or is too deep; cut the chain"
+        )
     base = _with_bases(read_tree(base_path), base_path, visited)
     inherited = {k: v for k, v in base.entries.items() if k not in NOT_INHERITED}
     return merge(Map(inherited, base.keys, base.where), local)

@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-/* Below every score. */
+/* Less than every score: the initial maximum. */
 #define LOWEST -3e38f
 
 static inline float widen_fp8(uint8_t c) {

@@ -123,7 +123,7 @@ MICRO_KERNEL(4)
 static micro_kernel_of *const micro_kernels[] = {NULL, micro_kernel_1, micro_kernel_2, micro_kernel_3,
                                                  micro_kernel_4};
 
-/* Panel words of this many values. */
+/* Number of panel words for this many values. */
 static inline int64_t words_in_panel(int64_t values) {
     const int each = PER_WORD * DEPTH;
     return (values + each - 1) / each * DEPTH;

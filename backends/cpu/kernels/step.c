@@ -862,7 +862,7 @@ static void expert_glu(const running *a, int64_t from, int64_t to, float *scratc
     }
 }
 
-/* Sums each token's expert outputs, weighted, in the order of rank. */
+/* Sums each token's expert outputs, weighted, in top-k order. */
 static void weigh(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *weights = a->of + 1, *made = a->of + 10, *y = a->of + 12;
     int64_t d = y->width, k = weights->width, local = rows_of(a->of + 5) / d;

@@ -77,7 +77,7 @@ static inline void after_fork(void (*reset)(void)) { pthread_atfork(NULL, NULL, 
 #endif
 
 #ifdef __APPLE__
-/* As libc++ waits: what has a place in a header is there from macOS 14.4 on. */
+/* The calls that libc++ uses: public headers have an equivalent only from macOS 14.4 on. */
 int __ulock_wait(uint32_t operation, void *word, uint64_t value, uint32_t most_us);
 int __ulock_wake(uint32_t operation, void *word, uint64_t unused);
 enum { COMPARE_AND_WAIT = 1, WAKE_ALL = 0x100 };

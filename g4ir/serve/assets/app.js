@@ -100,7 +100,7 @@ function body() {
 
 // --- the server -------------------------------------------------------------------------------
 
-// The server's answer; an error has its `status`, of a server that does not answer 0.
+// Sends a request; returns the response. Errors have a `status`, 0 if the server does not respond.
 async function asked(path, given = {}) {
   const key = session.getItem("key");
   const headers = { ...given.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -183,7 +183,7 @@ function fullness(metrics) {
 
 const chosenModel = () => find("model").value;
 
-// Lists the models, of which one is chosen: the one chosen before, else the first.
+// Lists the models and selects the one selected before, else the first.
 function listModels(data) {
   const ids = data.map((one) => one.id);
   if (ids.join("\n") === state.models.join("\n")) return;
@@ -198,7 +198,7 @@ const SHOWN = { variant: "variant", size: "weights", quant: "quantisation", dtyp
   backend: "backend", device: "device", max_seq: "context, tokens", max_batch: "answers at a time",
   media: "media" };
 
-// What is known of the chosen model; one that is not loaded is not loaded for this.
+// Returns the facts about the selected model, without loading it.
 async function showModel() {
   const { data } = await (await asked("v1/models")).json();
   const model = data.find((one) => one.id === chosenModel()) ?? data[0];
@@ -226,7 +226,7 @@ async function measure() {
   if (messages.length && room && used === undefined) {
     try {
       used = (await (await asked("tokenize", posted(asking()))).json()).count;
-    } catch { /* what cannot be answered as it is: calls without an answer */ }
+    } catch { /* an invalid conversation: calls without results */ }
     if (messages !== state.messages) return;
   }
   const known = used !== undefined && room;
@@ -483,7 +483,7 @@ async function regenerate(message) {
   await attempt(state.messages.slice(0, replaces ? at : at + 1), { replaces });
 }
 
-// Tries again what the server did not answer: a regeneration, or the message in the field.
+// Retries what failed: a regeneration, or the message in the input field.
 function retry(replaces) {
   if (replaces) regenerate(replaces);
   else say();
@@ -583,7 +583,7 @@ async function textOf(file) {
   let held = "";
   try {
     held = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-  } catch { /* said below */ }
+  } catch { /* reported below */ }
   if ((!held && file.size) || held.includes("\0")) {
     throw new Error("is no text in UTF-8; texts, images, audio and videos can be attached");
   }

@@ -49,7 +49,7 @@ function kindOf({ groups, index, 0: found }, source, { words, anyCase }) {
   return source[index + found.length] === "(" ? "called" : "";
 }
 
-// Returns the texts and coloured spans of a code; one text where nothing is known of its language.
+// Returns a code's texts and coloured spans; a single text for an unknown language.
 function coloured(source, language) {
   const scanner = SCANNERS.get(language.toLowerCase().split(/[\s{,:]/)[0]);
   if (!scanner || source.length > MOST_CODE) return [source];

@@ -228,7 +228,7 @@ function entity(text, at) {
   return [found[0].length, shown ?? found[0]];
 }
 
-// A formula with its marks, as MathML; as text if it is incomplete or holds something unknown.
+// A formula with its marks, as MathML; as text if it is incomplete or has an unknown command.
 function shownFormula(marked) {
   const given = /^(\$\$|\\\[|\$|\\\()([^]+?)(\$\$|\\\]|\$|\\\))$/.exec(marked.trim());
   return (given && formulaNode(given[2], /^(\$\$|\\\[)$/.test(given[1]))) ?? marked;

@@ -35,7 +35,7 @@ const FENCES = pairsOf(`matrix= pmatrix=() bmatrix=[] Bmatrix={} vmatrix=|| Vmat
   aligned= align= align*= gathered= gather= gather*= split= equation= equation*= smallmatrix=`);
 const SKIPPED = new Set(["displaystyle", "textstyle", "limits", "nolimits", "big", "Big", "bigg",
   "Bigg", "hline", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "nonumber", "left.", "right."]);
-// First letters of the alphabets of U+1D400, and letters that lie elsewhere.
+// First letters of the alphabets from U+1D400 on, and letters with other code points.
 const BASES = { bold: [0x1d400, 0x1d7ce], "double-struck": [0x1d538, 0x1d7d8], script: [0x1d49c],
   fraktur: [0x1d504], sans: [0x1d5a0, 0x1d7e2], mono: [0x1d670, 0x1d7f6] };
 const ELSEWHERE = new Map(Object.entries({ "double-struckC": "ℂ", "double-struckH": "ℍ",
@@ -60,7 +60,7 @@ function styled(c, font) {
   return String.fromCodePoint(letters + (c <= "Z" ? code - 65 : code - 71));
 }
 
-// Reads one formula; throws at what it does not know.
+// Parses one formula; throws on unknown commands.
 class Formula {
   constructor(source, display) {
     const rows = source.replace(/\\\\\[[\d.]+[a-z]{2}\]/g, "\\\\"); // space after a row
@@ -250,7 +250,7 @@ const COMMANDS = {
 };
 for (const name of ["textbf", "textit", "textrm", "mbox", "textsf"]) COMMANDS[name] = COMMANDS.text;
 
-// Returns a formula's MathML element; null where it holds something unknown.
+// Returns a formula's MathML element; null if it has an unknown command.
 function formulaNode(source, display) {
   try {
     const reader = new Formula(source.trim(), display);
