@@ -98,7 +98,7 @@ class _Match:
     def rotated(self) -> int:
         """Rotated pairs of dims."""
         t = self.table
-        return rotated_pairs(t.word("kind"), t.whole("dim"), t.number("fraction"))
+        return rotated_pairs(t.word("kind"), t.integer("dim"), t.number("fraction"))
 
     def write(self) -> list[Node]:
         """Return the nodes that compute the chunk's rows and write them."""

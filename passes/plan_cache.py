@@ -47,7 +47,7 @@ def plan_cache(g: Graph, note: Note = ignore, options: RingOptions = OPTIONS) ->
     windows: dict[str, set[int]] = defaultdict(set)
     for n in g.find("attention"):
         for v in n.caches:
-            windows[names.get(v.name, "")].add(n.whole("window"))
+            windows[names.get(v.name, "")].add(n.integer("window"))
     state = tuple(_resized(v, windows[v.name], options.slack, note) for v in g.state)
     return rebuild(replace(g, state=state))
 

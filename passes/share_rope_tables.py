@@ -29,5 +29,5 @@ def share_rope_tables(g: Graph, note: Note = ignore) -> Graph:
         table = shared.setdefault(key, replace(n, outputs=outputs))
         rename.update({v.name: t for v, t in zip(n.outputs, table.outputs, strict=True)})
         note(n.outputs[0].name, f"shared as {table.outputs[0]}")
-    others = tuple(n for n in g.nodes if n.op != "rope_table")
-    return rebuild(replace(g, nodes=(*shared.values(), *others)), rename)
+    nodes = tuple(n for n in g.nodes if n.op != "rope_table")
+    return rebuild(replace(g, nodes=(*shared.values(), *nodes)), rename)

@@ -154,7 +154,7 @@ def quantised_head(n: Node, args: list[Any]) -> tuple[Node, list[Any]]:
 
 
 #: full attention sees the newest 128 tokens alone
-FAR = planted("attention", lambda n, args: (with_window(n, n.whole("window") or 128), args))
+FAR = planted("attention", lambda n, args: (with_window(n, n.integer("window") or 128), args))
 QUANTISED = {"kv_dtype": "int8"}
 #: what is wrong, and options of the engine
 SHOWN: dict[str, tuple[Run, dict[str, str]]] = {
@@ -168,7 +168,7 @@ SHOWN: dict[str, tuple[Run, dict[str, str]]] = {
     "forgetful ring": (planted("cache_write", forget_first_slot), {}),
     "scale of another head": (planted("attention", scale_of_another_head), QUANTISED),
     "wrong window": (
-        planted("attention", lambda n, args: (with_window(n, max(0, n.whole("window") - 1)), args)),
+        planted("attention", lambda n, args: (with_window(n, max(0, n.integer("window") - 1)), args)),
         {},
     ),
     "quantised head": (planted("linear", quantised_head), {}),

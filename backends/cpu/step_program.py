@@ -387,7 +387,7 @@ _frequencies = cache(inverse_frequencies)
 
 
 def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor]:
-    dim, dtype = n.whole("dim"), torch_dtype(n.word("dtype"))
+    dim, dtype = n.integer("dim"), torch_dtype(n.word("dtype"))
     theta, fraction, factor = (n.number(name) for name in ("theta", "fraction", "factor"))
     frequencies = _frequencies(n.word("kind"), theta, dim, fraction, factor)
     tables = [r.arena.empty((*positions.shape, dim), dtype) for _ in range(2)]
@@ -429,7 +429,7 @@ def _attention(
         raise NoInstruction("attention with a softcap")
     _computes(q)
     out = r.like(q)
-    how: Any = {"n": (*q.shape[:2], n.whole("window"), kv[0].shape[2]), "f": n.number("scale")}
+    how: Any = {"n": (*q.shape[:2], n.integer("window"), kv[0].shape[2]), "f": n.number("scale")}
     if len(kv) == 2:
         return r.emit("attention", r.contiguous(q), positions, written, *kv, out, **how)
     (k, v, *fresh), ids = kv[:4], kv[4:]
@@ -446,7 +446,7 @@ def _attention(
 
 
 def _latent_row(r: Recorder, n: Node, v: Tensor, k: Tensor) -> Tensor:
-    pairs, half, d = n.whole("pairs"), k.shape[-1] // 2, v.shape[-1]
+    pairs, half, d = n.integer("pairs"), k.shape[-1] // 2, v.shape[-1]
     y = r.like(v, d + 2 * pairs)
     parts = v, k[..., :pairs], k[..., half : half + pairs]
     for part, at in zip(parts, (0, d, d + pairs), strict=True):
@@ -467,7 +467,7 @@ def _attention_latent(
     """Attend to rows that are both keys and values, with the query of `latent_query`
     (inductor/attention.py): q * w with zeros on K's rotated dims, then q's rotated dims."""
     _computes(q)
-    pairs, d, fresh = n.whole("pairs"), q.shape[-1], chunk[:1]
+    pairs, d, fresh = n.integer("pairs"), q.shape[-1], chunk[:1]
     half, weighted, query = d // 2, r.like(q), r.like(q, d + 2 * pairs)
     r.emit("mul", q, w, weighted)
     for i, at in enumerate((0, half)):
@@ -488,7 +488,7 @@ def _packed_attention(r: Recorder, n: Node, q: Tensor, k: Tensor, v: Tensor, end
     _computes(q)
     if q.shape[-1] % 2:
         raise NoInstruction(f"attention of heads of {q.shape[-1]}")
-    rows, how = map(r.contiguous, (q, k, v)), (q.shape[1], n.whole("window"), k.shape[2])
+    rows, how = map(r.contiguous, (q, k, v)), (q.shape[1], n.integer("window"), k.shape[2])
     return r.emit("attend_texts", *rows, ends, r.like(q), n=how, f=n.number("scale"))
 
 
@@ -546,7 +546,7 @@ def _lora(
 ) -> Tensor:
     """Add the adapter's product to y in place: no other node reads y."""
     _computes(x, y, a, b)
-    sizes, low = n.wholes("sizes"), r.arena.empty((*x.shape[:-1], a.shape[1]), torch.float32)
+    sizes, low = n.integers("sizes"), r.arena.empty((*x.shape[:-1], a.shape[1]), torch.float32)
     how = (x.shape[1], len(sizes))
     r.emit("lora", r.contiguous(x), index, a, b, _part_sizes(sizes), low, y, n=how)
     r.arena.use(low, 0)
@@ -570,7 +570,7 @@ def _router(
     r.emit("mul", x, scale, rows)
     r.emit("scale", rows, rows, f=n.number("root"))
     r.emit("linear", rows, proj, scores, n=(r.of_chunk(x),))
-    weights, index = (r.like(x, n.whole("top_k"), d) for d in (torch.float32, torch.int64))
+    weights, index = (r.like(x, n.integer("top_k"), d) for d in (torch.float32, torch.int64))
     r.emit("top_k", scores, per_expert, weights, index)
     for t in (rows, scores):
         r.arena.use(t, 0)
@@ -613,7 +613,7 @@ def _weight(w: Tensor | Coded) -> tuple[Tensor, Tensor | None]:
 
 def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
     x, at = parts[0], 0
-    if n.whole("axis") != x.dim() - 1:
+    if n.integer("axis") != x.dim() - 1:
         raise NoInstruction("concat of anything but rows")
     y = r.like(x, sum(t.shape[-1] for t in parts))
     for t in parts:
@@ -623,8 +623,8 @@ def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
 
 
 def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Any:
-    y, masked = r.like(ids), torch.tensor(n.wholes("ids"), dtype=torch.int64)
-    return r.emit("mask_ids", r.contiguous(ids), masked, y, n=(n.whole("pad"),))
+    y, masked = r.like(ids), torch.tensor(n.integers("ids"), dtype=torch.int64)
+    return r.emit("mask_ids", r.contiguous(ids), masked, y, n=(n.integer("pad"),))
 
 
 def _embedding(r: Recorder, n: Node, table: Tensor, *tensors: Tensor) -> Any:
@@ -645,7 +645,7 @@ def _cluster_head(
     r: Recorder, n: Node, x: Tensor, heads: Tensor, rows: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor]:
     _computes(x)
-    k, scores = n.whole("top_k"), r.like(x, heads.shape[0])
+    k, scores = n.integer("top_k"), r.like(x, heads.shape[0])
     logits, ids = (r.like(x, k * rows.shape[1], dtype) for dtype in (x.dtype, torch.int64))
     r.emit("linear", r.contiguous(x), heads, scores)
     r.emit("cluster_head", r.contiguous(x), scores, rows, order, logits, ids, n=(k,))

@@ -82,7 +82,7 @@ def _mask(
     if chunk:
         key_pos = torch.cat((key_pos, positions.t()))
     last = None if block_ids is None else last_visible(positions, block_ids)
-    return visible(key_pos, positions, n.whole("window"), last)
+    return visible(key_pos, positions, n.integer("window"), last)
 
 
 def _joined(
@@ -131,4 +131,4 @@ def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 
 def latent_query(n: Node, q: Tensor, w: Tensor) -> Tensor:
     """Return the query [..., d + 2p] for the rows of a latent cache."""
-    return torch.cat(_query(q, w, n.whole("pairs")), -1)
+    return torch.cat(_query(q, w, n.integer("pairs")), -1)

@@ -176,7 +176,7 @@ def key_positions(net: Network, n: Node) -> Operand:
 
 def mask(net: Network, n: Node, key: Operand) -> Operand:
     """Return an attention's mask [B, 1, S, T] for keys at these positions."""
-    positions, window = n["positions"], n.whole("window")
+    positions, window = n["positions"], n.integer("window")
     _, block_ids = split_chunk(n.chunk, len(n.caches))
 
     def make() -> Operand:
@@ -195,7 +195,7 @@ def qkv_write(net: Network, n: Node, qkv: Operand, *inputs: Operand) -> tuple[Op
     are written by the op's expansion."""
     if n.word("form") not in SEPARATE_CACHES:
         return tuple(net.expanded(n))
-    e, heads, count = net.e, n.whole("heads"), n.whole("kv_heads")
+    e, heads, count = net.e, n.integer("heads"), n.integer("kv_heads")
     (b, s, _), d, has_v = qkv.shape, int(inputs[0].shape[0]), bool(n.attrs["values"])
     both = heads + count
     x = e.transpose(e.reshape(qkv, b, s, both + count * has_v, d), 0, 2, 1, 3)
@@ -256,7 +256,7 @@ def attention_latent(
 def _keys_values(net: Network, n: Node, row: Operand, w: Operand) -> tuple[Operand, Operand]:
     """Return K and V: K's unrotated dims are V * w, rounded once."""
     e, d = net.e, int(w.shape[0])
-    half, pairs = d // 2, n.whole("pairs")
+    half, pairs = d // 2, n.integer("pairs")
     v = e.slice(row, 3, 0, d)
     k = e.mul(v, e.unsqueeze(w, 0, 1, 2))
     cuts = [

@@ -85,9 +85,9 @@ def chunked_attention(
 ) -> Operand:
     """Attend within chunks, in fp32; tensors are [B, n, blocks, queries or keys of a block, d]."""
     e, (b, t, heads, d) = net.e, map(int, q.shape)
-    chunk, cap = n.whole("chunk"), n.number("cap")
+    chunk, cap = n.integer("chunk"), n.number("cap")
     visible = net.shared(
-        ("seen frames", n["mask"], chunk, n.whole("left"), n.whole("right")),
+        ("seen frames", n["mask"], chunk, n.integer("left"), n.integer("right")),
         lambda: _seen(net, n, n["mask"]),
     )
     soft = e.cast(softplus(e, dim_scale), "f32")
@@ -109,17 +109,19 @@ def chunked_attention(
 
 def _context(n: Node, t: int) -> torch.Tensor:
     """Return i64[blocks, width]: the frames that the queries of each block may see."""
-    chunk, past = n.whole("chunk"), n.whole("left") - 1
-    return steps(-(-t // chunk), chunk, -past, past + chunk + n.whole("right"))
+    chunk, past = n.integer("chunk"), n.integer("left") - 1
+    return steps(-(-t // chunk), chunk, -past, past + chunk + n.integer("right"))
 
 
 def _seen(net: Network, n: Node, mask: Value) -> Operand:
     """Return bool[B, 1, blocks, chunk, width]: frames of audio within the window of each query."""
     e, x = net.e, net.operand(mask)
-    t, chunk, past = int(x.shape[1]), n.whole("chunk"), n.whole("left") - 1
+    t, chunk, past = int(x.shape[1]), n.integer("chunk"), n.integer("left") - 1
     at = _context(n, t)
     distance = torch.arange(chunk)[:, None] + past - torch.arange(at.shape[1])
-    near = ((distance >= 0) & (distance < past)) | ((distance < 0) & (-distance < n.whole("right")))
+    near = ((distance >= 0) & (distance < past)) | (
+        (distance < 0) & (-distance < n.integer("right"))
+    )
     inside = (at >= 0) & (at < t)
     heard = e.unsqueeze(e.gather(x, e.constant(at.clamp(0, t - 1)), 1), 1, 3)
     return e.binary("and", heard, e.constant((inside[:, None] & near)[None, None]))

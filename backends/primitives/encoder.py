@@ -16,7 +16,7 @@ def packed_attention(
     net: Network, n: Node, q: Operand, k: Operand, v: Operand, ends: Operand
 ) -> Operand:
     """Attend within each text, and within the window on each side."""
-    e, window = net.e, n.whole("window")
+    e, window = net.e, n.integer("window")
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
 
     def visible() -> Operand:

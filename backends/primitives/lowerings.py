@@ -68,7 +68,7 @@ def _cluster_head(
     """Gather the best clusters' rows; return their logits and token ids."""
     e, (b, s, _), (count, size, width) = net.e, x.shape, rows.shape
     total = n.outputs[0].type.shape[-1]
-    _, best = e.topk(e.linear(x, heads), n.whole("top_k"))
+    _, best = e.topk(e.linear(x, heads), n.integer("top_k"))
     picked = e.reshape(e.gather(rows, best, 0), b, s, total, width)
     logits = e.matmul(e.unsqueeze(x, 2), picked, transpose_b=True)
     ids = e.gather(e.reshape(order, count, size), best, 0)
@@ -97,7 +97,7 @@ def _rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Oper
 
 
 def _latent_row(net: Network, n: Node, v: Operand, k: Operand) -> Operand:
-    e, pairs, last = net.e, n.whole("pairs"), v.rank - 1
+    e, pairs, last = net.e, n.integer("pairs"), v.rank - 1
     if not pairs:
         return v
     half = n["k"].type.shape[-1] // 2  # type: ignore[operator]
@@ -111,9 +111,9 @@ def _glu(net: Network, n: Node, gate: Operand, up: Operand) -> Operand:
 
 def _mask_ids(net: Network, n: Node, tokens: Operand) -> Operand:
     e = net.e
-    for i in n.wholes("ids"):
+    for i in n.integers("ids"):
         keep = e.unary("not", e.binary("eq", tokens, i))
-        tokens = e.where(keep, tokens, n.whole("pad"))
+        tokens = e.where(keep, tokens, n.integer("pad"))
     return tokens
 
 
@@ -133,8 +133,8 @@ LOWERINGS: Mapping[str, Lowering] = {
     "dequantize_columns": quantized_weight,
     "linear": lambda net, n, x, w: linear(net.e, x, w),
     "linear_bias": _linear_bias,
-    "concat": lambda net, n, *xs: net.e.concat(xs, n.whole("axis")),
-    "split": lambda net, n, x: tuple(pieces(net, x, *n.wholes("sizes"))),
+    "concat": lambda net, n, *xs: net.e.concat(xs, n.integer("axis")),
+    "split": lambda net, n, x: tuple(pieces(net, x, *n.integers("sizes"))),
     "heads": lambda net, n, x: net.e.reshape(x, *n.out.type.shape),
     "merge_heads": lambda net, n, x: net.e.reshape(x, *n.out.type.shape),
     "add": lambda net, n, a, b: net.e.add(a, b),

@@ -20,7 +20,7 @@ def router(
     e = net.e
     x = times(e, e.mul(x, weight_like(e, scale, x)), n.number("root"))
     probabilities = e.softmax(e.cast(e.linear(x, proj), "f32"))
-    weights, index = e.topk(probabilities, n.whole("top_k"))
+    weights, index = e.topk(probabilities, n.integer("top_k"))
     weights = e.div(weights, e.reduce("sum", weights, weights.rank - 1))
     factor = e.cast(e.gather(per_expert, index, 0), "f32")
     return e.mul(weights, factor), index

@@ -50,7 +50,7 @@ def valid_patches(net: Network, n: Node, positions: Operand) -> Operand:
 def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -> Operand:
     """Return axial position embeddings from one flat view of both tables, without a copy: entry x
     of table i is row i * N + x, or 2 * x + i if the tables are interleaved."""
-    e, axis = net.e, n.whole("axis")
+    e, axis = net.e, n.integer("axis")
     count = int(table.shape[1 - axis])
     rows = e.reshape(table, 2 * count, int(table.shape[2]))
     step, second = (1, count) if axis == 0 else (2, 1)
@@ -66,7 +66,7 @@ def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -
 def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, ...]:
     """Gather cos and sin rows from tables of all positions: an image of P patches is at most P wide
     or high. The first row is for padding, -1."""
-    e, quarter = net.e, n.whole("dim") // 4
+    e, quarter = net.e, n.integer("dim") // 4
     coordinates = torch.arange(-1, int(positions.shape[1]))
     reference = OPS["axial_rope_table"].reference
     assert reference
@@ -136,7 +136,7 @@ def attend_in_blocks(
 
 def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Operand:
     """Average-pool patches to soft tokens by a matmul in fp32."""
-    e, k = net.e, n.whole("k")
+    e, k = net.e, n.integer("k")
     count = int(n.out.type.shape[1])
     column, row = (e.binary("max", _coordinate(e, positions, i), 0) for i in (0, 1))
     # TensorRT's parser has no integer max.

@@ -165,7 +165,7 @@ def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
 def _verified(g: Graph, limits: Limits) -> int:
     """Return the maximum tokens of a verification step: the slack of ring caches + 1."""
     rings = (
-        int(v.type.shape[0]) - n.whole("window")
+        int(v.type.shape[0]) - n.integer("window")
         for n in g.nodes
         if n.definition.cache_range
         for v in n.caches

@@ -206,7 +206,7 @@ def _has_readers(w: Operand) -> bool:
 def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
     """All-reduce in one collective. Two ranks round once in any dtype; more would round in between,
     so they reduce in fp32."""
-    e, ranks, last = net.e, n.whole("ranks"), xs[0].rank - 1
+    e, ranks, last = net.e, n.integer("ranks"), xs[0].rank - 1
     if ranks == 1:
         return xs
     joined = e.concat(xs, last) if len(xs) > 1 else xs[0]
@@ -219,7 +219,7 @@ def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
 
 def all_gather(net: Network, n: Node, x: Operand) -> Operand:
     """All-gather along the last dim; TensorRT's collective concatenates along the first."""
-    e, ranks, (*rows, size) = net.e, n.whole("ranks"), x.shape
+    e, ranks, (*rows, size) = net.e, n.integer("ranks"), x.shape
     if ranks == 1:
         return x
     parts = e.exchange("all_gather", e.unsqueeze(x, 0), ranks)

@@ -215,7 +215,7 @@ class Artefact:
     #: packed params that match the graphs; a file that changes from now on is refused
     stored: packings.StoredParams | None
     #: whether digests of weight files are checked too
-    whole: bool
+    check_weights: bool
     rank: int
 
     @property
@@ -265,7 +265,7 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
         packing = _packing_of(path, m)
         stored = _stored_params(path, m, packing)
     stored_here = stored[rank or 0] if stored else None
-    return Artefact(path, m, packing, stored_here, whole=check_weights, rank=rank or 0)
+    return Artefact(path, m, packing, stored_here, check_weights, rank=rank or 0)
 
 
 @contextmanager

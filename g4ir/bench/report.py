@@ -120,11 +120,11 @@ def machine_shares(
     measured bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT / measured
     matmul rate."""
     every = [median_rates(rates), *rates]
-    least = {
+    min_seconds = {
         "mbu": ("itl", [costs["decode"].needed_bytes / r.bandwidth for r in every]),
         "mfu": ("ttft", [costs["prefill"].flops / r.matmul for r in every]),
     }
-    return {k: ratio(s, medians(rounds, latency)) for k, (latency, s) in least.items()}
+    return {k: ratio(s, medians(rounds, latency)) for k, (latency, s) in min_seconds.items()}
 
 
 def speedup(first: BenchRunner, other: BenchRunner, void: Collection[str]) -> Values | None:

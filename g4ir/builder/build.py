@@ -343,7 +343,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         directory.require_readable(manifest)
         write_file(folder / directory.MANIFEST, [manifest.text().encode()])
     stored = packings.stored_params(out, 0) if packed else None
-    artefact = directory.Artefact(out, manifest, p.packing, stored, whole=False, rank=0)
+    artefact = directory.Artefact(out, manifest, p.packing, stored, check_weights=False, rank=0)
     return Written(artefact, seconds, record_built(manifest, out))
 
 

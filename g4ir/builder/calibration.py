@@ -230,8 +230,8 @@ class InputProducts:
             fix = "take --dtype float32, or check the weights with g4ir verify"
             raise CheckError(f"--calibrate: inputs of {weight} are NaN or infinite; {fix}")
         if unused := [i for i, t in enumerate(sums) if not bool(t.any())]:
-            whole = torch.stack(sums).sum(0)
-            sums = [whole if i in unused else t for i, t in enumerate(sums)]
+            total = torch.stack(sums).sum(0)
+            sums = [total if i in unused else t for i, t in enumerate(sums)]
         self._inputs[keys[0]] = [Inputs(t.triu() + t.triu(1).mT) for t in sums]
         return self._inputs[keys[0]]
 

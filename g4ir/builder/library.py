@@ -225,7 +225,7 @@ def _with_weights(
     name = re.sub(r"[^\w.-]", "_", name)
     if folder:
         return name, *_of_folder(folder, options)
-    if options.drafter == DEFAULT and (drafter := origin.drafter_beside(path)):
+    if options.drafter == DEFAULT and (drafter := origin.adjacent_drafter(path)):
         options = replace(options, drafter=drafter)
     return name, None, replace(options, checkpoint=path.absolute())
 

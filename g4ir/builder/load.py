@@ -280,7 +280,7 @@ def _open_params(artefact: Artefact, device: str) -> packings.ParamSource:
         return packings.MadeParams(artefact.packing, source, share=share, quantized=quantized)
     for name, digest in weights.files.items():
         file = Path(weights.directory) / name
-        if not file.is_file() or (artefact.whole and not has_digest(file, digest)):
+        if not file.is_file() or (artefact.check_weights and not has_digest(file, digest)):
             why = f"{file} is missing or is not the file this engine was built from"
             raise EngineError(f"{why}; restore it, or build again without --link-weights")
     checkpoint = find_origin(weights.path).open(c.spec, c.media.kinds, c.dtype)

@@ -225,13 +225,13 @@ class EncoderModule(torch.nn.Module):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         return self.pooled(hidden, mask)
 
-    def with_media(self, whole: Any, input_ids: Any, kind: str, feeds: Any) -> torch.Tensor:
-        """Return the embeddings of ids with placeholders for one medium; `whole`: the model of
-        `encoder_with_towers`; `feeds`: inputs of the medium's tower."""
+    def with_media(self, with_towers: Any, input_ids: Any, kind: str, feeds: Any) -> torch.Tensor:
+        """Return the embeddings of ids with placeholders for one medium; `with_towers`: the model
+        of `encoder_with_towers`; `feeds`: inputs of the medium's tower."""
         names = {name: feeds[own] for name, own in MEDIA_ARGUMENTS[kind].items()}
         if kind == VIDEO:
             names["num_frames_per_video"] = torch.tensor([1])
-        hidden = whole(input_ids=input_ids, **names).last_hidden_state
+        hidden = with_towers(input_ids=input_ids, **names).last_hidden_state
         return self.pooled(hidden, torch.ones_like(input_ids))
 
     def pooled(self, hidden: Any, mask: Any) -> torch.Tensor:

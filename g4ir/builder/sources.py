@@ -23,7 +23,7 @@ from g4ir.weights.checkpoint import GENERATION, TOKENIZER, Checkpoint
 from g4ir.weights.origin import (
     GgufFile,
     Origin,
-    drafter_beside,
+    adjacent_drafter,
     existing_origin,
     find_origin,
     need_snapshot,
@@ -192,7 +192,7 @@ def _drafter(
     if o.drafter in resolve.NO_DRAFTER:
         return None
     if o.drafter == resolve.DEFAULT and isinstance(origin, GgufFile):
-        o = replace(o, drafter=drafter_beside(origin.path) or o.drafter)
+        o = replace(o, drafter=adjacent_drafter(origin.path) or o.drafter)
     random, path = o.random_weights is not None, Path(str(o.drafter))
     default, is_spec = o.drafter == resolve.DEFAULT, path.suffix in SUFFIXES
     if is_spec and not random and not dry:

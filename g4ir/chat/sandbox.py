@@ -236,10 +236,10 @@ class Environment(ImmutableSandboxedEnvironment):
         return _Checked().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "%" and not numbers:
+        is_numeric = isinstance(left, int | float) and isinstance(right, int | float)
+        if operator == "%" and not is_numeric:
             raise SecurityError("texts are not formatted by %; use ~")
-        if operator == "*" and not numbers:
+        if operator == "*" and not is_numeric:
             count, value = (left, right) if isinstance(left, int) else (right, left)
             check_size(len(value) * max(count, 0))
         if operator == "**" and isinstance(left, int) and isinstance(right, int):

@@ -103,8 +103,8 @@ class Lexer:
     """Pieces of text in, marked text out. `prompt_tail`: its turns tell the format."""
 
     def __init__(self, prompt_tail: str = TURN) -> None:
-        others = any(turn in prompt_tail for turn in TURNS if turn != TURN)
-        self._pending, self._control = "", _CONTROL if others else _FULL_CONTROL
+        has_other_turns = any(turn in prompt_tail for turn in TURNS if turn != TURN)
+        self._pending, self._control = "", _CONTROL if has_other_turns else _FULL_CONTROL
 
     def feed(self, text: str) -> str:
         """Return the marked text that is final."""

@@ -73,12 +73,12 @@ def chosen_texts(engine: Engine, tokens: Sequence[int] | None) -> list[list[int]
     if tokens is not None:
         return [chosen_tokens(engine, tokens, 0).tolist()]
     window, limits = window_of(engine), engine.limits
-    lengths, left = list[int](), min(limits.prefill_chunk, MAX_TOKENS)
+    lengths, remaining = list[int](), min(limits.prefill_chunk, MAX_TOKENS)
     for n in (1, window + 2, 7, window // 2 + 1, 2 * window + 3, 17, 2, 40):
-        n = min(n, limits.max_seq, left)
+        n = min(n, limits.max_seq, remaining)
         if n and len(lengths) < limits.max_batch:
             lengths.append(n)
-            left -= n
+            remaining -= n
     ids = random_ids(engine, (sum(lengths),))
     return [t.tolist() for t in ids.split(lengths)]
 
@@ -90,8 +90,8 @@ def media_texts(engine: Engine) -> tuple[list[MediaText], list[Difference]]:
     for item in smallest_items(engine, every=True):
         part, soft = compare_tower(engine, item)
         around = random_ids(engine, (2 * AROUND,)).tolist()
-        whole = [*around[:AROUND], *[ids[item.kind]] * item.rows, *around[AROUND:]]
-        texts.append(MediaText(whole, (soft,), item))
+        ids_with_media = [*around[:AROUND], *[ids[item.kind]] * item.rows, *around[AROUND:]]
+        texts.append(MediaText(ids_with_media, (soft,), item))
         first += [part.report.first] if part.report.first else []
     return [text for text in texts if len(text) <= engine.limits.max_seq], first
 
@@ -104,7 +104,7 @@ def verify_texts(
     towered = not isinstance(peer, EnginePeer)
     progress("towers beside the interpreter's")
     media, wrong = media_texts(engine) if with_media else ([], [])
-    media = [] if isinstance(peer, HfPeer) and not peer.whole else media
+    media = [] if isinstance(peer, HfPeer) and not peer.with_towers else media
     embed, *other_modes = _peer_modes(peer)
     inputs: list[Input] = [*texts, *media]
     got, alone = (_embeddings(engine, company, towered)(inputs) for company in (True, False))
@@ -173,11 +173,13 @@ def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
     model = peer.model
 
     @torch.no_grad()
-    def embedding(text: Input, whole: Any = peer.whole) -> Tensor:
+    def embedding(text: Input, with_towers: Any = peer.with_towers) -> Tensor:
         if not isinstance(text, MediaText):
             row: Tensor = model(torch.tensor([text], device=model.model.device))
         else:
-            row = model.with_media(whole, torch.tensor([text.ids]), text.item.kind, text.item.feeds)
+            row = model.with_media(
+                with_towers, torch.tensor([text.ids]), text.item.kind, text.item.feeds
+            )
         return row.cpu()
 
     def embed(texts: Sequence[Input]) -> Tensor:
@@ -190,8 +192,11 @@ def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
     def exact(texts: Sequence[Input]) -> Tensor:
         with float64_model(model.model):
             rows = [embedding(text) for text in texts if not isinstance(text, MediaText)]
-        whole = peer.whole and deepcopy(peer.whole).float()  # towers mix dtypes in float64
-        return torch.cat([*rows, *(embedding(text, whole).double() for text in texts[len(rows) :])])
+        # towers mix dtypes in float64
+        with_towers = peer.with_towers and deepcopy(peer.with_towers).float()
+        return torch.cat(
+            [*rows, *(embedding(text, with_towers).double() for text in texts[len(rows) :])]
+        )
 
     return embed, other, exact
 

@@ -25,7 +25,7 @@ from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ir.wide import Float64Matmuls
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
-from g4ir.model.text import build_graph, whole_graphs
+from g4ir.model.text import build_graph, complete_graphs
 from g4ir.ops import OPS
 from g4ir.ops.codecs import fake_quantize_values
 from g4ir.ops.kv_quant import dequantize_rows
@@ -163,7 +163,7 @@ def round_activations(engine: Engine, model: Any) -> None:
     if dtype == OFF or engine.config.quant is None:
         return
     schemes = engine.config.quant.schemes(weights_of(engine.spec))
-    _, phase = whole_graphs(engine.spec)
+    _, phase = complete_graphs(engine.spec)
     graph = build_graph(engine.spec, phase, all_logits=True)
     names = {n["w"].name for n in graph.find("linear")} & schemes.keys()
     modules = dict(model.get_decoder().named_modules())
@@ -209,7 +209,7 @@ def _rounded_kv(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple
         return rounded(k, to), rounded(v, to)
     join = OPS["latent_row"].reference
     assert join
-    row = join(v, k, pairs=n.whole("pairs"))
+    row = join(v, k, pairs=n.integer("pairs"))
     return keys_values(rounded(row, to), attention.k_norm.weight.to(row.dtype))
 
 

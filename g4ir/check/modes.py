@@ -114,8 +114,8 @@ def in_company(base: Baseline) -> str | None:
     """Generate in a batch with prompts of other lengths."""
     if base.engine.limits.max_batch < 2:
         return "-the engine has one slot; build it with --max-batch 3"
-    others = [base.prompt[::-1][: len(base.prompt) // i] for i in range(2, COMPANY + 1)]
-    requests = [base.request(p, reuse=False) for p in (base.prompt, *others)]
+    prompts = [base.prompt[::-1][: len(base.prompt) // i] for i in range(2, COMPANY + 1)]
+    requests = [base.request(p, reuse=False) for p in (base.prompt, *prompts)]
     (answer, *_), _ = answers(Scheduler(base.engine, ALONE), requests)
     return base.wrong_answer(answer)
 

@@ -99,7 +99,7 @@ class HfPeer:
     model: Any
     caches: Callable[[], Any] | None = None
     #: an encoder's model with its towers
-    whole: Any = None
+    with_towers: Any = None
 
     @property
     def device(self) -> str:
@@ -169,8 +169,8 @@ def find_peer(
     model = verified_model(engine, checkpoint, progress)
     round_activations(engine, model)
     origin = hf_origin(engine, checkpoint, "verify --against hf")
-    whole = encoder_with_towers(engine, origin, model)
-    return HfPeer(model, rounding_caches(engine, model), whole)
+    with_towers = encoder_with_towers(engine, origin, model)
+    return HfPeer(model, rounding_caches(engine, model), with_towers)
 
 
 def find_anchor(

@@ -239,8 +239,10 @@ def read_context(
         s.prefill(text.ids[None, -1:])
     needles = [_question(sessions, n) for n in text.needles]
     data = {"buckets": _buckets(scores), "needles": needles, "tokens": len(text.ids)}
-    found = sum(n["found"] for n in needles)
-    summary = f"perplexity {float(scores[0].mean().neg().exp()):.2f}, {found} of 10 needles found"
+    num_found = sum(n["found"] for n in needles)
+    summary = (
+        f"perplexity {float(scores[0].mean().neg().exp()):.2f}, {num_found} of 10 needles found"
+    )
     if not compared:
         return None, f"{summary}; not compared with the interpreter, which needs more time", data
     return _judged(summary, data, limits["kl"])

@@ -87,12 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> tuple[Parser, dict[str, Any]]:
     """Return the parser of a command's verb, and the values of the flags on the command line."""
-    name, *rest = [w for w in words if w != "--trace"] or ["--help"]
+    name, *arguments = [w for w in words if w != "--trace"] or ["--help"]
     if name in ("-h", "--help", "--version"):
         print(f"g4ir {__version__}" if name == "--version" else help_text())
         raise SystemExit(0)
     parser = verb_parser(name)
-    explicit = parser.parse(rest)
+    explicit = parser.parse(arguments)
     if parser.flags.verb.from_environment:
         explicit = with_defaults(parser, explicit)
     return parser, explicit

@@ -244,8 +244,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
             refuse_options(engine, [*map(flag_of, self.explicit & build_options)])
         how: dict[str, Any] = {"revision": self.revision, "download": self._consent()}
         how["settled"] = partial(of_file, preset=self.preset)
-        shown: Any = nullcontext(progress) if progress else console.Progress()
-        with shown as callback:
+        display: Any = nullcontext(progress) if progress else console.Progress()
+        with display as callback:
             how |= {"limit": self.engines_limit, "progress": callback}
 
             def checked(model: str, config: BuildConfig) -> None:

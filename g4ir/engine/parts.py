@@ -166,7 +166,7 @@ class EngineParts:
             caches = {*g.state, *g.next.values()}
             for n in (n for n in g.nodes if n.definition.cache_range):
                 slots = {v.type.shape[0] for v in n.inputs if v in caches}
-                window = n.whole("window")
+                window = n.integer("window")
                 rings |= {(window, size) for size in slots if isinstance(size, int)}
         return tuple(sorted(rings))
 

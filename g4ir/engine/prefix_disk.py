@@ -133,8 +133,8 @@ class PrefixDisk:
             return {}
         at, entries = self._listings.get(folder, (0.0, {}))
         if at != changed:
-            found = ((NAME.fullmatch(p.name), p) for p in folder.iterdir())
-            entries = {(int(m[1]), m[2]): path for m, path in found if m}
+            matches = ((NAME.fullmatch(p.name), p) for p in folder.iterdir())
+            entries = {(int(m[1]), m[2]): path for m, path in matches if m}
             if time.time() > changed + TICK_S:
                 self._listings[folder] = changed, entries
         return entries

@@ -577,9 +577,9 @@ class Scheduler:
         longer if that ends the prompt."""
         if not self.num_running or not self._prompt:
             return start + self.engine.limits.prefill_chunk
-        rest = len(self._prompt[0].keys) - start
+        remaining = len(self._prompt[0].keys) - start
         size = self.chunk_size.remaining or self.chunk_size.tokens
-        return start + (rest if rest <= MAX_LAST_CHUNK * size else size)
+        return start + (remaining if remaining <= MAX_LAST_CHUNK * size else size)
 
     def _start_decoding(self, handle: RequestHandle, logits: torch.Tensor) -> None:
         """Sample the first token of each answer; unfinished sequences join the batch."""

@@ -132,7 +132,7 @@ class StepCosts:
         else:
             self._seconds[batch, tokens] = deque(maxlen=NEWEST)
 
-    def known(self, batch: int) -> bool:
+    def is_measured(self, batch: int) -> bool:
         """Whether enough plain steps of `batch` sequences are measured to compare drafts with."""
         return len(self._seconds.get((batch, 1), ())) >= PLAIN_STEPS
 
@@ -193,8 +193,8 @@ class Pace:
         self._right = MEMORY * self._right + accepted
         self._tried = MEMORY * self._tried + min(drafted, accepted + 1)
         # The credit is capped at a few drafts of the maximum length.
-        most = max(2.0, 2 * (costs[-1] - 1))
-        self._credit = min(most, self._credit + accepted + 1 - costs[drafted])
+        max_credit = max(2.0, 2 * (costs[-1] - 1))
+        self._credit = min(max_credit, self._credit + accepted + 1 - costs[drafted])
         self._count = min(self.max_tokens, 2 * self._count if accepted == drafted else accepted + 1)
         if accepted == drafted and costs[drafted] < drafted + 1:
             self._next_pause = FIRST_PAUSE
@@ -228,7 +228,7 @@ class RowDrafts:
 
     def count(self, max_tokens: int, batch: int) -> int:
         """Return how many tokens to draft in a step of `batch` sequences, at most max_tokens."""
-        if not self._costs.known(batch):
+        if not self._costs.is_measured(batch):
             return 0
         return max(
             0, min(self.pace.count(self._costs.of(batch, self.pace.max_tokens + 1)), max_tokens)

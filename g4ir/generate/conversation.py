@@ -262,7 +262,7 @@ class ChatSession:
         """Answer all open tool calls with "not run"."""
         self.messages += [_call_answer(c, NOT_RUN) for c in self.open_calls]
 
-    def say(self, text: str, on_event: OnEvent = lambda said: None) -> Turn:
+    def say(self, text: str, on_event: OnEvent = lambda event: None) -> Turn:
         """Send a message with the attachments, and return the answer. If it fails, or is stopped
         before its first token, the conversation is unchanged."""
         attached = self.attached
@@ -271,7 +271,7 @@ class ChatSession:
         self.attached = attached if turn.nothing else []
         return turn
 
-    def retry(self, on_event: OnEvent = lambda said: None) -> Turn:
+    def retry(self, on_event: OnEvent = lambda event: None) -> Turn:
         """Answer the last message again, in place of the old answer, as `say`."""
         return self._asked(self.messages[: self._last_message() + 1], on_event)
 

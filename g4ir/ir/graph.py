@@ -95,10 +95,10 @@ class Node:
     def number(self, attr: str) -> float:
         return float(self._attr(attr, int | float))
 
-    def whole(self, attr: str) -> int:
+    def integer(self, attr: str) -> int:
         return int(self._attr(attr, int))
 
-    def wholes(self, attr: str) -> tuple[int, ...]:
+    def integers(self, attr: str) -> tuple[int, ...]:
         return tuple(map(int, self._attr(attr, tuple)))
 
     def word(self, attr: str) -> str:

@@ -141,8 +141,8 @@ def check_softs(softs: Sequence[Any], hidden: int) -> None:
     for i, soft in enumerate(softs):
         pieces = soft.pieces if isinstance(soft, Soft) else None
         if not isinstance(pieces, list | tuple) or not all(_is_rows(x, hidden) for x in pieces):
-            what = f"a Soft with a tuple of floats [n, {hidden}]"
-            raise InputError(f"soft {i}: expected what Engine.encode returns, {what}")
+            expected = f"a Soft with a tuple of floats [n, {hidden}]"
+            raise InputError(f"soft {i}: expected what Engine.encode returns, {expected}")
         if not all(bool(torch.isfinite(x).all()) for x in pieces):
             raise InputError(f"{soft.kind} {i} of the soft tokens are not finite: NaN or infinity")
 

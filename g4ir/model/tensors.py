@@ -15,7 +15,7 @@ from g4ir.spec.record import Spec
 from .draft import drafter_alone
 from .media import AUDIO, PICTURES
 from .names import DRAFTER_PREFIX, checkpoint_name
-from .text import build_graph, whole_graphs
+from .text import build_graph, complete_graphs
 from .towers import PARTS, default_tower
 
 Shape = tuple[int, ...]
@@ -94,7 +94,7 @@ def numel(tensors: Tensors) -> int:
 def _text(spec: Spec) -> Tensors:
     if spec.drafter:
         return _of_drafter(spec, outside_layers=False)
-    graphs = (build_graph(spec, phase, all_logits=True) for phase in whole_graphs(spec))
+    graphs = (build_graph(spec, phase, all_logits=True) for phase in complete_graphs(spec))
     return _named(graphs)
 
 

@@ -35,7 +35,7 @@ def build_program(
     with `verifies` also `verify`, for draft tokens, and with a drafter `draft`; with media also its
     towers and `prefill_media`, in which the tokens of an image attend to each other."""
     kind, hidden = dtype or spec.dtype, drafter is not None
-    phases = (*whole_graphs(spec), *(p for p in PHASES[2:] if not spec.embedding))
+    phases = (*complete_graphs(spec), *(p for p in PHASES[2:] if not spec.embedding))
     phases = (*phases, VERIFY) if verifies else phases
     graphs = {p: build_graph(spec, p, all_logits, kind, media, hidden) for p in phases}
     if drafter:
@@ -47,7 +47,7 @@ def build_program(
     return Program(graphs | build_towers(spec, media, kind))
 
 
-def whole_graphs(spec: Spec) -> tuple[str, str]:
+def complete_graphs(spec: Spec) -> tuple[str, str]:
     """Return the graphs that read every weight of the text model."""
     return PHASES[0], ENCODE if spec.embedding else TEXT_GRAPHS[0]
 

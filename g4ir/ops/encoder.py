@@ -94,8 +94,8 @@ class packed_mean:
         texts = torch.arange(ends.shape[0], device=x.device)
         members = text_of_tokens(ends, x.shape[1]) == texts[:, None]
         counts = members.sum(-1, keepdim=True).clamp(min=1)
-        wide = upcast(x)
-        return (members.to(wide.dtype) @ wide / counts).to(x.dtype)
+        fp32 = upcast(x)
+        return (members.to(fp32.dtype) @ fp32 / counts).to(x.dtype)
 
     flops = per_input(1)
     samples = cases("f32[1,9,8] i64[1]@7:10")
@@ -115,8 +115,8 @@ class unit_norm:
 
     @staticmethod
     def reference(x: Any) -> Any:
-        wide = upcast(x)
-        return wide / wide.norm(dim=-1, keepdim=True).clamp(min=MIN_NORM)
+        fp32 = upcast(x)
+        return fp32 / fp32.norm(dim=-1, keepdim=True).clamp(min=MIN_NORM)
 
     flops = per_input(3)
     samples = cases("f32[1,3,8]")

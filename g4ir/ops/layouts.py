@@ -136,9 +136,9 @@ def unpack_dense(data: Any, width: int) -> Any:
     value are dropped."""
     if 8 % width == 0:
         return in_order(width).read(data)
-    whole = data[..., : data.shape[-1] // width * width].unflatten(-1, (-1, width)).to(torch.int16)
-    after = torch.nn.functional.pad(whole[..., 1:], (0, 1))
-    pairs, starts = whole | after << 8, range(0, 8 * width, width)
+    words = data[..., : data.shape[-1] // width * width].unflatten(-1, (-1, width)).to(torch.int16)
+    after = torch.nn.functional.pad(words[..., 1:], (0, 1))
+    pairs, starts = words | after << 8, range(0, 8 * width, width)
     values = [pairs[..., at // 8] >> at % 8 & (1 << width) - 1 for at in starts]
     return torch.stack(values, -1).to(torch.uint8).flatten(-2)
 

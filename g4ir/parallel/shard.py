@@ -78,7 +78,7 @@ def collectives(g: Graph) -> Iterator[Node]:
 
 def ranks_of(g: Graph) -> int:
     """Return the number of ranks of a graph; 1 without collectives."""
-    return next((n.whole("ranks") for n in collectives(g)), 1)
+    return next((n.integer("ranks") for n in collectives(g)), 1)
 
 
 def _param(v: Value, to: Sharding) -> Value:
@@ -125,7 +125,7 @@ def _cache(v: Value, to: Sharding) -> Value:
 
 def _heads(n: Node, to: Sharding) -> Node:
     """Return the `heads` node of a projection with the rank's number of heads."""
-    match, total = _HEADS.fullmatch(n.out.name), n.whole("n")
+    match, total = _HEADS.fullmatch(n.out.name), n.integer("n")
     if not match:
         return n  # of per-layer embeddings, which are replicated
     if match[3] == "q" and total % to.ranks:
@@ -244,6 +244,6 @@ def _exchange(b: Builder, n: Node, ranks: int) -> None:
             parts = [b.emit("cast", x, dtype="f32", name=f"{x.name}.wide") for x in parts]
         *first, last = parts
         total = reduce(lambda a, x: b.emit("add", a, x, name=f"{x.name}.sum"), first)
-        whole = b.emit("add", total, last, name=f"{y.name}.wide" if rounded else y.name)
+        result = b.emit("add", total, last, name=f"{y.name}.wide" if rounded else y.name)
         if rounded:
-            b.emit("cast", whole, dtype=y.type.dtype, name=y.name)
+            b.emit("cast", result, dtype=y.type.dtype, name=y.name)

@@ -122,8 +122,8 @@ def find_gpu(text: str) -> Gpu:
         names = " or ".join(g.name for g in matches)
         raise InputError(f"GPU {text[:40]!r} is ambiguous: {names}")
     if not re.match(r"\s*[0-9.+-]", text):
-        known = "expected a size such as 24GiB, or a card of `g4ir plan --help`"
-        raise InputError(f"unknown GPU {text[:40]!r}: {known}{did_you_mean(text, GPUS)}")
+        expected = "expected a size such as 24GiB, or a card of `g4ir plan --help`"
+        raise InputError(f"unknown GPU {text[:40]!r}: {expected}{did_you_mean(text, GPUS)}")
     return Gpu(text.strip(), parse_bytes(text, "GPU"))
 
 

@@ -132,10 +132,10 @@ class Needs:
     @cached_property
     def costly(self) -> list[Node]:
         """Nodes with a workspace, one per distinct size."""
-        found: dict[Any, Node] = {}
+        distinct: dict[Any, Node] = {}
         for n in (n for g in self._flat for n in g.nodes if n.definition.workspace):
-            found.setdefault((n.op, *(v.type for v in n.inputs), *n.attrs.items()), n)
-        return list(found.values())
+            distinct.setdefault((n.op, *(v.type for v in n.inputs), *n.attrs.items()), n)
+        return list(distinct.values())
 
     @cached_property
     def _flat(self) -> tuple[Graph, ...]:

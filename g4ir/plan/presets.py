@@ -36,6 +36,6 @@ PRESETS = {
 def find_preset(name: str) -> Preset:
     """Return a preset; InputError lists the presets."""
     if name not in PRESETS:
-        known = f"one of {', '.join(PRESETS)}"
-        raise InputError(f"--preset {name[:40]}: {known}{did_you_mean(name, PRESETS)}")
+        choices = f"one of {', '.join(PRESETS)}"
+        raise InputError(f"--preset {name[:40]}: {choices}{did_you_mean(name, PRESETS)}")
     return PRESETS[name]

@@ -80,8 +80,8 @@ class Plan:
     def spec(self) -> Spec:
         return self.config.spec
 
-    def weights_as(self, form: str) -> WeightBytes:
-        return next(w for w in self.weights if w.format == form)
+    def weights_as(self, fmt: str) -> WeightBytes:
+        return next(w for w in self.weights if w.format == fmt)
 
     def to_dict(self) -> dict[str, Any]:
         c, n = self.config, self.counts

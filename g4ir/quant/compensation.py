@@ -187,8 +187,8 @@ def _pass_over(
     """Compute `quantize_columns` by blocks of columns; errors [K, N] are relative to x. A column
     gets those of all columns, or of earlier ones alone if `by` is triangular."""
     for first in range(0, len(x), BLOCK):
-        block, others = slice(first, first + BLOCK), slice(first if triangular else None)
+        block, columns = slice(first, first + BLOCK), slice(first if triangular else None)
         start = x[block] + errors[block]
-        y = start.addmm(by[block, others], errors[others])
+        y = start.addmm(by[block, columns], errors[columns])
         kernels.columns(y, by[block, block], grid.part(block), start)
         errors[block] += y

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.model.names import CODES, SCALES, checkpoint_name
-from g4ir.model.text import build_graph, whole_graphs
+from g4ir.model.text import build_graph, complete_graphs
 from g4ir.ops.codecs import AS_BYTES, FORMAT_OF, FORMATS
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
@@ -31,7 +31,7 @@ DENSE, BYTES = ".dense", ".bytes"
 @lru_cache(maxsize=32)
 def weights_of(spec: Spec) -> Mapping[str, Type]:
     """Return the params of the text model that can be quantised."""
-    graphs = [build_graph(spec, phase, all_logits=True) for phase in whole_graphs(spec)]
+    graphs = [build_graph(spec, phase, all_logits=True) for phase in complete_graphs(spec)]
     used = [v for g in graphs for n in g.nodes for v in _weights(n)]
     return {v.name: v.type for v in used}
 

@@ -275,8 +275,8 @@ class Server:
     def _count(self, path: str, status: int) -> None:
         """Count a response by its path, if that is one of this server."""
         path = path.removeprefix(self.root_path)
-        known = path if path in self._paths else "other"
-        self.metrics.responses.labels(known, str(status or 499)).inc()
+        label = path if path in self._paths else "other"
+        self.metrics.responses.labels(label, str(status or 499)).inc()
 
     def _route(self, handler: Handler, path: str) -> Handler:
         """Wrap a handler with authentication and JSON errors."""
@@ -315,8 +315,8 @@ class Server:
         """Refuse an unknown path or method."""
         assert isinstance(error, HTTPException)
         path = request.url.path.removeprefix(self.root_path)
-        known = {404: "no such path", 405: "this path has no such method"}
-        message = known.get(error.status_code, error.detail)
+        messages = {404: "no such path", 405: "this path has no such method"}
+        message = messages.get(error.status_code, error.detail)
         try:
             self.gate.check(request, path)
             raise Refused(error.status_code, message, headers=error.headers or {})
@@ -469,8 +469,8 @@ class Server:
         if name in self.embedders:
             raise _other_kind(f"{name!r} embeds texts and generates none; give {self.name!r}")
         model, _, adapter = name.rpartition(":")
-        known = not model or model in self.names or ANY_NAME in self.aliases
-        if known and adapter in self._adapters:
+        is_model = not model or model in self.names or ANY_NAME in self.aliases
+        if is_model and adapter in self._adapters:
             return adapter
         if ANY_NAME in self.aliases and model not in self.names:
             return ""

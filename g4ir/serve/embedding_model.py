@@ -47,9 +47,9 @@ class EmbeddingModel:
         """Return a request with its media replaced by their soft tokens."""
         with named(asked.field):
             how = self.engine, media, folder, asked.settings or {}, limit, asked.field
-            left = iter(encode_media(*how))
+            soft = iter(encode_media(*how))
         filled = [
-            [next(left) if isinstance(part, Medium) else part for part in text]
+            [next(soft) if isinstance(part, Medium) else part for part in text]
             if isinstance(text, list)
             else text
             for text in asked.texts

@@ -153,8 +153,8 @@ class _Reader:
             if value not in (0, {}):
                 self.drop(f"{where}.{name}", "is not supported")
             if name == "patternProperties" and value and "additionalProperties" in node:
-                others = [*value.values(), node["additionalProperties"]]
-                node["additionalProperties"] = {"anyOf": others}
+                branches = [*value.values(), node["additionalProperties"]]
+                node["additionalProperties"] = {"anyOf": branches}
 
 
 def _listed(value: Any) -> list[Any]:

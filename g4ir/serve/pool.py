@@ -143,16 +143,18 @@ class ModelPool:
     def _victims(self, model: PooledModel) -> list[PooledModel]:
         """Return the models to unload before another is loaded: idle ones first, least recently
         used first."""
-        others = [m for m in self.models if m.resident]
-        others.sort(key=lambda m: (m.state != UNLOADING, m.state == LOADING, m.active > 0, m.used))
+        resident = [m for m in self.models if m.resident]
+        resident.sort(
+            key=lambda m: (m.state != UNLOADING, m.state == LOADING, m.active > 0, m.used)
+        )
         victims = list[PooledModel]()
-        while others and not self._fits(model, others):
-            victims.append(others.pop(0))
+        while resident and not self._fits(model, resident):
+            victims.append(resident.pop(0))
         return victims
 
-    def _fits(self, model: PooledModel, others: Sequence[PooledModel]) -> bool:
-        count = self.max_loaded is None or len(others) < self.max_loaded
-        return count and model.need + sum(m.need for m in others) <= self.capacity
+    def _fits(self, model: PooledModel, resident: Sequence[PooledModel]) -> bool:
+        count = self.max_loaded is None or len(resident) < self.max_loaded
+        return count and model.need + sum(m.need for m in resident) <= self.capacity
 
     def _note_blocked(self, ticket: Ticket, victims: Sequence[PooledModel]) -> None:
         """Refuse a ticket that busy models have blocked for too long."""

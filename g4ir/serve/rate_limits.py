@@ -44,8 +44,8 @@ class RateLimits:
     def replace(self, limits: Mapping[str, KeyLimits]) -> None:
         """Replace the limits; keys with unchanged limits keep their buckets."""
         with self._lock:
-            kept = {s for s, limit in limits.items() if self.limits.get(s) == limit}
-            self._buckets = {k: b for k, b in self._buckets.items() if k[0] in kept}
+            unchanged = {s for s, limit in limits.items() if self.limits.get(s) == limit}
+            self._buckets = {k: b for k, b in self._buckets.items() if k[0] in unchanged}
             self.limits = limits
 
     def check(self, salt: str) -> None:

@@ -369,7 +369,7 @@ REFUSED: Mapping[str, tuple[list[Any], str]] = {
     for name, neutral in group["neutral"].items()
 }
 HARMLESS = frozenset(_FIELDS["harmless"])
-_FOREIGN = {name: unsupported(*neutral, fix=way) for name, (neutral, way) in REFUSED.items()}
+_FOREIGN = {name: unsupported(*neutral, fix=fix) for name, (neutral, fix) in REFUSED.items()}
 CONSTRAINTS = _table("constraints")
 COMMON = {**_table("common"), **CONSTRAINTS, **_FOREIGN}
 CHAT = {**COMMON, **_table("chat")}

@@ -70,13 +70,13 @@ class Router(Server):
             asyncio.run(self.pool.close())
 
     def handlers(self) -> dict[str, tuple[str, Handler]]:
-        own = {"/livez", "/readyz", "/health", "/version", "/metrics", "/v1/models"}
-        own |= {"/v1/models/{name:path}", "/api/version", "/api/tags", "/api/ps"}
-        local = {p: h for p, h in super().handlers().items() if p in own}
+        paths = {"/livez", "/readyz", "/health", "/version", "/metrics", "/v1/models"}
+        paths |= {"/v1/models/{name:path}", "/api/version", "/api/tags", "/api/ps"}
+        local = {p: h for p, h in super().handlers().items() if p in paths}
         forwarded = {
             path: (method, partial(self.forward, path=path))
             for path, (method, _) in super().handlers().items()
-            if path not in own
+            if path not in paths
         }
         return {**local, **forwarded}
 
@@ -127,14 +127,14 @@ class Router(Server):
         self._pool()
         raw, name = b"", request.query_params.get("model")
         if request.method == "POST":
-            form = path == "/v1/audio/transcriptions"
-            content_type = transcriptions.MULTIPART if form else JSON
-            if form or path.startswith("/api/"):
+            is_form = path == "/v1/audio/transcriptions"
+            content_type = transcriptions.MULTIPART if is_form else JSON
+            if is_form or path.startswith("/api/"):
                 self._check_origin(request)
             raw = await self.gate.body(request, None if path.startswith("/api/") else content_type)
             kind = request.headers.get("content-type", "")
             parse = partial(transcriptions.parse_multipart, raw, kind)
-            body = await run_in_threadpool(parse if form else partial(schema.parsed, raw))
+            body = await run_in_threadpool(parse if is_form else partial(schema.parsed, raw))
             name = ollama.model_of(body)
         model, request.state.said["forwarded"] = self._named(name), True
         stack = AsyncExitStack()

@@ -289,8 +289,8 @@ class _Schema:
             return ""
         if not first:
             return self.rules.array(more, low, high)
-        least, most = max(low - len(first), 0), "" if high is None else high - len(first)
-        tail = f'("," {more}){{{least},{most}}}' if more else ""
+        min_more, max_more = max(low - len(first), 0), "" if high is None else high - len(first)
+        tail = f'("," {more}){{{min_more},{max_more}}}' if more else ""
         for i, item in reversed([*enumerate(first)]):
             tail = f"{item} {tail}" if i == 0 else f'"," {item} {tail}'
             if i >= low:
@@ -355,9 +355,9 @@ def _prefix(part: Mapping[str, Any]) -> Sequence[Schema]:
 def _items(parts: Sequence[Any], index: int) -> Iterator[Schema]:
     """Yield the schemas that apply to an item."""
     for part in parts:
-        prefix, rest = _prefix(part), part.get("items", True)
-        rest = part.get("additionalItems", True) if isinstance(rest, list) else rest
-        yield prefix[index] if index < len(prefix) else rest
+        prefix, items = _prefix(part), part.get("items", True)
+        items = part.get("additionalItems", True) if isinstance(items, list) else items
+        yield prefix[index] if index < len(prefix) else items
 
 
 def _members(parts: Sequence[Any], name: str) -> Iterator[Schema]:

@@ -204,8 +204,8 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
         name = Scalar(slug(stem), False, tree.where)
         tree = Map({"name": name, **tree.entries}, tree.keys, tree.where)
     spec = canonical(build(Spec, tree, hints=hints))
-    if found := [fail(_find_line(tree, path), path, text) for path, text in problems(spec)]:
-        raise together(found)
+    if violations := [fail(_find_line(tree, path), path, text) for path, text in problems(spec)]:
+        raise together(violations)
     return spec
 
 

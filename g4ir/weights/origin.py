@@ -204,11 +204,11 @@ def read_folder(folder: Path) -> ModelFolder | None:
             files[TOWERS_FILE].append(path)
         elif rules:
             files[DRAFTER_FILE if rules.get("drafter") else MODEL].append(path)
-    found = {kind: tuple(paths) for kind, paths in files.items()}
-    return ModelFolder(folder, found) if found[MODEL] else None
+    by_kind = {kind: tuple(paths) for kind, paths in files.items()}
+    return ModelFolder(folder, by_kind) if by_kind[MODEL] else None
 
 
-def drafter_beside(path: Path) -> Path | None:
+def adjacent_drafter(path: Path) -> Path | None:
     """Return the GGUF draft model in the folder of a GGUF file, if there is one; InputError for
     several."""
     folder = read_folder(path.parent) if path.is_file() else None

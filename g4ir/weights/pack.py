@@ -492,7 +492,7 @@ class UnpackedWeights:
 
 
 def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
-    axis = join.whole("axis")
+    axis = join.integer("axis")
     sizes = [int(x.type.shape[axis]) for x in join.inputs]
     return joined.split(sizes, axis)[join.inputs.index(v)]
 

@@ -107,7 +107,7 @@ def seen(n: Node, given: list[Tensor]) -> Tensor:
     cache = given[n.definition.cache_range(**n.attrs)[0]]
     positions, written = (given[n.definition.operands.index(x)] for x in ("positions", "written"))
     keys = slot_positions(written, cache.shape[0])
-    return visible(keys, positions, n.whole("window"))  # type: ignore[no-any-return]
+    return visible(keys, positions, n.integer("window"))  # type: ignore[no-any-return]
 
 
 def filled(x: Tensor, hidden: Tensor, zero: bool = False) -> Tensor:

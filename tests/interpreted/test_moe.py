@@ -91,13 +91,13 @@ def test_experts_that_nobody_chose_are_not_read(dtype: str) -> None:
     """Their weights are NaN for the kernel; all rows have negative scores for them."""
     one = Try(KERNEL, budget_of(KERNEL).samples[0], dtype)
     experts = len(one.given[4])
-    sign = 1 - 2 * (torch.arange(experts) >= one.node.whole("top_k"))
+    sign = 1 - 2 * (torch.arange(experts) >= one.node.integer("top_k"))
     one.given[2].abs_(), one.given[3].abs_()
     one.given[4].abs_().mul_(sign[:, None])
     one.ours[2:5] = one.given[2:5]
     for i in (8, 9):
         one.ours[i] = one.given[i].clone()
-        one.ours[i][one.node.whole("top_k") :] = torch.nan
+        one.ours[i][one.node.integer("top_k") :] = torch.nan
     one.check(one.call(one.ours))
 
 

@@ -188,7 +188,7 @@ def attention_shape(n: Node) -> dict[str, int] | None:
         "d": size(q, -1),
         "kv_heads": heads,
         "group": size(q, 2) // heads,
-        "window": n.whole("window"),
+        "window": n.integer("window"),
     }
 
 

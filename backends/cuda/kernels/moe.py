@@ -68,7 +68,7 @@ def _experts(n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
     from .moe_triton import moe_down, moe_gate_up, moe_route
 
     x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down = operands
-    router, top_k, use = (x, scale, proj, per_expert, zeros_of(x)), n.whole("top_k"), choice.uses
+    router, top_k, use = (x, scale, proj, per_expert, zeros_of(x)), n.integer("top_k"), choice.uses
     weights, *order = moe_route(*router, top_k, n.number("root"), **use["moe_route"])
     ups, downs = (
         (*codes_and_scales(w_dense), *codes_and_scales(gate_up)),

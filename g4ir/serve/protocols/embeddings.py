@@ -68,10 +68,10 @@ def read_ollama(body: Body) -> EmbeddingRequest:
 
 def read_rerank(body: Body) -> EmbeddingRequest:
     """Read a body of /v1/rerank: the query is the first text."""
-    query, given = _optional(body, "query", schema.TEXT), body.get(DOCUMENTS)
+    query, inputs = _optional(body, "query", schema.TEXT), body.get(DOCUMENTS)
     if query is None:
         raise bad("query", "is missing; give a text")
-    documents = given if isinstance(given, list) else []
+    documents = inputs if isinstance(inputs, list) else []
     texts = [d.get("text") if isinstance(d, dict) else d for d in documents]
     if not texts or not all(isinstance(t, str) for t in texts):
         raise bad(DOCUMENTS, "expected a list of texts, or of objects with `text`")

@@ -179,7 +179,7 @@ class OllamaFormat(AnswerFormat):
     def submitted(self, handles: list[RequestHandle]) -> None:
         self._handles = handles[:]
 
-    def _said(self, new: Iterable[ChatEvent]) -> Body:
+    def _fields(self, new: Iterable[ChatEvent]) -> Body:
         """Return the fields of events: content, reasoning and tool calls."""
         text = dict.fromkeys(("content", "thought"), "")
         calls = list[Body]()
@@ -199,18 +199,18 @@ class OllamaFormat(AnswerFormat):
     def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[Body]:
         lines = ([event] for event in new if event.text or is_call(event))
         values = [
-            self._said(line) for line in lines if is_call(line[0]) or line[0].kind != "arguments"
+            self._fields(line) for line in lines if is_call(line[0]) or line[0].kind != "arguments"
         ]
         return [{**_head(self.original), **value, "done": False} for value in values]
 
     def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
-        return [self._done(answers[0], usage, self._said(()))]
+        return [self._done(answers[0], usage, self._fields(()))]
 
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body:
         (a,) = answers
-        return self._done(a, usage, self._said(a.said))
+        return self._done(a, usage, self._fields(a.said))
 
-    def _done(self, a: AnswerStream, usage: Mapping[str, Any], said: Body) -> Body:
+    def _done(self, a: AnswerStream, usage: Mapping[str, Any], fields: Body) -> Body:
         """Return the last object, with counts and durations in nanoseconds."""
         total, counts = time.perf_counter() - self._started, self._handles[0].counts
         first, queued = counts.first_token_s or total, counts.queued_s or 0.0
@@ -226,7 +226,7 @@ class OllamaFormat(AnswerFormat):
             "eval_count": usage["completion_tokens"],
         }
         reason = "length" if a.finish == "length" else "stop"
-        return _ended(self.original, said, reason) | durations | tokens
+        return _ended(self.original, fields, reason) | durations | tokens
 
     def failed(self, error: Refused) -> list[Body]:
         return [error_body(error)]
@@ -240,8 +240,8 @@ def _head(original: Body) -> Body:
     return {"model": original.get("model", ""), "created_at": now}
 
 
-def _ended(original: Body, said: Body, reason: str = "load") -> Body:
-    return {**_head(original), **said, "done": True, "done_reason": reason}
+def _ended(original: Body, fields: Body, reason: str = "load") -> Body:
+    return {**_head(original), **fields, "done": True, "done_reason": reason}
 
 
 # --- models -----------------------------------------------------------------------------------

@@ -102,10 +102,10 @@ def _mxfp4(blocks: torch.Tensor, codes: bool) -> torch.Tensor:
     pairs = blocks.unflatten(-1, (2, -1))
     layout = LAYOUTS["MXFP4"]
     powers = layout.split(pairs)["scales"].squeeze(-1).int()
-    most = powers.amax(-1, keepdim=True)
+    max_power = powers.amax(-1, keepdim=True)
     if not codes:
-        return torch.ldexp(torch.ones(most.shape), most - 136)
-    shared = torch.ldexp(torch.ones(powers.shape), powers - most + 8).to(torch.float8_e4m3fn)
+        return torch.ldexp(torch.ones(max_power.shape), max_power - 136)
+    shared = torch.ldexp(torch.ones(powers.shape), powers - max_power + 8).to(torch.float8_e4m3fn)
     shared = shared.view(torch.uint8).repeat_interleave(2, -1)
     return pack_codes(layout.read(pairs).flatten(-2), "fp4", shared)
 

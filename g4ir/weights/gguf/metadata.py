@@ -239,8 +239,8 @@ def _check_encoder(keys: _Keys) -> None:
     if "config" not in keys.rules:
         return
     for name, value in (("pooling_type", POOLED_BY_MEAN), ("attention.causal", False)):
-        if (found := keys.get(name)) not in (None, value):
-            raise keys.error(name, f"{quoted(found)} is not supported, only {value}")
+        if (stated := keys.get(name)) not in (None, value):
+            raise keys.error(name, f"{quoted(stated)} is not supported, only {value}")
     for name in DENSE:
         stem = name.removesuffix(".weight")
         tensor = keys.file.tensors.get(name)
