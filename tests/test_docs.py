@@ -115,6 +115,22 @@ def test_examples_are_of_the_command_line(example: Example) -> None:
         cli.parse([*example.words, "--no-such-option"])
 
 
+def commands_in_text(file: str) -> list[str]:
+    """The commands in running text and in indented blocks, without `g4ir`."""
+    text = re.sub(r"^```.*?^```$", "", FILES[file].read_text(), flags=re.M | re.S)
+    return re.findall(r"`g4ir ([^`]+)`", text) + re.findall(r"^    g4ir (.+)$", text, re.M)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_commands_in_the_text_are_of_the_command_line(file: str) -> None:
+    """They may lack arguments and have placeholders, but each verb and option exists."""
+    for line in commands_in_text(file):
+        verb, *words = shlex.split(line.replace("VERB", "run"), comments=True)
+        known = cli.verb_parser(verb).format_help()
+        options = [word.strip("[]").partition("=")[0] for word in words if "--" in word]
+        assert all(re.search(rf"{option}\b", known) for option in options), line
+
+
 def inputs_of_examples() -> None:
     """The files that examples read, in the current folder."""
     png(Path("photo.png"))

@@ -48,7 +48,7 @@ KINDS = (
     *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id", "attend_texts"),
     *("mean_texts", "unit_norm", "lora"),
 )
-#: instructions without fp32 scratch rows
+#: instructions that need no fp32 scratch rows
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
 _WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen", "attend_texts", "lora"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])

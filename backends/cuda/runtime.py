@@ -42,7 +42,7 @@ class CudaRuntime(ProgramRuntime):
         return {n: t.view(torch.uint8) if n in packed else t for n, t in params.items()}
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        """Gather rows on the device if all tables are quantised or dense there."""
+        """Gather rows on the device if it has all tables, quantised or dense."""
         plan = self.plans.get((EMBED, True))
         if plan is None or not all(getattr(t, "is_cuda", False) for t in tables.values()):
             return super().embed(tokens, tables)

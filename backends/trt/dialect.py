@@ -122,8 +122,8 @@ class Dialect(OnnxEmitter):
         return self.gather(x, Operand(Type("i64", (count,)), index), 0)
 
     def _index_range(self, count: int, x: Operand) -> Operand:
-        """Return i64[count], 0, 1, 2 and so on, plus min(x, 0) of an entry of x: 0, which only a
-        run knows. The builder would optimise away a gather with constant indices."""
+        """Return i64[count], 0, 1, 2 and so on, plus min(x, 0) of an entry of x: 0, but known only
+        at run time. The builder would optimise away a gather with constant indices."""
         for axis in range(x.rank):
             x = self.slice(x, axis, 0, 1)
         zero = self.binary("min", self.reshape(x, 1), 0)

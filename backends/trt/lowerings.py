@@ -247,8 +247,8 @@ def attend(
 
 
 def _few_tokens(net: Network, q: Operand) -> bool:
-    """Whether a profile of several tokens allows fewer than MIN_INDEXED_TOKENS: builders refused
-    two attentions that share a bool mask there."""
+    """Whether a profile of several tokens allows fewer than MIN_INDEXED_TOKENS: for these, builders
+    refused two attentions that share a bool mask."""
     few = net.limits.prefill_chunk < MIN_INDEXED_TOKENS or ROWS in net.env
     return isinstance(q.shape[2], str) and few
 

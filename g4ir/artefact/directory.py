@@ -415,7 +415,7 @@ _ManifestFile = make_dataclass(
 def _check_files(
     path: Path, files: Mapping[str, StoredFile], weights: bool, rank: int | None
 ) -> None:
-    """Check that every file of the manifest is there, ordinary and unchanged, and no other."""
+    """Check that exactly the manifest's files exist, regular and unchanged."""
     for folder, folders, names in os.walk(path, onerror=_raised):
         for entry in map(Path(folder).joinpath, (*folders, *names)):
             kind, at = entry.lstat().st_mode, entry.relative_to(path).as_posix()

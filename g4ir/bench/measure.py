@@ -1,9 +1,9 @@
 """Timed requests in interleaved rounds, and their statistics.
 
-A statistic is taken over the samples of all rounds. Its spread says where 95 % of further rounds
-would lie: the standard deviation of the statistic from round to round times Student's t for so few
-rounds, and no less than FLOOR of the value: what differs from process to process (memory
-addresses, clocks) is the same in every round of a run.
+A statistic is taken over the samples of all rounds. Its spread is the range of 95 % of further
+rounds: the standard deviation of the statistic from round to round times Student's t for so few
+rounds, and no less than FLOOR of the value: what differs from process to process (memory addresses,
+clocks) is the same in every round of a run.
 """
 
 from __future__ import annotations

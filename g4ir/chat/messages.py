@@ -197,7 +197,7 @@ def decoded(text: str, where: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
     except RecursionError:
-        raise InputError(f"{where}: lies deeper than {MAX_DEPTH} levels") from None
+        raise InputError(f"{where}: is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as e:
         raise InputError(f"{where}: is no JSON: {str(e)[:120]}") from None
     return json_value(value, where)
@@ -211,7 +211,7 @@ def no_number(constant: str) -> Any:
 def json_value(value: Any, where: str, depth: int = 0) -> Any:
     """Return the value with tuples as lists; InputError, naming the field, if it is not JSON."""
     if depth > MAX_DEPTH:
-        raise InputError(f"{where[:80]}: lies deeper than {MAX_DEPTH} levels")
+        raise InputError(f"{where[:80]}: is nested deeper than {MAX_DEPTH} levels")
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float) and abs(value) < float("inf"):

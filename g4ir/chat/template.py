@@ -83,8 +83,8 @@ class Template:
 
     @staticmethod
     def open(folder: str | Path, otherwise: str = SMALL) -> Template:
-        """Read the template of a checkpoint or an engine; the built-in form `otherwise`, with a
-        note, if it has none. InputError for one that is no template."""
+        """Read the template of a checkpoint or an engine; if it has none, return the built-in one
+        of chat format `otherwise`, with a note. InputError for one that is no template."""
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such directory, so no chat template")

@@ -227,7 +227,7 @@ class _Lowering:
         if len(members) > 1 and sum(isinstance(t, str) for t in types) == len(members):
             return {"type": [*dict.fromkeys(types)], **null}
         if self.reading and len(members) > 1:
-            return null  # each form may have a type of its own
+            return null  # branches may differ in type
         if len(members) > 1:
             self.lost.append(f"{where}: {len(members) - 1} of {len(members)} forms of a union")
         return {**(members[0] if members else {}), **null}

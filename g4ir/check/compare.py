@@ -191,8 +191,8 @@ def _narrowed_axis(old: Type, new: Type) -> int | None:
 
 @dataclass
 class ForcedRuntime:
-    """Compares a runtime's values, and replaces them by the interpreter's. `names` are the values
-    that the runtime has from there."""
+    """Compares a runtime's values, and replaces them by the interpreter's. `names`: the values that
+    the runtime took from the interpreter."""
 
     trace: Trace
     comparison: Comparison
@@ -215,7 +215,7 @@ class ForcedRuntime:
             watch_cache(state, name, positions, partial(self.watch_cache, positions))
 
     def watch(self, rank: int, name: str, got: Tensor) -> None:
-        """Compare one value of a rank's runtime; KV caches come after the step."""
+        """Compare one value of a rank's runtime; KV caches are compared after the step."""
         recording = self.trace.recording
         name = _joint_name(name, rank, recording.makers)
         if name not in recording.cached:

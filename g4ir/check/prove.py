@@ -83,7 +83,7 @@ class Proof:
         return {"schema": 1, "model": self.model, "ok": self.ok, **asdict(self)}
 
 
-#: what a part returns: ok, summary, data
+#: result of a part: ok, summary, data
 Result = tuple[bool | None, str, dict[str, Any]]
 
 

@@ -227,9 +227,9 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         encoder: bool | None = False,
         media: Iterable[tuple[str, str]] = (),
     ) -> list[str]:
-        """Return the engines of models, built on first use, which may take minutes: flags are
-        checked before, and that a model is an encoder or not (None: either), drafts so, and takes
-        these media. `progress`: default: on stderr."""
+        """Return the engines of models, built on first use. Since a build may take minutes, checks
+        come first: flags, `encoder` (whether models must be encoders; None: either), support for
+        `draft`, and for the kinds of `media`. `progress`: default: on stderr."""
         from g4ir.artefact.directory import is_engine, refuse_options
         from g4ir.builder.library import find_engine
 

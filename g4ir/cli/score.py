@@ -55,8 +55,9 @@ def report(
     tokens: int | None = None,
     head: Mapping[str, Any] | None = None,
 ) -> int:
-    """Print the scores of files of text, or of one of JSON lines, at most so many tokens, and their
-    totals, below a `head` without those of tokens; exit code 1 if one is not finite."""
+    """Print the scores of text files, or of a file of JSON lines (at most `tokens` tokens), and the
+    totals. With `head`, facts that are printed too, the scores of single tokens are left out. Exit
+    code 1 if a total is not finite."""
     from g4ir.check.documents import Reader
     from g4ir.check.score import Sums, score_windows
 

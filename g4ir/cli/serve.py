@@ -343,7 +343,7 @@ def named_models(words: Sequence[str]) -> dict[str, str]:
             raise InputError(f"{model} has two names, {twice} and {name}; give it one")
         named[name] = model
     if not named:
-        raise InputError("give MODEL: what is to be served (see g4ir serve --help)")
+        raise InputError("give MODEL, the model to serve (see g4ir serve --help)")
     return named
 
 

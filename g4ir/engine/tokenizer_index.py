@@ -204,13 +204,13 @@ class IndexedTokenizer:
         return self._open_full()
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = True) -> Any:
-        """As of the library."""
+        """As in `tokenizers.Tokenizer`."""
         self._budget -= sum(map(len, texts))
         tokenizer = self._full if self._budget < 0 else self._of(texts)
         return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """As of the library."""
+        """As in `tokenizers.Tokenizer`."""
         skip = self._special if skip_special_tokens else ()
         texts = [self.id_to_token(i) for i in ids if i not in skip]
         tokens = [text for text in texts if text is not None]
@@ -218,25 +218,25 @@ class IndexedTokenizer:
         return decoder.decode(tokens) if decoder else " ".join(tokens)
 
     def decode_batch(self, rows: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> Any:
-        """As of the library."""
+        """As in `tokenizers.Tokenizer`."""
         return [self.decode(ids, skip_special_tokens) for ids in rows]
 
     def id_to_token(self, token: int) -> str | None:
-        """As of the library."""
+        """As in `tokenizers.Tokenizer`."""
         if not 0 <= token < len(self._ends):
             return None
         start = self._ends[token - 1] if token else 0
         return self._text[start : self._ends[token]].tobytes().decode()
 
     def token_to_id(self, text: str) -> int | None:
-        """As of the library."""
+        """As in `tokenizers.Tokenizer`."""
         if text in self._known:
             return self._known[text]
         matches = (i for i in self._within(text, len(text)) if self.id_to_token(i) == text)
         return next(matches, None)
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
-        """As of the library."""
+        """As in `tokenizers.Tokenizer`."""
         from tokenizers import AddedToken
 
         return {

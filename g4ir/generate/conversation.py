@@ -147,8 +147,8 @@ class ChatSession:
         return first["content"] if first.get("role") in ("system", "developer") else None
 
     def attach(self, kind: str, path: str | Path, **options: Any) -> Soft:
-        """Read an image, audio or a video for the next message; `options` as `Engine.encode` has
-        them. InputError for a file that is not there, or none of its kind."""
+        """Read an image, audio or a video for the next message; `options`: keywords of
+        `Engine.encode`. InputError for a missing file, or a file of another kind."""
         check_file(kind, path)
         soft = self.engine.encode(kind, path, **options)
         part = {"type": f"{kind}_url", f"{kind}_url": {"url": Path(path).absolute().as_uri()}}

@@ -20,7 +20,7 @@ from g4ir.ui.units import size_text
 #: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
 LINE_BYTES, INPUT_BYTES = 1 << 24, 1 << 36
 Line = tuple[int, bytes]
-#: predicate on a value, and the text of what is expected
+#: predicate on a value, and a description of expected values
 Field = tuple[Callable[[Any], bool], str]
 
 

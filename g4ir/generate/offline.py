@@ -76,7 +76,7 @@ class Failure:
         return {"id": self.id, **line, "error": self.error}
 
     def log(self) -> dict[str, Any]:
-        """Return what the log gets."""
+        """Return the values for the log."""
         return {"event": "error", **self.output()}
 
 
@@ -116,7 +116,7 @@ class Result:
         return replace(c, first_token_s=first, total_s=total)
 
     def output(self) -> dict[str, Any]:
-        """Return what stdout gets; text is present with a tokenizer, logprobs if requested."""
+        """Return the JSON object for stdout: text with a tokenizer, logprobs if requested."""
         read = [{"logprob": p.chosen, "top": p.top} for p in self.logprobs]
         out = {
             "id": self.request.id,
@@ -128,9 +128,9 @@ class Result:
         return {name: value for name, value in out.items() if value is not None}
 
     def log(self) -> dict[str, Any]:
-        """Return what the log gets; no text of the prompt or the answer. soft_tokens and encode_s
-        are present with media, seed if tokens were sampled, drafts if tokens were drafted, notes if
-        there are any."""
+        """Return the values for the log, without any text of the prompt or answer. soft_tokens and
+        encode_s are present with media, seed if tokens were sampled, drafts if tokens were drafted,
+        notes if there are any."""
         soft, c, tally = counts(self.request.soft), self.counts, self.handle.tally
         some = {
             "soft_tokens": soft or None,

@@ -39,7 +39,7 @@ MAX_BYTES, MAX_PIXELS = 1 << 28, 1 << 27  # maximum bytes of a file; maximum pix
 
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
-    """One image as a variant takes it. Rows from `soft_tokens` on (merged patches) or from the
+    """One image prepared for a variant. Rows from `soft_tokens` on (merged patches) or from the
     number of patches on are padding: zeros at position (-1, -1)."""
 
     patches: F32  # [P, cell * cell * 3], order (row, column, channel), values in [0, 1]

@@ -45,7 +45,7 @@ class Video:
 
 @dataclass(frozen=True, eq=False)
 class Footage:
-    """One video as a variant takes it; every frame is an image of its own."""
+    """One video prepared for a variant; every frame is a separate image."""
 
     patches: F32  # [T, P, cell * cell * 3], rows of padding are zero
     positions: I64  # [T, P, 2], (x, y), padding (-1, -1)
@@ -62,7 +62,8 @@ MAX_BYTES, MAX_PIXELS, MAX_FRAMES, MAX_DECODED = 1 << 32, 1 << 25, 1 << 20, 1 <<
 
 
 def video_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
-    """Return how a variant cuts frames; `budget` is soft tokens of a frame. InputError as there."""
+    """Return a variant's settings for video frames; `budget`: soft tokens per frame. InputError as
+    in `image_settings`."""
     return image_settings(spec, frame_budget(spec) if budget is None else budget)
 
 
@@ -117,7 +118,7 @@ def spread_frames(
     seconds: Sequence[float], frames: int | None = None, name: str = "video"
 ) -> tuple[int, ...]:
     """Return indices of `frames` different frames nearest to evenly spread presentation times; at a
-    constant rate these are `sample_frames`. InputError as there."""
+    constant rate these are `sample_frames`. InputError as in `sample_frames`."""
     total, even = len(seconds), np.array(sample_frames(len(seconds), frames, name))
     if total == 1:
         return (0,)

@@ -122,7 +122,8 @@ class Inputs:
         return tuple(_updates(h[i].T.contiguous()[i]) for h, i in zip(self.damped, self.order))
 
     def errors(self, off: Tensor, by: Tensor | None = None) -> Tensor:
-        """Return e H d^T [N], damped, for rows e and d [N, K], by default both the same errors."""
+        """Return e H d^T [N] for each pair of rows of e and d [N, K], with H the damped products; d
+        defaults to e."""
         by = off if by is None else by
         off, by = (e.unflatten(-1, self.products.shape[:2]).transpose(0, 1) for e in (off, by))
         return ((off @ self.damped) * by).sum((0, 2))

@@ -47,8 +47,8 @@ def quantise(program: Program, spec: Spec, config: QuantConfig | None, dtype: st
 
 
 def checkpoint_quant_config(spec: Spec, forms: Mapping[str, Scheme]) -> QuantConfig | None:
-    """Return the config of a checkpoint with quantised weights: `forms` maps their names in the
-    checkpoint to schemes. None if none of the text model's weights is quantised."""
+    """Return the quantisation config of a checkpoint with quantised weights; `forms`: their names
+    in the checkpoint -> schemes. None if none of the text model's weights is quantised."""
     names: dict[Scheme, list[str]] = {}
     for param in weights_of(spec):
         if scheme := forms.get(checkpoint_name(param)):

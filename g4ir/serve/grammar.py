@@ -31,9 +31,9 @@ MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
 
 class _Tokenizer:
-    """The bytes of all tokens, in the form that llguidance takes: its own parser of tokenizer.json
-    takes three times as long. Control tokens are special: never matched as text, nor forced by
-    one that spells them."""
+    """The bytes of all tokens, as llguidance's tokenizer interface: llguidance's own parser of
+    tokenizer.json takes three times as long. Control tokens are special: never matched as text, nor
+    forced by one that spells them."""
 
     is_tokenizer_wrapper, bos_token_id = True, None
 

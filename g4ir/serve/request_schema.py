@@ -38,7 +38,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TEXT = 4096
 #: limits of a body: objects and lists, strings, and values
 MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES = 1 << 16, 1 << 18, 1 << 21
-DEEP = f"the body lies deeper than {MAX_DEPTH} levels"
+DEEP = f"the body is nested deeper than {MAX_DEPTH} levels"
 #: reasoning efforts that turn reasoning off
 NO_EFFORTS = ("none", "minimal")
 
@@ -435,7 +435,7 @@ def _check_choice(fields: Fields) -> None:
     for name in ("ignore_eos", "min_tokens"):
         if (forced or formed) and fields.get(name):
             other = formed.field if formed else "a forced call"
-            raise bad(name, f"cannot be together with {other}, which has its own end")
+            raise bad(name, f"cannot be combined with {other}, which ends the answer itself")
 
 
 def chosen(fields: Fields) -> ToolChoice:

@@ -40,7 +40,7 @@ from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
 #: name of a layer's experts: PEFT nests wrappers of their parameters (`target_parameters`), which
-#: can be told apart only by shape
+#: only shapes distinguish
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
 TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
 TIED += " one of them"
@@ -241,7 +241,7 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
     for module, parts in modules.items():
         first = next(iter(parts.values()))
         if parts.keys() != {"A", "B"}:
-            raise invalid(first, f"is there without its {'A' if 'B' in parts else 'B'}")
+            raise invalid(first, f"has no matching {'A' if 'B' in parts else 'B'}")
         a, b = parts["A"], parts["B"]
         if match := _EXPERTS.fullmatch(module):
             yield _change_of_experts(spec, adapter, files, match[1], (b, a))

@@ -94,7 +94,7 @@ def _names(
 def _tensors(
     names: Mapping[str, tuple[str, Shape]], source: Checkpoint, dtype: torch.dtype
 ) -> dict[str, FileTensor]:
-    """Return the tensors of a checkpoint by their names there."""
+    """Return the tensors of a checkpoint by their names in its files."""
     out: dict[str, FileTensor] = {}
     for name, (bare, shape) in names.items():
         code = "I64" if bare == ORDER else code_of(dtype)

@@ -1,9 +1,9 @@
 """Loading and dequantising weights in Triton: a float dtype, or codes with scales
 (g4ir/ops/codecs.py).
 
-One decoder reads every quantised format from its bytes. What it needs to know of a format is a
-record, FORMAT, a tuple of integers computed from the table of layouts (`record`). GROUP is how many
-codes share a scale; 0: those of a row, whose scale is applied to the row's sum.
+One decoder reads every quantised format from its bytes. A format is described by FORMAT, a tuple of
+integers computed from the table of layouts (`record`). GROUP is how many codes share a scale; 0:
+those of a row, whose scale is applied to the row's sum.
 
 The bits of a value are in one or two fields of a block, read as 32-bit words. A word has some
 values at shifts: with each `join` of a word and its shifted copy the values of a tile double, until

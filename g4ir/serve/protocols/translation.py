@@ -113,7 +113,7 @@ def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -
     handled = {*table["becomes"], *table["harmless"], *refused}
     unhandled = {name: value for name, value in original.items() if name not in handled}
     if twice := next((name for name in unhandled if name in out.body), None):
-        raise bad(twice, f"cannot be given beside {out.names.get(twice, twice)}; give one of them")
+        raise bad(twice, f"cannot be combined with {out.names.get(twice, twice)}; give one of them")
     out.body |= unhandled
     return out
 
