@@ -193,6 +193,8 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     check(*examples("python.md"))
     assert len(names["tokens"]) == 16 and "length" in printed
     assert len(names["out"].hidden_states) == 7 and names["states"]["out"].shape == (1, 4, 64)
+    (text,) = blocks("README.md", "python")
+    assert len(json.loads(run_python(text, "README.md")[1])) == 8
     (text,) = blocks("media.md", "python")
     names, _ = run_python(text, "media.md")
     assert len(names["tokens"]) == 8 and names["soft"].kind == "audio"
