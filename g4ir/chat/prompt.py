@@ -346,8 +346,8 @@ class TextStream:
         return (self._piece() if len(self._ids) > self._context_size else "") + wrong
 
     def _piece(self, ends: bool = True) -> str:
-        """Return the text after the last piece; nothing if it may end within a character, as tokens
-        of a byte-level vocabulary can, unless it `ends` one."""
+        """Return the text after the last piece. Unless `ends` (no token follows), return "" if it
+        may end within a character, as tokens of byte-level vocabularies can."""
         context = self._ids[: self._context_size]
         before = self.vocabulary.alone(context[0]) if len(context) == 1 else self._text(context)
         piece: str = self._text(self._ids)[len(before) :]

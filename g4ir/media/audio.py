@@ -290,7 +290,7 @@ def _decode(file: BinaryIO, path: Path) -> Waveform:
             if has_length:
                 _check_values(path, frames, channels)
             count = frames if has_length else MAX_VALUES // channels + 1
-            source.seekable = lambda: False  # no seek to the end, which a FLAC may lack
+            source.seekable = lambda: False  # no seek to an end: it may be unknown
             samples = source.read(count, dtype="float32", always_2d=True)
     except (RuntimeError, TypeError, ValueError) as e:
         reason = getattr(e, "error_string", e)  # of a LibsndfileError
