@@ -205,7 +205,7 @@ def test_drafts_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.Monke
     """Beside those of the source: drafts that are all rejected, and 70 % right ones."""
     # Measured costs decide how many tokens are drafted: on a busy machine any number.
     monkeypatch.setattr(StepCosts, "add", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "known", lambda *_: True)
+    monkeypatch.setattr(StepCosts, "is_measured", lambda *_: True)
     options: dict[str, Any] = {"random_weights": 0, "backend": "torch", "max_seq": 64}
     engine = g4ir_.build("tiny-dense", tmp_path / "e", draft_tokens=4, **options)
     words = ("--input-len", "8", "--output-len", "32", "--rounds", "2", "--warmup", "0")

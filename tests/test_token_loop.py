@@ -143,7 +143,7 @@ def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.Mon
     looped, widths = list[int](), list[int]()
     # Measured costs decide how many tokens are drafted: on a busy machine any number.
     monkeypatch.setattr(StepCosts, "add", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "known", lambda *_: True)
+    monkeypatch.setattr(StepCosts, "is_measured", lambda *_: True)
     with g4ir.build("tiny-ple", tmp_path / "e", **options, **limits) as e:
 
         def drafted(propose: Any) -> AcceptanceStats:
