@@ -50,8 +50,8 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "show": ("show.Show", "printed IR at any point of the pipeline"),
     "cost": ("cost.CostOf", "FLOPs, bytes and roofline time of a step"),
     "kernels": ("kernels.Kernels", "GPU kernels of a step, their settings and bytes"),
-    "inspect": ("inspect.Inspect", "origin of an engine and its trust; facts of a model"),
-    "trust": ("trust.Trust", "trusted engines"),
+    "inspect": ("inspect.Inspect", "origin of an engine and its trust; metadata of a model"),
+    "trust": ("trust.Trust", "allow an engine's native code"),
 }
 ABOUT = "Compiler and inference engine for Gemma 4 and Gemma 3 models."
 EPILOG = """\

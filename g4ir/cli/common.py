@@ -178,7 +178,7 @@ class Draft(Part, title="speculative decoding"):
 class OnDisk(Part):
     """The prefix cache that outlives the process."""
 
-    prefix_disk: Size = flag("keep prompts on disk, at most so much (such as 4GiB)", 0, "BYTES")
+    prefix_disk: Size = flag("prefix cache on disk: maximum size, such as 4GiB", 0, "BYTES")
 
 
 class MediaFlags(Part, title="media"):

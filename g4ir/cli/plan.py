@@ -43,7 +43,7 @@ class PlanModels(Verb):
         "all_logits",
         device="cuda (default with --gpu), or cpu, whose memory is the RAM",
         media="include the towers: all, or some of image,video,audio",
-        tp="number of cards that share the model: memory of each",
+        tp="tensor-parallel size: memory of each of N cards",
     )
     json: bool = json_flag()
 

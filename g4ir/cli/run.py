@@ -43,8 +43,10 @@ class Run(OnEngine):
     chat: bool = flag("apply the chat template to the prompt", False, title="conversation")
     talk: Talk
     media: MediaFlags
-    dump: str | None = flag("values of the prompt, no answer: L*.out,L3.attn.probs", None, "NAMES")
-    dump_to: str | None = flag("where --dump writes them (safetensors)", None, "FILE")
+    dump: str | None = flag(
+        "write values inside the model, such as L*.out, no answer", None, "NAMES"
+    )
+    dump_to: str | None = flag("safetensors file of --dump", None, "FILE")
     bos: bool | None = setting("off: no <bos> before a raw prompt")
     sampling: Sampling
     draft: Draft

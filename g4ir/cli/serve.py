@@ -51,7 +51,7 @@ class Serve(Verb):
     port: int = http("port (default 8000; 0: any free port)", 8000, "N")
     served_name: list[str] = http("model name in the API; *: any (default: of MODEL)", (), "NAME")
     max_loaded: int | None = http(
-        "of several models, loaded at a time (default: that fit)", None, "N"
+        "maximum models loaded at a time (default: as many as fit)", None, "N"
     )
     root_path: str = http("URL prefix under a proxy, such as /llm", "", "PATH")
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
@@ -65,7 +65,7 @@ class Serve(Verb):
     tls_cert: str | None = access("TLS certificate chain (PEM)", None, "FILE")
     tls_key: str | None = access("private key of the certificate (PEM)", None, "FILE")
     queue: int = scheduler("maximum number of waiting requests (default 64)", 64, "N")
-    max_gap: float = scheduler("bound of ITL in prefill; up to 4 x under load", 100.0, "MS")
+    max_gap: float = scheduler("maximum ITL during prefill; up to 4 x under load", 100.0, "MS")
     prefix_memory: Size | None = scheduler("prefix cache size in memory; 0: none", None, "BYTES")
     adapter: list[str] = flag(
         "LoRA adapter, for requests to model NAME or MODEL:NAME", (), "NAME=DIR", title="adapters"
