@@ -168,7 +168,9 @@ SHOWN: dict[str, tuple[Run, dict[str, str]]] = {
     "forgetful ring": (planted("cache_write", forget_first_slot), {}),
     "scale of another head": (planted("attention", scale_of_another_head), QUANTISED),
     "wrong window": (
-        planted("attention", lambda n, args: (with_window(n, max(0, n.integer("window") - 1)), args)),
+        planted(
+            "attention", lambda n, args: (with_window(n, max(0, n.integer("window") - 1)), args)
+        ),
         {},
     ),
     "quantised head": (planted("linear", quantised_head), {}),
