@@ -10,6 +10,8 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,23 +65,17 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     """Many passes between two events; the median of what they say."""
     clock = [0.0]
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = clock[0]
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.at - self.at
+    def event(enable_timing: bool) -> Any:
+        assert enable_timing
+        made: Any = SimpleNamespace(synchronize=lambda: None)
+        made.record = lambda: setattr(made, "at", clock[0])
+        made.elapsed_time = lambda end: end.at - made.at
+        return made
 
     def run() -> None:
         clock[0] += 4.0  # milliseconds
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", event)
     assert roof.passes_seconds(run, 5) == pytest.approx(4e-3)
     meter = roof.Meter.__new__(roof.Meter)
     meter.device = "cuda"

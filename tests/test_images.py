@@ -226,9 +226,8 @@ def test_32_bits_are_refused(tmp_path: Path, kind: Any) -> None:
         pixels_of(image)
 
 
+#: others are in refused/media.yaml
 BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "empty": (lambda: b"", "the file is empty"),
-    "text": (lambda: b"hello, this is no image\n" * 9, "no image; send PNG, JPEG, WEBP, GIF"),
     "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image"),
     "a mark alone": (lambda: encoded()[:8], "no image|corrupt or truncated"),
     **{
@@ -453,9 +452,8 @@ def test_times_are_the_references(indices: list[int], rate: float) -> None:
 def test_short_videos_keep_all_their_frames() -> None:
     assert sample_frames(5) == (0, 1, 2, 3, 4) and len(sample_frames(1000)) == videos.FRAMES
     assert videos.frame_times((0, 24, 24 * 61), None) == ("00:00", "00:01", "01:01")
-    for total, frames in ((5, 6), (5, 0), (5, 2.0)):
-        with pytest.raises(InputError, match=r"clip: .* frames asked for, the video has 5; 1 to 5"):
-            sample_frames(total, frames, "clip")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"clip: 2.0 frames asked for, the video has 5; 1 to 5"):
+        sample_frames(5, 2.0, "clip")  # type: ignore[arg-type]
 
 
 STILL = noise(4, 20, 20, 3)
