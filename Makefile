@@ -9,7 +9,7 @@ PIP         = $(BIN)/python -m pip --disable-pip-version-check
 # Without bytecode, which Python compiles on import: half the time.
 INSTALL     = $(PIP) install -q --no-compile -c constraints.txt
 DEMO        = build/demo
-# By file, so that engines built once for a file stay with its tests, in the order of tests/conftest.py.
+# By file, so that engines built once for a file stay with its tests; in alphabetical order.
 PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
               --no-loadscope-reorder
 

@@ -4,8 +4,6 @@
 draws eighty times as many hypothesis examples; without it those tests are deselected, not skipped,
 so a skip always means that something is missing on this machine. `--rewrite-golden` writes the
 golden files of the passes and transcripts anew; read the difference before you keep it.
-`--rewrite-durations` writes how long each file took, by which the next runs are ordered (see
-durations.py).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.covering import left_out
-from tests.durations import Durations, longest_first
 
 # What runs in the background of a shell, or under nohup, ignores signals that tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,7 +55,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-golden", action="store_true", help="write tests/passes and tests/golden anew"
     )
-    parser.addoption("--rewrite-durations", action="store_true", help="write tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,13 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.torchvision_half import find_torchvision
 
     find_torchvision()
-    if config.getoption("--rewrite-durations"):
-        config.pluginmanager.register(Durations())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first; deselect the tests marked `full` unless they were asked for."""
-    longest_first(items)
+    """Deselect the tests marked `full` unless they were asked for."""
     if config.getoption("--full"):
         return
     kept = [item for item in items if not item.get_closest_marker("full")]
