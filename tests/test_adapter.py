@@ -167,15 +167,14 @@ def test_towers(tmp_path: Path) -> None:
 WORDS = ("build", "--backend", "reference", "--dtype", "float32", "--max-seq", "64")
 
 
-@pytest.mark.parametrize("quant", ["none", "int8"])
-def test_engine_equals_merged_checkpoint(dense: Path, tmp_path: Path, quant: str) -> None:
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_engine_equals_merged_checkpoint(dense: Path, tmp_path: Path, quant: str | None) -> None:
     """K=V: an adapter of K changes V too, as the merged weights do."""
     folder = write_adapter(tmp_path / "a", SPEC, of_text())
     source = merged(dense, SPEC, folder)
 
     whole = write_checkpoint(tmp_path / "whole", SPEC, source, dtype=torch.float32)
-    options = {} if quant == "none" else {"quant": quant}
-    shared = {"backend": "reference", "dtype": "float32", "max_seq": 64, **options}
+    shared = {"backend": "reference", "dtype": "float32", "max_seq": 64, "quant": quant}
     got = g4ir.build(None, tmp_path / "e", checkpoint=dense, adapter=folder, **shared)
     want = g4ir.build(None, tmp_path / "w", checkpoint=whole, **shared)
     for name in want.program.params():
@@ -183,7 +182,7 @@ def test_engine_equals_merged_checkpoint(dense: Path, tmp_path: Path, quant: str
         assert torch.equal(one, other), name
     kept = got.manifest["weights"]
     assert kept["kind"] == "merged" and kept["adapters"][0]["path"] == str(folder)
-    if quant == "none":
+    if not quant:
         assert verify_engine(got, against="hf", checkpoint=dense).ok
     loaded = g4ir.load_engine(tmp_path / "e")
     assert verify_engine(loaded, checkpoint=dense).ok

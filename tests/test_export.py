@@ -53,6 +53,7 @@ F32 = torch.float32
 DTYPES = {"F32": F32, "F16": torch.float16, "BF16": torch.bfloat16}
 LIMITS: dict[str, Any] = {"backend": "reference", "max_seq": 64, "prefill_chunk": 64}
 FULL = pytest.mark.full
+MEDIA = load_spec("tiny-media")
 MODELS = ("tiny-dense", "tiny-ple", "tiny-moe", "tiny-gemma3")
 
 
@@ -112,15 +113,14 @@ def test_towers(name: str, tmp_path: Path) -> None:
 
 def test_an_engine_that_no_longer_has_a_tower(tmp_path: Path) -> None:
     """One holds what was made of a weight of the audio tower, not the weight."""
-    spec = load_spec("tiny-media")
-    source = random_weights(spec, 1, torch.bfloat16)
-    folder = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
+    source = random_weights(MEDIA, 1, torch.bfloat16)
+    folder = write_checkpoint(tmp_path / "c", MEDIA, source, media=KINDS)
     g4ir.build(None, tmp_path / "e", checkpoint=folder, **LIMITS)
     with pytest.raises(EngineError, match=r"no longer holds %audio.*give --checkpoint DIR"):
         g4ir.export(tmp_path / "e", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     g4ir.export(tmp_path / "e", tmp_path / "out", media="image,video")
-    whole = Checkpoint.open(tmp_path / "out", replace(spec, audio=None), KINDS[:2])
+    whole = Checkpoint.open(tmp_path / "out", replace(MEDIA, audio=None), KINDS[:2])
     assert all(
         torch.equal(whole.tensor(n), source.tensor(n).to(whole.dtype)) for n in whole.weights
     )
@@ -342,11 +342,6 @@ def test_an_engine_in_codes_as_gguf(backend: str, quant: str, kind: str, tmp_pat
     assert all(torch.equal(opened.tensor(n), held.tensor(n)) for n in in_groups)
 
 
-def with_vision(**changes: bool) -> Spec:
-    spec = load_spec("tiny-media")
-    return replace(spec, vision=replace(spec.vision, **changes))  # type: ignore[type-var]
-
-
 CASES = read_table("gguf_refused.yaml")
 
 
@@ -354,10 +349,10 @@ def changed(case: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
     return lambda values: values.update(case.get("set", {}))
 
 
-SPECS: dict[str, Callable[[], Spec]] = {
-    "tiny-media": lambda: load_spec("tiny-media"),
-    "tiny-unified": lambda: load_spec("tiny-unified"),
-    "standardised": lambda: with_vision(standardize=True),
+SPECS: dict[str, Spec] = {
+    "tiny-media": MEDIA,
+    "tiny-unified": load_spec("tiny-unified"),
+    "standardised": replace(MEDIA, vision=replace(MEDIA.vision, standardize=True)),  # type: ignore[type-var]
 }
 
 
@@ -387,7 +382,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
 def test_tensors_are_the_checkpoints(opened: Any, name: str, kind: str, tmp_path: Path) -> None:
     """Bit for bit in F32, but for what the converter put through a softplus."""
-    spec = SPECS[name]()
+    spec = SPECS[name]
     found = opened(tmp_path, spec, kind)
     for bare, want in towers_of(spec).items():
         got = found.tensor(bare)
@@ -401,11 +396,10 @@ def test_tensors_are_the_checkpoints(opened: Any, name: str, kind: str, tmp_path
 
 
 def test_a_whole_engine(tmp_path: Path) -> None:
-    spec = load_spec("tiny-media")
-    source = random_weights(spec, 0, torch.float32)
-    folder = write_checkpoint(tmp_path / "hf", spec, source, media=KINDS)
-    text, towers = bare_file(tmp_path / "text.gguf", spec, kind="F32"), tmp_path / "towers.gguf"
-    write_mmproj(towers, spec, towers_of(spec))
+    source = random_weights(MEDIA, 0, torch.float32)
+    folder = write_checkpoint(tmp_path / "hf", MEDIA, source, media=KINDS)
+    text, towers = bare_file(tmp_path / "text.gguf", MEDIA, kind="F32"), tmp_path / "towers.gguf"
+    write_mmproj(towers, MEDIA, towers_of(MEDIA))
     words = ("build", "--variant", "tiny-media", "--backend", "reference", "--dtype", "float32")
     words = (*words, "--checkpoint", text, "--max-seq", "640", "--out", tmp_path / "engine")
     assert "\nmedia " not in command(*words, "--dry-run").out
@@ -414,7 +408,7 @@ def test_a_whole_engine(tmp_path: Path) -> None:
     engine = g4ir.load_engine(tmp_path / "engine")
     assert engine.media.kinds == KINDS
     options = {"backend": "reference", "dtype": "float32", "max_seq": 640}
-    want = g4ir.build(spec, tmp_path / "own", checkpoint=folder, **options)
+    want = g4ir.build(MEDIA, tmp_path / "own", checkpoint=folder, **options)
     assert engine.program == want.program
     for name in want.program.params():
         got, held = engine.runtime.source.tensor(name), want.runtime.source.tensor(name)
@@ -429,21 +423,20 @@ def test_refused(opened: Any, name: str, tmp_path: Path) -> None:
     case = CASES["towers"][name]
     given = {"change": changed(case), "left_out": case.get("left_out", ())}
     with pytest.raises(G4Error) as e:
-        opened(tmp_path, load_spec("tiny-media"), **given)
+        opened(tmp_path, MEDIA, **given)
     assert case["says"] in str(e.value) and "towers.gguf" in str(e.value)
     assert "\n" not in str(e.value) or "fix: take the mmproj file" in str(e.value)
 
 
 def test_options(tmp_path: Path) -> None:
-    spec = load_spec("tiny-media")
-    text, towers = bare_file(tmp_path / "text.gguf", spec, kind="F32"), tmp_path / "towers.gguf"
-    write_mmproj(towers, spec, towers_of(spec))
+    text, towers = bare_file(tmp_path / "text.gguf", MEDIA, kind="F32"), tmp_path / "towers.gguf"
+    write_mmproj(towers, MEDIA, towers_of(MEDIA))
     words = ("build", "--backend", "reference", "--out", tmp_path / "e", "--mmproj", towers)
     named = (*words, "--variant", "tiny-media")
     assert "with --variant or --spec" in refused(*words, "--checkpoint", text)
     assert "--checkpoint FILE.gguf" in refused(*named, "--random-weights", "0")
     assert "another" in refused(*named, "--checkpoint", text, "--link-weights")
-    folder = write_checkpoint(tmp_path / "hf", spec, random_weights(spec, 0, torch.float32))
+    folder = write_checkpoint(tmp_path / "hf", MEDIA, random_weights(MEDIA, 0, torch.float32))
     assert "has its own towers" in refused(*named, "--checkpoint", folder)
     absent = (*named[:-3], tmp_path / "absent.gguf", *named[-2:])
     assert "absent.gguf: no such file" in refused(*absent, "--checkpoint", text)
