@@ -760,7 +760,7 @@ def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
     addresses and sizes are linear in the number of tokens, so they are extrapolated from the
     programs of two and of three tokens."""
     if [*map(storage_of, two.code.buffers)] != [*map(storage_of, three.code.buffers)]:
-        raise RuntimeError("steps of two and of three tokens have values in other memory")
+        raise RuntimeError("the programs of two and of three tokens place values differently")
 
     def extrapolate(a: Any, b: Any) -> Any:
         one, other = a.view(np.int64), b.view(np.int64)

@@ -127,7 +127,7 @@ def find_kv_dtype(requested: str | None, dtype: str, can: Iterable[str] = NARROW
     if to != dtype and ITEMSIZE[to] >= ITEMSIZE[dtype]:
         smaller = [KV_NAMES[d] for d in can if ITEMSIZE[d] < ITEMSIZE[dtype]]
         raise InputError(
-            f"--kv-dtype {requested}: takes as much room as {TORCH_NAMES[dtype]}, the engine's "
+            f"--kv-dtype {requested}: takes as much memory as {TORCH_NAMES[dtype]}, the engine's "
             f"dtype; leave it out{', or take ' * bool(smaller)}{' or '.join(smaller)}"
         )
     return OFF if to == dtype else to
