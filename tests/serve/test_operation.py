@@ -465,7 +465,7 @@ def test_the_board_asks_for_metrics_that_exist(served: Running) -> None:
 
 def test_the_kv_cache_and_responses(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream's tokens are in use while it runs; responses count by path and status."""
-    spy(monkeypatch, Scheduler, "step", lambda *_: time.sleep(0.005))
+    spy(monkeypatch, Scheduler, "step", lambda *_: time.sleep(0.02))
     with served.client() as client:
         before = samples(served, "g4ir_http_responses")
         client.post("/no/such/path")
