@@ -261,13 +261,10 @@ def test_time_grows_with_the_length(name: str) -> None:
 TOKENIZER = tokenizer()
 TOKENIZER.add_special_tokens([c for c in CONTROLS if c not in ("<pad>", "<eos>", "<bos>")])
 WORDS = Vocabulary(TOKENIZER)
-
-
 BYTES = st.integers(4, 259) | st.sampled_from([4 + byte for byte in "a😀é😀€".encode()])
 
 
 @given(st.lists(st.integers(0, 511) | st.integers(512, 530) | BYTES, max_size=24))
-@settings(max_examples=200)
 def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
     """Control tokens as such; bytes are decoded as UTF-8, whatever stands between their runs."""
     ids = [i for i in ids if WORDS.tokenizer.id_to_token(i) is not None]
