@@ -31,6 +31,25 @@ Watch = Callable[[str, "torch.Tensor"], None]
 
 
 @dataclass(frozen=True)
+class GraphRun:
+    """One run of a graph. `context`: max tokens of a sequence after it; `logits`: whether its
+    outputs are needed; `watch`: called with the values that the backend can expose, in order."""
+
+    phase: str
+    feeds: dict[str, torch.Tensor]
+    context: int
+    logits: bool = True
+    watch: Watch | None = None
+
+    def take(self, outputs: Tensors) -> Tensors | None:
+        """Return the outputs of a runtime that exposes no other values, if they are needed."""
+        if self.watch:
+            for name, t in outputs.items():
+                self.watch(name, t)
+        return outputs if self.logits else None
+
+
+@dataclass(frozen=True)
 class DeviceChoice:
     """Sampling on the device: the methods that its sequences need (sampling.METHODS), and token ids
     that are never chosen."""
@@ -103,18 +122,9 @@ class Runtime(Protocol):
 
     def new_state(self, batch: int) -> State: ...
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, torch.Tensor],
-        state: Any,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
-        """Run one chunk and update the caches in place. `context`: max tokens of a sequence after
-        it. Return the graph's outputs with `logits` [B, 1 or S, vocab]; None unless `logits`.
-        `watch` is called with the values that the backend can expose, in order."""
+    def run(self, step: GraphRun, state: Any) -> Tensors | None:
+        """Run one chunk and update the caches in place. Return the graph's outputs with `logits`
+        [B, 1 or S, vocab]; None unless `step.logits`."""
 
     def embed(self, tokens: torch.Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         """Return the outputs of the embed graph for a few tokens i64[B,S]; None if the host is as

@@ -22,7 +22,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
 from g4ir.weights.pack import ParamSource
 
-from .base import Backend, Runtime, Task, Tensors, Watch
+from .base import Backend, GraphRun, Runtime, Task, Tensors
 from .kv_cache import Caches
 
 #: max bytes of dequantised weights that a runtime on the CPU caches between steps
@@ -54,22 +54,14 @@ class ReferenceRuntime(Runtime):
     def new_state(self, batch: int) -> Caches:
         return Caches(self.program, batch, self.limits.max_seq, self.device)
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, Any],
-        state: Caches,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
-        views = state.views(context)
+    def run(self, step: GraphRun, state: Caches) -> Tensors | None:
+        views, watch = state.views(step.context), step.watch
         show = (lambda v, t: watch(v.name, t)) if watch else None
-        g = self.program.graphs[phase]
-        outputs, after = interpret(g, feeds, self.params, views, show, self._run_node)
+        g = self.program.graphs[step.phase]
+        outputs, after = interpret(g, step.feeds, self.params, views, show, self._run_node)
         for name, t in after.items():
             views[name].copy_(t)
-        return outputs if logits else None
+        return outputs if step.logits else None
 
     def _run_node(self, n: Node, operands: list[Any]) -> tuple[Any, ...]:
         """Run a node; dequantised weights, nearly all work of a step, are cached within the
@@ -158,9 +150,9 @@ class Float64Runtime(ReferenceRuntime):
         state.tensors = _to_float64(state.tensors)
         return state
 
-    def run(self, phase: str, feeds: dict[str, Any], *args: Any) -> Tensors | None:
+    def run(self, step: GraphRun, state: Caches) -> Tensors | None:
         with Float64Matmuls():
-            return super().run(phase, _to_float64(feeds), *args)
+            return super().run(replace(step, feeds=_to_float64(step.feeds)), state)
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return in_float64(self.program.graphs[tower], feeds, self.params)["soft"]

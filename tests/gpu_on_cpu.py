@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from g4ir.backends.base import Tensors
+from g4ir.backends.base import GraphRun, Tensors
 from g4ir.backends.cpu.runtime import CpuRuntime
 from g4ir.backends.cuda.runtime import CudaRuntime
 from g4ir.backends.inductor.runtime import ProgramRuntime
@@ -24,13 +24,13 @@ class GpuOnCpu(CudaRuntime):
 class GpuOnStepPrograms(GpuOnCpu, CpuRuntime):
     """Phases that are step programs stay those."""
 
-    def run(self, phase: str, *step: Any, **more: Any) -> Any:
-        room = CudaRuntime if (phase, True) in self.plans else CpuRuntime
-        return room.run(self, phase, *step, **more)
+    def run(self, step: GraphRun, state: Caches) -> Any:
+        room = CudaRuntime if (step.phase, True) in self.plans else CpuRuntime
+        return room.run(self, step, state)
 
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
         if (phase, True) not in self.plans:
-            return lambda feeds: self._run_program(phase, feeds, state, None)
+            return lambda feeds: self._run_program(GraphRun(phase, feeds, 0), state)
         return super()._step(phase, state)
 
 

@@ -21,6 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from g4ir import Engine, Spec, build_graph, interpret, load_spec
+from g4ir.backends.base import GraphRun
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.inputs import row_prompt
 from g4ir.engine.prefill import Prefiller, shared_length
@@ -313,9 +314,9 @@ def test_text_alone_is_cut_as_ever(unified: Engine, monkeypatch: pytest.MonkeyPa
     """In chunks and phases of an engine without media, which a prompt without pictures shares."""
     session, seen = with_chunk(unified, 16).session(2), list[tuple[str, int]]()
 
-    def watched(phase: str, feeds: Any, *rest: Any) -> None:
-        seen.append((phase, feeds["embeds"].shape[1]))
-        assert ("block_ids" in feeds) == (phase == BLOCKS)
+    def watched(step: GraphRun, state: Any) -> None:
+        seen.append((step.phase, step.feeds["embeds"].shape[1]))
+        assert ("block_ids" in step.feeds) == (step.phase == BLOCKS)
 
     spy(monkeypatch, unified.runtime, "run", watched)
     session.prefill(torch.full((2, 33), 7), torch.tensor([33, 18]))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from onnx import helper
 
+from g4ir.backends.base import GraphRun
 from g4ir.backends.onnx_graph import export
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter
 from g4ir.backends.onnx_graph.runtime import open_session
@@ -216,7 +217,7 @@ def test_a_step_that_fails(small: Engine) -> None:
         "lengths": torch.tensor([2]),
     }
     with pytest.raises(EngineError, match="failed in a prefill chunk of 1 x 2 tokens"):
-        small.runtime.run("prefill", feeds, session.state, 2, True)
+        small.runtime.run(GraphRun("prefill", feeds, 2), session.state)
 
 
 def test_every_op_is_lowered_or_expands() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from g4ir import Engine, build_graph, load_spec
+from g4ir.backends.base import GraphRun
 from g4ir.check import reference
 from g4ir.check.logits import verify_engine
 from g4ir.check.reference import reference_engine
@@ -122,9 +123,8 @@ def silence(engine: Engine, phases: tuple[str, ...], patch: pytest.MonkeyPatch) 
     """Let nothing show but logits, or only in some phases, as on a GPU."""
     run: Callable[..., Any] = engine.runtime.run
 
-    def silent(phase: str, *given: Any) -> Any:
-        inputs, watch = given[:4], given[4:]
-        return run(phase, *inputs, *(watch if phase in phases else ()))
+    def silent(step: GraphRun, state: Any) -> Any:
+        return run(step if step.phase in phases else replace(step, watch=None), state)
 
     patch.setattr(engine.runtime, "run", silent)
     return engine

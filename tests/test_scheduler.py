@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from g4ir import Engine, Session, load_spec
+from g4ir.backends.base import GraphRun
 from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import prefill
@@ -522,7 +523,7 @@ def ahead(ahead_engine: Engine) -> Callable[..., TokenLoop]:
     def token_loop(embed: Any, state: Any, batch: int, choice: Any, tables: Any) -> TokenLoop:
         def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
             longest = int(feeds["positions"].max()) + 1
-            outputs = ahead_engine.runtime.run("decode", feeds, state, longest, True)
+            outputs = ahead_engine.runtime.run(GraphRun("decode", feeds, longest), state)
             assert outputs
             return outputs["logits"]
 

@@ -20,6 +20,7 @@ import torch
 
 import g4ir
 from g4ir import Engine, Session, load_spec
+from g4ir.backends.base import GraphRun
 from g4ir.backends.cpu import pyops, runtime
 from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.step_loop import Embedding, LoopProgram, StepLoop
@@ -382,7 +383,8 @@ def test_a_chunk_of_any_length(tmp_path: Path, name: str, rows: int) -> None:
                 "positions": torch.arange(9, 9 + length).expand(rows, -1).contiguous(),
                 "lengths": torch.tensor(lengths),
             }
-            outputs = engine.runtime.run("prefill", feeds, session.state, 9 + length, True, watch)
+            step = GraphRun("prefill", feeds, 9 + length, watch=watch)
+            outputs = engine.runtime.run(step, session.state)
             made.append([outputs["logits"], *held(session).values()])
         assert all(map(torch.equal, *made)), length
 

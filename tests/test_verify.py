@@ -18,6 +18,7 @@ import torch
 import g4ir
 from g4ir import Engine, Spec, build, export, load_spec
 from g4ir import passes as pipeline
+from g4ir.backends.base import GraphRun
 from g4ir.backends.cpu import step_program
 from g4ir.bench.runners import hf_runner
 from g4ir.check import compare, peers
@@ -158,9 +159,9 @@ def turned(engine: Engine, turned_phase: str, monkeypatch: pytest.MonkeyPatch) -
     """Let runs of a phase see other positions."""
     run: Callable[..., Any] = engine.runtime.run
 
-    def faulty(phase: str, feeds: dict[str, torch.Tensor], *rest: Any) -> Any:
-        moved = {**feeds, "positions": feeds["positions"] + 1}
-        return run(phase, moved if phase == turned_phase else feeds, *rest)
+    def faulty(step: GraphRun, state: Any) -> Any:
+        moved = {**step.feeds, "positions": step.feeds["positions"] + 1}
+        return run(replace(step, feeds=moved) if step.phase == turned_phase else step, state)
 
     monkeypatch.setattr(engine.runtime, "run", faulty)
 
@@ -626,8 +627,8 @@ def test_wrong_cache_of_a_backend(ple: Engine, monkeypatch: pytest.MonkeyPatch) 
     engine = reference_engine(ple)
     run = engine.runtime.run
 
-    def faulty(phase: str, feeds: Any, state: Any, *rest: Any) -> Any:
-        out = run(phase, feeds, state, *rest)
+    def faulty(step: GraphRun, state: Any) -> Any:
+        out = run(step, state)
         state.tensors["L1.v"].mul_(1.1)
         return out
 

@@ -53,10 +53,8 @@ class Arena:
         if free := self._free[size]:
             number, block = heappop(free)
         else:
-            number, block = (
-                next(self._numbers),
-                torch.empty(size, dtype=torch.uint8, device=self.device),
-            )
+            number = next(self._numbers)
+            block = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._lent[storage_of(block)] = number, block
         return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
 

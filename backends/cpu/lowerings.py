@@ -31,8 +31,4 @@ def _linear(n: Node, x: Tensor, w: Tensor) -> Tensor:
 
 
 #: op -> lowering; default: its reference
-LOWERINGS: dict[str, Lowering] = {
-    **COMMON,
-    "clip": Lowering(_clip),
-    "linear": Lowering(_linear),
-}
+LOWERINGS: dict[str, Lowering] = {**COMMON, "clip": Lowering(_clip), "linear": Lowering(_linear)}

@@ -10,10 +10,7 @@ import torch
 from torch.nn import functional
 
 from g4ir.errors import MissingError
-from g4ir.ops.codecs import (
-    FORMATS,
-    values_per_row,
-)
+from g4ir.ops.codecs import FORMATS, values_per_row
 from g4ir.ops.types import torch_dtype
 from g4ir.ui.progress import Progress, no_progress
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from g4ir.backends.base import DeviceChoice, Embed, Task, Tensors, Watch
+from g4ir.backends.base import DeviceChoice, Embed, GraphRun, Task, Tensors
 from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.programs import EMBED
 from g4ir.backends.inductor.runtime import ProgramRuntime
@@ -57,45 +58,33 @@ class CpuRuntime(ProgramRuntime):
             return source, on_huge_pages
         return source, partial(_placed, mapped=source is not params)
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, Tensor],
-        state: Caches,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
+    def run(self, step: GraphRun, state: Caches) -> Tensors | None:
         if not self.weights:
             raise EngineError("the engine is closed")
-        outputs = self._run_program(phase, feeds, state, watch, logits)
-        return outputs if logits else None
+        outputs = self._run_program(step, state)
+        return outputs if step.logits else None
 
-    def _run_program(
-        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None, logits: bool = True
-    ) -> Tensors:
+    def _run_program(self, step: GraphRun, state: Caches) -> Tensors:
         """Run a step program over the full caches; it reads only the slots in use.
 
         A verification step of more than ROWS rows runs in pieces of fewer tokens, so that its
         logits are bit-equal to those of decode steps; not with a watch, or if the batch alone
         exceeds ROWS.
         """
-        batch, tokens = feeds["positions"].shape
+        batch, tokens = step.feeds["positions"].shape
         width = ROWS // batch
-        if phase == VERIFY and tokens > width > 0 and watch is None:
-            pieces = [
-                self._run_program(phase, _piece(feeds, at, width), state, watch)
-                for at in range(0, tokens, width)
-            ]
+        if step.phase == VERIFY and tokens > width > 0 and step.watch is None:
+            parts = (_piece(step.feeds, at, width) for at in range(0, tokens, width))
+            pieces = [self._run_program(replace(step, feeds=part), state) for part in parts]
             return {name: torch.cat([p[name] for p in pieces], 1) for name in pieces[0]}
-        phase = "decode" if (phase, tokens) == (VERIFY, 1) else phase
-        return self._program(phase, feeds, state, watch).run(feeds, watch, logits)
+        if (step.phase, tokens) == (VERIFY, 1):
+            step = replace(step, phase="decode")
+        return self._program(step, state).run(step.feeds, step.watch, step.logits)
 
-    def _program(
-        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
-    ) -> StepProgram:
+    def _program(self, step: GraphRun, state: Caches) -> StepProgram:
         """Return the program of a step; more than three tokens: extrapolated from those of two and
         three, except with a watch."""
+        phase, feeds = step.phase, step.feeds
         batch, tokens = feeds["positions"].shape
         batch = len(feeds["ends"]) if phase == ENCODE else batch
         graph, captured = self.program.graphs[phase], state.captured
@@ -110,15 +99,13 @@ class CpuRuntime(ProgramRuntime):
 
         def recorded(count: int) -> StepProgram:
             def record() -> StepProgram:
-                run, g = (
-                    self.group.run_node if self.group else run_node,
-                    bind(graph, **{dim: count}),
-                )
+                run = self.group.run_node if self.group else run_node
+                g = bind(graph, **{dim: count})
                 return record_step(g, self.weights, views, feeds, arena, run)
 
             return captured.get(StepProgram, (phase, max_tokens, count), record)
 
-        if tokens <= 3 or watch:
+        if tokens <= 3 or step.watch:
             return recorded(tokens)
 
         def follows() -> StepProgram:

@@ -54,10 +54,8 @@ class Cuda(Compiler):
 
         @cache
         def of_rows(rows: int) -> int:
-            target, graphs = (
-                Target("cuda", HOPPER, rows),
-                (program.graphs[p] for p in phases(program)),
-            )
+            target = Target("cuda", HOPPER, rows)
+            graphs = (program.graphs[p] for p in phases(program))
             return max(dense_bytes(schedule(g, target)) for g in graphs)
 
         return lambda limits: of_rows(same_kernels(limits.max_batch))

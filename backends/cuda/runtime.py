@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from g4ir.backends import sampling
-from g4ir.backends.base import DeviceChoice, Task, Tensors, Watch
+from g4ir.backends.base import DeviceChoice, GraphRun, Task, Tensors
 from g4ir.backends.inductor.programs import EMBED, Steps
 from g4ir.backends.inductor.runtime import ProgramRuntime
 from g4ir.backends.kv_cache import Caches
@@ -49,20 +50,12 @@ class CudaRuntime(ProgramRuntime):
         feeds = {"tokens": tokens.to(self.device), **self._operands(tables)}
         return self._results(EMBED, self._run_plan(plan, feeds, {}))
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, Tensor],
-        state: Caches,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
-        if phase in STEPS and self.any_length:
-            context = self.limits.max_seq
-        if self.record and phase in STEPS and logits and watch is None:
-            return self._replay(phase, feeds, state, state.views(context))
-        return super().run(phase, feeds, state, context, logits, watch)
+    def run(self, step: GraphRun, state: Caches) -> Tensors | None:
+        if step.phase in STEPS and self.any_length:
+            step = replace(step, context=self.limits.max_seq)
+        if self.record and step.phase in STEPS and step.logits and step.watch is None:
+            return self._replay(step.phase, step.feeds, state, state.views(step.context))
+        return super().run(step, state)
 
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
         """Return a step with all outputs of a graph, over the full caches."""

@@ -30,13 +30,7 @@ from .device import Compiler, find_compiler
 from .target import Target
 
 #: files of this folder that compiled programs depend on, in addition to the ops
-SOURCES = (
-    "attention.py",
-    "cache_write.py",
-    "compile.py",
-    "lower.py",
-    "lowered.py",
-)
+SOURCES = ("attention.py", "cache_write.py", "compile.py", "lower.py", "lowered.py")
 #: messages of a full disk
 FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
@@ -155,9 +149,7 @@ def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
     package = io.BytesIO()
     with _any_size():
         torch._inductor.aoti_compile_and_package(
-            exported(text, target),
-            package_path=package,
-            inductor_configs=options,
+            exported(text, target), package_path=package, inductor_configs=options
         )
     return package
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.base import Task, Tensors, Watch
+from g4ir.backends.base import GraphRun, Task, Tensors, Watch
 from g4ir.backends.kv_cache import Caches
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
@@ -125,17 +125,10 @@ class ProgramRuntime:
         check_aligned(caches.tensors)
         return caches
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, Tensor],
-        state: Caches,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
-        env = self._run_plan(self.plans[phase, logits], feeds, state.views(context), watch)
-        return self._results(phase, env) if logits else None
+    def run(self, step: GraphRun, state: Caches) -> Tensors | None:
+        plan, views = self.plans[step.phase, step.logits], state.views(step.context)
+        env = self._run_plan(plan, step.feeds, views, step.watch)
+        return self._results(step.phase, env) if step.logits else None
 
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}

@@ -8,7 +8,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-from g4ir.backends.base import Runtime, Tensors, Watch
+from g4ir.backends.base import GraphRun, Runtime, Tensors
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.network import (
     BLOCK_IDS,
@@ -118,17 +118,10 @@ class OnnxRuntime(Runtime):
         }
         return state
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, torch.Tensor],
-        state: OnnxCaches,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
+    def run(self, step: GraphRun, state: OnnxCaches) -> Tensors | None:
         """Run one chunk; `watch` gets the outputs only, since intermediate values of the network
         are not accessible."""
+        phase, feeds, context = step.phase, step.feeds, step.context
         if phase == DRAFT:
             return self._draft(feeds, state, context)
         batch, size = feeds["positions"].shape
@@ -147,15 +140,12 @@ class OnnxRuntime(Runtime):
         caches_out = {f"{name}.next": t for name, t in state.spare.items()}
         dims = {"B": batch, "S": size, "R": rows.shape[1]}
         outputs: dict[str, torch.Tensor] = {}
-        if logits or watch:
+        if step.logits or step.watch:
             outputs = {v.name: _empty(v.type.bind(dims)) for v in self.outputs}
         where = f"in a {phase} chunk of {batch} x {size} tokens"
         self._run(MODEL, self.mapped, {**inputs, **state.caches}, {**caches_out, **outputs}, where)
         state.swap()
-        if watch:
-            for name, t in outputs.items():
-                watch(name, t)
-        return outputs if logits else None
+        return step.take(outputs)
 
     def _draft(
         self, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int

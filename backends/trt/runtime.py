@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.base import Runtime, Tensors, Watch
+from g4ir.backends.base import GraphRun, Runtime, Tensors
 from g4ir.backends.cuda.graph import Captured, Record, WithFallback
 from g4ir.backends.primitives.network import (
     BLOCK_IDS,
@@ -302,15 +302,8 @@ class TrtRuntime(TrtSteps, Runtime):
         types = {name: self.io.inputs[name] for name in self.io.aliased.values()}
         return NetworkCaches(types, self.io.rings, batch, self.limits, self.device)
 
-    def run(
-        self,
-        phase: str,
-        feeds: Feeds,
-        state: NetworkCaches,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
+    def run(self, step: GraphRun, state: NetworkCaches) -> Tensors | None:
+        phase, feeds, context = step.phase, step.feeds, step.context
         with self.turn:
             if phase == DRAFT:
                 return self._extra_engine(DRAFT).step(phase, feeds, state, context)
@@ -318,10 +311,7 @@ class TrtRuntime(TrtSteps, Runtime):
                 feeds = {**feeds, ROWS: logit_rows(phase, feeds)}
             state.turn(feeds["positions"])
             outputs = self.step(phase, feeds, state, context)
-            if watch:
-                for name, t in outputs.items():
-                    watch(name, t)
-        return outputs if logits else None
+            return step.take(outputs)
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with self.turn:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.base import Tensors
+from g4ir.backends.base import GraphRun, Tensors
 from g4ir.engine.engine import Engine
 from g4ir.engine.ranks import run_watched, slots_of, watch_cache
 from g4ir.engine.session import Session
@@ -63,16 +63,15 @@ def compare_session(
     run = StageRun(stored_stage(engine, reference), tokens, engine)
     comparison = Comparison(StageReport(BACKEND), engine.dtype)
 
-    def forced(
-        phase: str, feeds: dict[str, Tensor], state: Any, context: int, logits: bool
-    ) -> Tensors | None:
+    def forced(step: GraphRun, state: Any) -> Tensors | None:
+        phase, feeds = step.phase, step.feeds
         at, valid = (int(feeds[name].flatten()[0]) for name in ("positions", "lengths"))
         padded = "M" if phase == VERIFY else "S"
-        trace = run.trace(GraphStep(phase, at, context, feeds, valid, padded))
+        trace = run.trace(GraphStep(phase, at, step.context, feeds, valid, padded))
         runtime = ForcedRuntime(trace, comparison)
         runtime.run(engine, state)
         comparison.report.phases[phase] = len(runtime.names) > len(trace.recording.graph.inputs)
-        return {"logits": trace.values["logits"]} if logits else None
+        return {"logits": trace.values["logits"]} if step.logits else None
 
     limits = replace(engine.limits, prefill_chunk=min(engine.limits.prefill_chunk, CHUNK))
     session = with_run(engine.configured(limits=limits), forced).session()
@@ -207,7 +206,8 @@ class ForcedRuntime:
             (soft,) = graph.outputs
             self.compare(soft, engine.runtime.encode(step.phase, feeds))
             return
-        run_watched(engine.runtime, step.phase, feeds, state, step.end, self.watch)
+        run = GraphRun(step.phase, feeds, step.end)
+        run_watched(engine.runtime, run, state, self.watch)
         for name in engine.program.graphs[step.phase].next:
             # Other positions, such as those of padding, are never read.
             slots = len(after[_joint_name(name, 0, after)])

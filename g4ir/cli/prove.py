@@ -87,9 +87,7 @@ class Prove(OnEngine):
             changes["max_seq"] = max(self.ctx or [4096])
         first_use = replace(self.first_use, options=replace(options, **changes))
         (path,) = first_use.engines(
-            [self.engine],
-            Draft(draft="ngram", draft_tokens=None),
-            all_logits=True,
+            [self.engine], Draft(draft="ngram", draft_tokens=None), all_logits=True
         )
         return path
 

@@ -12,16 +12,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import LISTS, encode_options
 from g4ir.ui import console
 
-from .common import (
-    Draft,
-    Load,
-    MediaFlags,
-    OnDisk,
-    OnEngine,
-    emit,
-    folder_drafts,
-    output,
-)
+from .common import Draft, Load, MediaFlags, OnDisk, OnEngine, emit, folder_drafts, output
 from .talking import Sampling, Screen, Talk, answer_summary, chat_summary, open_chat
 from .verb import TokenIds, argument, flag, flag_of, json_flag, setting
 

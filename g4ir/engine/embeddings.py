@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.base import GraphRun
 from g4ir.chat.messages import Medium, read_part
 from g4ir.chat.prompt import text_ids
 from g4ir.errors import CheckError, EngineError, InputError
@@ -266,10 +267,8 @@ class Embedder:
 
     def _run(self, texts: Sequence[EncoderTokens]) -> Tensor:
         """Run one chunk of at most max_batch texts; embeddings float32 [n, size] on the host."""
-        engine, inputs = (
-            self.engine,
-            packed_inputs([t.ids for t in texts], self.engine.limits.max_batch),
-        )
+        engine = self.engine
+        inputs = packed_inputs([t.ids for t in texts], self.engine.limits.max_batch)
         tokens, soft = inputs.pop("tokens"), [s for t in texts for s in t.soft]
         count = tokens.shape[1]
         with self._lock:
@@ -279,7 +278,7 @@ class Embedder:
                 prompt = merged(tokens, torch.tensor([count]), soft, ids, blocks=False)
                 prompt.put_soft(feeds["embeds"], prompt.piece(0, count))
             feeds = {name: t.to(engine.device) for name, t in feeds.items()}
-            outputs = engine.runtime.run(ENCODE, feeds, self._state, count, True)
+            outputs = engine.runtime.run(GraphRun(ENCODE, feeds, count), self._state)
             vectors: Tensor = outputs[EMBEDDING][0, : len(texts)].to("cpu", torch.float32)
         return vectors
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from g4ir.backends.base import Runtime, Watch
+from g4ir.backends.base import GraphRun, Runtime, Watch
 from g4ir.backends.reference import interpreter
 from g4ir.errors import EngineError, RankError
 from g4ir.ir.interpret import Run
@@ -24,10 +25,10 @@ from .parts import EngineParts
 
 #: RPC that loads an engine; every other RPC has the name of the method it calls
 LOAD = "load"
+#: methods that run a graph
+RUNS = ("run", "run_watched")
 #: methods of runtimes and states that are called on every rank
-CALLS = frozenset(
-    {"zero", "clear", "copy", "restore", "close", "run", "run_watched", "watch_cache"}
-)
+CALLS = frozenset({"zero", "clear", "copy", "restore", "close", "watch_cache", *RUNS})
 #: methods that return an object with one instance per rank
 MAKERS = frozenset({"new_state", "snapshot", "interpreter"})
 
@@ -72,10 +73,10 @@ class Led:
 
 def _sent(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Watch | None]:
     """Split a call: plain arguments, tensors to send, and the watch callback of this rank."""
-    if name not in ("run", "run_watched"):
+    if name not in RUNS:
         return args, {}, None
-    phase, feeds, *remainder = args
-    return (phase, *remainder[:3]), feeds, next(iter(remainder[3:]), None)
+    step, state = args
+    return ([step.phase, step.context, step.logits], state), step.feeds, step.watch
 
 
 def perform(
@@ -95,11 +96,11 @@ def perform(
     if name == "watch_cache":
         cache, start, stop = args
         return watch_slots(local, cache, range(start, stop), watch_for(group, see))
-    if name in ("run", "run_watched"):
-        phase, *remainder = args
+    if name in RUNS:
+        (phase, context, logits), state = args
         placed = {key: t.to(local.device) for key, t in (feeds or {}).items()}
         watch = watch_for(group, see) if name == "run_watched" else watch
-        return local.run(phase, placed, *remainder, watch)
+        return local.run(GraphRun(phase, placed, context, logits, watch), state)
     assert name in CALLS | MAKERS, name
     return getattr(local, name)(*args)
 
@@ -132,14 +133,12 @@ def interpreted(engine: EngineParts, kind: str, run: Run | None = None) -> Runti
     return interpreter(kind, runtime, engine.program, engine.limits, engine.device, run)
 
 
-def run_watched(
-    runtime: Any, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, see: See
-) -> None:
+def run_watched(runtime: Any, step: GraphRun, state: Any, see: See) -> None:
     """Run a graph; `see` gets each rank's values, in order of rank."""
     if isinstance(runtime, Led):
-        runtime.run_watched(phase, feeds, state, context, True, see=see)
+        runtime.run_watched(step, state, see=see)
     else:
-        runtime.run(phase, feeds, state, context, True, partial(see, 0))
+        runtime.run(replace(step, watch=partial(see, 0)), state)
 
 
 def watch_cache(state: Any, name: str, positions: range, see: See) -> None:

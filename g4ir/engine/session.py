@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.base import GraphRun
 from g4ir.errors import InputError
 from g4ir.media.merge import Piece, TokenBatch
 from g4ir.media.soft import Soft
@@ -286,7 +287,8 @@ class Session:
                 phase, feeds["block_ids"] = BLOCKS, ids
         if self.engine.device != "cpu":
             feeds = {name: t.to(self.engine.device) for name, t in feeds.items()}
-        outputs = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), need_logits)
+        step = GraphRun(phase, feeds, int(after.max()), need_logits)
+        outputs = self.engine.runtime.run(step, self.state)
         self.hidden.take(outputs.get(HIDDEN) if outputs else None, self.length, after)
         self.length = after
         self._written = torch.maximum(self._written, after)
@@ -304,7 +306,7 @@ class Session:
         for _ in range(count):
             assert hidden is not None
             feeds |= {"embeds": engine.embed_tokens(tokens[:, None])["embeds"], HIDDEN: hidden}
-            outputs = engine.runtime.run(DRAFT, feeds, self.state, max_length, True)
+            outputs = engine.runtime.run(GraphRun(DRAFT, feeds, max_length), self.state)
             assert outputs
             hidden, tokens = outputs[NEXT_HIDDEN].clone(), outputs[TOKEN].cpu()
             yield tokens.tolist()

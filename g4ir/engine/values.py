@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.base import GraphRun
 from g4ir.backends.reference import WatchedRuntime, probs_of
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Value
@@ -83,12 +84,12 @@ class TextValues(WatchedRuntime):
         caches = [empty_state(g, dims) for g in self.plan.graphs.values()]
         return {name: t.to(self.device) for c in caches for name, t in c.items()}
 
-    def run(self, phase: str, feeds: Any, state: Any, context: int, *_: Any) -> Any:
-        graph, self.start = self.plan.graphs[phase], int(feeds["positions"][0, 0])
-        if phase == DRAFT:
+    def run(self, step: GraphRun, state: Any) -> Any:
+        graph, self.start = self.plan.graphs[step.phase], int(step.feeds["positions"][0, 0])
+        if step.phase == DRAFT:
             self.start, self.drafted = self.drafted, self.drafted + 1
-        outputs = self.interpret(graph, feeds, state)
-        for name, v in graph.next.items() if context == len(self.plan.ids) else ():
+        outputs = self.interpret(graph, step.feeds, state)
+        for name, v in graph.next.items() if step.context == len(self.plan.ids) else ():
             if v.name in self.plan.types:
                 self.sink(v.name, 0, state[name].transpose(0, 1))
         return {"logits": torch.zeros(1, 1, 1), **outputs}

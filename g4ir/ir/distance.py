@@ -190,10 +190,8 @@ class Anchor:
         """Return the rounding of a reference with rows `want`."""
         modes = self.other_modes if self.reason else [want, *self.other_modes]
         distances = [row_errors(t, self.rows).distance for t in modes]
-        median, worst = (
-            max(float(d.median()) for d in distances),
-            max(float(d.max()) for d in distances),
-        )
+        median = max(float(d.median()) for d in distances)
+        worst = max(float(d.max()) for d in distances)
         rounding = Rounding(self.name, median, worst, UNIT[dtype] / 2, self.reason)
         far = [float((d > FAR * rounding.median_limit).double().mean()) for d in distances]
         return replace(rounding, far=max(far))

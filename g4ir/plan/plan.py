@@ -155,11 +155,9 @@ def _place_ple(
 
 
 def _row(footprint: Footprint, batch: int, ctx: int, gpu: Gpu | None) -> MemoryUse:
-    config, parts, needed = (
-        footprint.config,
-        footprint.parts(batch, ctx),
-        footprint.need_at(batch, ctx),
-    )
+    config = footprint.config
+    parts = footprint.parts(batch, ctx)
+    needed = footprint.need_at(batch, ctx)
     seconds = None
     if gpu and (roof := gpu.step_roof) and (step := footprint.step(batch, ctx)):
         seconds = floor(step, roof).seconds

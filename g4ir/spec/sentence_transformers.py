@@ -66,10 +66,8 @@ def _check_pooling(path: Path) -> None:
 def _dense(folder: Path, name: str) -> DenseLayer:
     path = folder / name / CONFIG
     config = _json(path)
-    width, activation = (
-        config.get("out_features"),
-        str(config.get("activation_function", "Identity")),
-    )
+    width = config.get("out_features")
+    activation = str(config.get("activation_function", "Identity"))
     if type(width) is not int or width < 1:
         raise SpecError(f"{path}: out_features {quote(str(width))}: expected a width")
     if config.get("bias", True) or not activation.endswith("Identity"):

@@ -301,10 +301,8 @@ def _dense_headers(directory: Path) -> Iterator[Header]:
 
 def _no_weights(directory: Path) -> str:
     names = sorted(p.name for p in directory.iterdir() if p.is_file() and p.name != CONFIG)
-    actual, fix = (
-        ", ".join(map(quoted, names[:MAX_LISTED])) or "no weights",
-        "complete the download",
-    )
+    actual = ", ".join(map(quoted, names[:MAX_LISTED])) or "no weights"
+    fix = "complete the download"
     if any(name.endswith(PICKLES) for name in names):
         actual += "; pickle files can run code and are never opened"
         fix = "load the model where you trust it and call save_pretrained(DIR)"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from g4ir import Engine, Program, interpret
+from g4ir.backends.base import GraphRun
 from g4ir.backends.primitives.graph import MEDIA, tower_graphs
 from g4ir.backends.primitives.network import BLOCK_IDS, NO_BLOCK
 from g4ir.backends.reference import ReferenceRuntime
@@ -93,14 +94,14 @@ def results(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
         if phase == MEDIA:
             feeds[BLOCK_IDS] = blocks(valid, stop)
         least = contexts[start - max(LENGTHS)] if phase == "decode" else 0
-        made = runtime.run(phase, feeds, state, max(least, int(held.max())), True)
+        made = runtime.run(GraphRun(phase, feeds, max(least, int(held.max()))), state)
         asked = torch.arange(made["logits"].shape[1]) < valid[:, None]  # not behind padding
         found.append(made["logits"][asked].double())
     out = {"logits": torch.cat(found)}
     if DRAFT in program.graphs:
         feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:], "written": held}
         feeds |= {"positions": held[:, None], "last": held[:, None] - 1}
-        drafts = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in contexts]
+        drafts = [runtime.run(GraphRun(DRAFT, feeds, n), state)[NEXT_HIDDEN] for n in contexts]
         out["drafts"] = torch.cat(drafts).double()
     soft = [runtime.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
     return {**out, "soft": torch.cat(soft)} if soft else out

@@ -70,10 +70,8 @@ def _experts(n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
     x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down = operands
     router, top_k, use = (x, scale, proj, per_expert, zeros_of(x)), n.integer("top_k"), choice.uses
     weights, *order = moe_route(*router, top_k, n.number("root"), **use["moe_route"])
-    ups, downs = (
-        (*codes_and_scales(w_dense), *codes_and_scales(gate_up)),
-        (*codes_and_scales(w_dense_down), *codes_and_scales(down)),
-    )
+    ups = (*codes_and_scales(w_dense), *codes_and_scales(gate_up))
+    downs = (*codes_and_scales(w_dense_down), *codes_and_scales(down))
     act = moe_gate_up(x_dense, x_moe, *order, *ups, n.word("act"), **use["moe_gate_up"])
     dense, parts = moe_down(act, *order, *downs, **use["moe_down"])
     slots = (weights[..., None] * parts.float()).unbind(-2)

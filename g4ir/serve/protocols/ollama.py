@@ -113,10 +113,8 @@ def _call(call: Any, where: str, number: str) -> Body:
 
 def _content(message: Body, where: str) -> Any:
     """Return a message's content: a text, or its images and the text."""
-    text, images = (
-        schema.TEXT(message.get("content") or "", f"{where}.content"),
-        message.get("images"),
-    )
+    text = schema.TEXT(message.get("content") or "", f"{where}.content")
+    images = message.get("images")
     if not images:
         return text
     images = schema.LIST(images, f"{where}.images")
