@@ -500,6 +500,7 @@ def test_a_folder_drafts(tmp_path: Path, kind: str) -> None:
     assert (made.code, plain.code) == (0, 0), made.err + plain.err
     assert '"drafts"' in made.err and '"drafts"' not in plain.err
     assert made.out == plain.out
+    assert read_manifest(library.cached_engines()[0].path).config.drafter is None
 
 
 def names_swapped(values: dict[str, Any]) -> None:

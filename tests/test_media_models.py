@@ -440,9 +440,13 @@ def test_wrong_feeds_are_named(
     engine, method = built[name], "run" if part in ("prefill_media", "decode") else "encode"
     inner = getattr(engine.runtime, method)
 
-    def blind(called: str, feeds: dict[str, Any], *rest: Any) -> Any:
-        wrong = {feed: change(feeds[feed])} if called == part else {}
-        return inner(called, {**feeds, **wrong}, *rest)
+    def changed(called: str, feeds: Any) -> Any:
+        return {**feeds, feed: change(feeds[feed])} if called == part else feeds
+
+    def blind(called: Any, fed: Any) -> Any:
+        if method == "encode":
+            return inner(called, changed(called, fed))
+        return inner(replace(called, feeds=changed(called.phase, called.feeds)), fed)
 
     monkeypatch.setattr(engine.runtime, method, blind)
     report = verify_engine(engine, tokens=FEW)

@@ -338,11 +338,11 @@ def poisoned(engine: Engine, patch: pytest.MonkeyPatch, phase: str, held: int) -
     """The logits of a row that then holds so many tokens, and its caches, are NaN."""
     run = engine.runtime.run
 
-    def broken(found: str, feeds: Any, state: Any, *rest: Any) -> Any:
-        made = run(found, feeds, state, *rest)
+    def broken(step: GraphRun, state: Any) -> Any:
+        made, feeds = run(step, state), step.feeds
         after = feeds["positions"][:, 0] + feeds["lengths"]
         for row in ((after == held) & (feeds["lengths"] > 0)).nonzero()[:, 0].tolist():
-            if found == phase and made is not None:
+            if step.phase == phase and made is not None:
                 made["logits"][row] = torch.nan
                 for t in state.row(row, MAX_SEQ).values():
                     t[...] = torch.nan

@@ -242,3 +242,5 @@ def test_engines_that_are_refused(world: World, tmp_path: Path) -> None:
     assert "vocabularies of 512 and 600" in message
     with pytest.raises(InputError, match="text 0: fewer than 2 tokens"):
         g4ir.score(world.engine, [[5]])
+    with pytest.raises(InputError, match="texts None: expected a text or a list"):
+        g4ir.score(world.engine, None)

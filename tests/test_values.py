@@ -257,17 +257,18 @@ def test_the_report(tmp_path: Path, make_engine: Any, own_home: Any) -> None:
     assert time.process_time() - start < 6
 
 
-def test_a_quantised_file_is_the_baseline(tmp_path: Path) -> None:
-    """Its values, which the engine has too; never without a file."""
+def test_a_quantised_file_is_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values, which the engine has too, under its whole path; never without a file."""
+    monkeypatch.chdir(tmp_path)
     file = bare_file(tmp_path / "tiny.gguf", load_spec("tiny-dense"), kind="Q8_0")
     limits = {"max_seq": 64, "all_logits": True, "backend": "reference", "dtype": "float32"}
     with g4ir.build(None, tmp_path / "engine", checkpoint=file, **limits) as engine:
-        _, summary, data = compare_weights(engine, file)
-        assert summary.endswith("against the values of tiny.gguf") and abs(data["kl"]) < 1e-9
+        _, summary, data = compare_weights(engine, "tiny.gguf")
+        assert summary.endswith(f"against the values of {file}") and abs(data["kl"]) < 1e-9
         assert "give --checkpoint DIR, the original" in compare_weights(engine, None)[1]
 
 
-def test_a_hub_id_is_the_name_of_its_weights(
+def test_the_weights_of_a_hub_id_are_its_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Any
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -279,7 +280,7 @@ def test_a_hub_id_is_the_name_of_its_weights(
         monkeypatch.setattr(prove, part, lambda *words: (None, "", {}))
     words = "--quant int8 --ctx 256 --backend reference"
     done = command("prove", "some/tiny", *words.split())
-    assert "against the values of some/tiny" in done.out, done
+    assert f"against the values of {repo / 'snapshots' / 'ab12'}" in done.out, done
 
 
 def test_what_is_not_run_is_said(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.plan import resolve
 from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.footprint import Footprint
-from g4ir.plan.options import BuildConfig, BuildOptions, options_text, words_of
+from g4ir.plan.options import BuildConfig, BuildOptions, flags_of, options_text
 from g4ir.quant.recipe import QUANT_FILE, choose_config, find_quant_config
 from g4ir.quant.rewrite import checkpoint_quant_config
 from g4ir.spec.reader import Line, to_line
@@ -208,7 +208,7 @@ def _check_linked(o: BuildOptions, backend: Backend) -> None:
     for name, why in UNLINKED.items():
         value = getattr(o, name)
         if value is not False and value not in (*resolve.NO_DRAFTER, (), []):
-            flag = f"--{name.replace('_', '-')} {words_of(value)}"
+            flag = " ".join(flags_of({name: value}))
             raise InputError(f"{flag} with --link-weights: {why}; leave one out")
     if backend.packs_weights:
         reason = f"what backend {backend.name} writes refers to packed weights"

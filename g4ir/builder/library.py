@@ -39,8 +39,8 @@ from g4ir.artefact.directory import (
 from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, G4Error, InputError, MissingError
-from g4ir.plan.options import BuildConfig, BuildOptions
-from g4ir.plan.resolve import DEFAULT
+from g4ir.plan.options import BuildConfig, BuildOptions, flag_of
+from g4ir.plan.resolve import DEFAULT, NO_DRAFTER
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui.locks import AT_ONCE, EXCLUSIVE, SHARED, flock
 from g4ir.ui.paths import cache_root, private
@@ -135,7 +135,7 @@ def find_engine(
     is available; `check`: callback that may refuse a model before it is built."""
     if not isinstance(model, Spec) and is_engine(Path(model)):
         changed = [*_changed_options(options), *(["revision"] if revision else [])]
-        refuse_options(Path(model), [f"--{name.replace('_', '-')}" for name in changed])
+        refuse_options(Path(model), [*map(flag_of, changed)])
         return Path(model)
     try:
         model_build = _with_weights(model, options, revision)
@@ -145,6 +145,8 @@ def find_engine(
     if model_build is None:
         return Path(str(model))
     name, spec, options = *model_build[:2], settled(model_build[2])
+    if options.drafter in NO_DRAFTER:
+        options = replace(options, drafter=None)
     path = private(engines_root()) / f"{name}-{_hash(spec, options)}"
     LABELS[path] = model.name if isinstance(model, Spec) else str(model)
     build = partial(_build, path, spec, options, check, progress)
@@ -216,8 +218,8 @@ def _with_weights(
     _, path = origin.find_model(spec, "--random-weights SEED", revision)
     for option in ("checkpoint", "random_weights"):
         if getattr(options, option) is not None:
-            flag, fix = option.replace("_", "-"), "leave them out, or give a variant"
-            raise InputError(f"{model} has its own weights, --{flag} names others: {fix}")
+            why = f"{model} has its own weights, {flag_of(option)} names others"
+            raise InputError(f"{why}: leave them out, or give a variant")
     folder = origin.read_folder(path)
     if not path.is_file() and not (path / CONFIG).is_file() and not folder:
         return None

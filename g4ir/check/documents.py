@@ -82,6 +82,8 @@ class Reader:
     def values(self, texts: Any) -> Iterator[Window]:
         """Yield the windows of one text or several, each a string, a list of token ids, or a
         mapping of the fields LINE. Documents are named by their index."""
+        if not isinstance(texts, Iterable):
+            raise InputError(f"texts {texts!r:.80}: expected a text or a list of texts")
         many = [texts] if isinstance(texts, str | Mapping) else [*texts]
         for index, text in enumerate([many] if {*map(type, many)} == {int} else many):
             named = {"text": text} if isinstance(text, str) else {"tokens": text}

@@ -89,15 +89,13 @@ Result = tuple[bool | None, str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Prover:
-    """Runs the parts of a report on engines of one model, one per KV cache format. source: the
-    checkpoint's name in the report, if not that of its file or folder."""
+    """Runs the parts of a report on engines of one model, one per KV cache format."""
 
     contexts: Sequence[int]
     checkpoint: str | Path | None = None
     deadline: float = float("inf")
     cache: Path | None = None
     progress: Progress = no_progress
-    source: str | None = None
 
     def parts(self, label: str, engine: Engine, first: bool) -> Iterator[Part]:
         """Run and yield the report's parts for one engine: logits, modes, quantisation (for the
@@ -112,7 +110,7 @@ class Prover:
         else:
             yield run("modes", "", lambda: compare_modes(engine, limits))
         if first:
-            weights = partial(compare_weights, engine, self.checkpoint, self.source)
+            weights = partial(compare_weights, engine, self.checkpoint)
             yield run("quantisation", str(self.checkpoint), weights)
         for length in self.contexts:
             name = f"context {count_text(length)}"
@@ -190,11 +188,9 @@ def limits_of(report: VerifyReport) -> dict[str, float]:
     return {"row": row, "gap": report.budget.gap, "kl": row**2}
 
 
-def compare_weights(
-    engine: Engine, checkpoint: str | Path | None, source: str | None = None
-) -> Result:
+def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
     """Compare with the same model on its original weights, without any quantisation; a checkpoint
-    that has only quantised weights is dequantised. source: see Prover."""
+    that has only quantised weights is dequantised."""
     ids = torch.tensor(text_of(engine, min(engine.limits.max_seq, 512)))
     with unquantised(engine, checkpoint, dequantise=True) as other:
         if isinstance(other, str):
@@ -202,7 +198,7 @@ def compare_weights(
         rows = torch.cat([*_scored(engine, [engine.session(), other.session()], ids)], 1)
     data = Sums.of(rows).means()
     summary = "NLL {nll:.4f} against {baseline_nll:.4f}, KL {kl:.5f}, same token {same_top:.1%}"
-    summary += f"; against the values of {source or Path(checkpoint).name}" if checkpoint else ""
+    summary += f"; against the values of {Path(checkpoint).absolute()}" if checkpoint else ""
     return None, summary.format(**data), data
 
 

@@ -239,6 +239,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         if drafts is None and self.preset:
             drafts = find_preset(self.preset).options.get("draft_tokens")
         needed = replace(self.options, all_logits=all_logits, draft_tokens=drafts)
+        if draft and draft.draft == "none" and "draft" in draft.explicit:
+            needed = replace(needed, drafter=needed.drafter or "none")
         build_options = {*f"{FIRST_USE} {FIRST_USE_SETTINGS} preset revision".split()}
         for engine in filter(is_engine, map(Path, models)):
             refuse_options(engine, [*map(flag_of, self.explicit & build_options)])

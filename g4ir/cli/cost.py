@@ -32,6 +32,8 @@ NOTE = (
 )
 #: formats with a smaller share of the weights' bytes are omitted
 LITTLE = 0.15
+#: fields of a StepSize -> what a graph without them lacks
+SIZES = {"prefill_chunk": "chunks", "batch": "batch", "context": "cache"}
 
 
 class StepSize(Part):
@@ -47,8 +49,10 @@ class StepSize(Part):
         spec, phase, context, chunk = graph.spec, graph.graph_name, self.context, self.prefill_chunk
         longest = spec.text.max_position_embeddings
         single = phase in ("decode", VERIFY, DRAFT)
-        if chunk is not None and (single or phase in PARTS):
-            raise InputError(f"--prefill-chunk {chunk}: {phase} has no chunks; leave it out")
+        for name, words in SIZES.items():
+            if vars(self)[name] and (phase in PARTS or (single and name == "prefill_chunk")):
+                given = f"{flag_of(name)} {vars(self)[name]}"
+                raise InputError(f"{given}: {phase} has no {words}; leave it out")
         new = 1 if single else chunk or min(TOKENS, context or longest)
         if phase == VERIFY:
             new = graph.config.draft_tokens + 1

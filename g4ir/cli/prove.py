@@ -100,7 +100,6 @@ class Prove(OnEngine):
             contexts = self.ctx or [min(4096, engine.limits.max_seq)]
             check_contexts(engine, contexts)
             checkpoint = self.first_use.checkpoint(self.engine, self.checkpoint)
-            source = self.checkpoint or self.engine
-            prover = Prover(contexts, checkpoint, deadline, proof_cache(), progress, source)
+            prover = Prover(contexts, checkpoint, deadline, proof_cache(), progress)
             label = f"{engine.config.kv_dtype or engine.dtype} cache"
             return [*prover.parts(label, engine, first)]

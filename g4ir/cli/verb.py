@@ -25,9 +25,10 @@ from typing import (
 
 from g4ir.errors import InputError
 from g4ir.plan.gpus import find_gpu, parse_bytes
-from g4ir.plan.options import BuildOptions
+from g4ir.plan.options import BuildOptions, flag_of
 from g4ir.plan.presets import find_preset
 from g4ir.ui.units import parse_count, parse_counts
+from g4ir.weights.origin import given_model
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -180,6 +181,8 @@ class Flags:
         kwargs |= {k: v for k, v in metadata.items() if k not in METADATA and v is not None}
         if "positional" in metadata:
             kwargs.pop("action", None)
+            if kwargs.get("metavar") == "MODEL":
+                kwargs["type"] = given_model
             group.add_argument(f.name, **kwargs)
             return
         kwargs |= {"required": True} if f.default is MISSING else {}
@@ -258,11 +261,6 @@ class Flags:
             if name in values:
                 parse = _PARSERS.get(name, lambda value, flag: value)
                 yield name, parse(values[name], self.names[name])
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field."""
-    return "--set" if name == "settings" else f"--{name.replace('_', '-')}"
 
 
 def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:

@@ -198,6 +198,8 @@ class Engine(EngineParts):
         texts beyond max_seq, which are an InputError otherwise. `progress` is called with the
         number of texts done.
         """
+        if not isinstance(texts, Sequence | Mapping):
+            raise InputError(f"texts {texts!r:.80}: expected a text or a list of texts")
         single = isinstance(texts, str | Mapping) or (bool(texts) and isinstance(texts[0], int))
         several: Any = [texts] if single else list(texts)
         return self.embedder.embed(several, task, dims, truncate, progress)

@@ -132,10 +132,8 @@ def _ids(
 
 
 def sampling_params(defaults: Defaults, settings: Mapping[str, Any]) -> SamplingParams:
-    """Return `given` settings over the checkpoint's; a top_k of 0 or less is no limit, and seeds
-    are taken modulo SEEDS."""
+    """Return `settings` over the checkpoint's; seeds are taken modulo SEEDS."""
     values = {**defaults.sampling, **settings}
     if values.get("seed") is not None:
         values["seed"] %= SEEDS
-    top_k = values.get("top_k") or 0
-    return SamplingParams(**{**values, "top_k": top_k if top_k > 0 else None})
+    return SamplingParams(**values)

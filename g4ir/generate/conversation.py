@@ -207,8 +207,6 @@ class ChatSession:
         (InputError)."""
         values = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
         check_minimums(values, max_new_tokens=1)
-        if values.get("top_k", 0) < 0:
-            raise InputError(f"top_k {values['top_k']}: expected 0 (no limit) or more")
         self._sampling(values)
         self.settings = values
 

@@ -157,8 +157,6 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
     settings = {k: values[k] for k in SAMPLING if values.get(k) is not None}
-    if settings.get("top_k") == 0:  # no limit, as in generation_config.json
-        settings["top_k"] = None
     if "logit_bias" in settings:
         settings["logit_bias"] = tuple((int(k), v) for k, v in settings["logit_bias"].items())
     return SamplingParams(**settings)

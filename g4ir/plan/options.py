@@ -96,8 +96,15 @@ class BuildOptions:
         for f in fields(self):
             value, kind = getattr(self, f.name), NUMERIC_TYPES.get(str(f.type).partition(" ")[0])
             if kind and value is not None and not isinstance(value, kind[0]):
-                flag = f"--{f.name.replace('_', '-')}"
-                raise InputError(f"{flag} {value!r}: expected {kind[1]}")
+                raise InputError(f"{flag_of(f.name)} {value!r}: expected {kind[1]}")
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option of a build or of another argument."""
+    f = BuildOptions.__dataclass_fields__.get(name)
+    how = f.metadata["flag"] if f else {}
+    dashed = f"--set {name}" if how.get("setting") else f"--{name.replace('_', '-')}"
+    return how.get("name") or dashed
 
 
 def options_text() -> str:
@@ -117,8 +124,7 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
     """Return build options as command-line arguments, without options that are off."""
     words = []
     for f in fields(BuildOptions):
-        how, value = f.metadata["flag"], values.get(f.name)
-        flag = how.get("name") or f"--{f.name.replace('_', '-')}"
+        how, flag, value = f.metadata["flag"], flag_of(f.name), values.get(f.name)
         if value is None or (value in (False, "off", (), [], {}) and f.name != "random_weights"):
             continue
         if how.get("setting"):

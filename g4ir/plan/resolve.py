@@ -30,7 +30,7 @@ from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 from .backend import PlannedBackend, checked_settings
 from .engine_limits import Limits
 from .formats import DTYPES, KV_DTYPES, KV_NAMES
-from .options import BuildConfig, BuildOptions
+from .options import BuildConfig, BuildOptions, flag_of, flags_of
 
 log = logging.getLogger(__name__)
 
@@ -248,9 +248,7 @@ def _check_encoder(spec: Spec, o: BuildOptions) -> None:
     for name in OF_DECODERS:
         value = getattr(o, name)
         if value and value != "none":
-            values = value if isinstance(value, (list, tuple)) else [value]
-            words = " ".join("" if v is True else str(v) for v in values)
-            flag = f"--{name.replace('_', '-')} {words}".rstrip()
+            flag = " ".join(flags_of({name: value}))
             why = f"{spec.name} is an encoder: it embeds texts and generates none"
             raise InputError(f"{why}; {flag} does not apply to it")
     if o.tp != 1:
@@ -265,7 +263,7 @@ def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
     for name in ("max_batch", "max_seq", "prefill_chunk"):
         value = getattr(o, name)
         if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+            raise InputError(f"{flag_of(name)} {value}: expected at least 1")
     if o.max_seq is not None and o.max_seq > longest:
         raise InputError(f"--max-seq {o.max_seq}: {spec.name} has {longest} positions")
     seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq

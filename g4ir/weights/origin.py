@@ -255,6 +255,14 @@ class AbsentWeights(InputError):
         self.hub_id, self.revision = hub_id, revision
 
 
+def given_model(model: str) -> str:
+    """Return a model's name or path; InputError if it is empty: as a path, it would be the current
+    folder."""
+    if not model:
+        raise InputError("MODEL '': expected a variant, a hub id or a path")
+    return model
+
+
 def find_model(
     model: str | Path, alternatives: str, revision: str | None = None
 ) -> tuple[Spec | None, Path]:
@@ -264,7 +272,7 @@ def find_model(
     if isinstance(model, str) and model in spec_names():
         spec = load_spec(model)
         return spec, need_snapshot(spec, alternatives, revision)
-    path = Path(model)
+    path = Path(given_model(str(model)))
     if not path.exists() and HUB_ID.fullmatch(str(model)):
         if snapshot := hub_snapshot(str(model), revision):
             return None, snapshot

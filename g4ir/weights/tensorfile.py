@@ -43,6 +43,7 @@ FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
 LENGTH_BYTES = 8  # bytes of the header length
+MAX_HEADER = 100_000_000  # bytes of a header, as the library limits it
 ALIGNED = 64  # alignment of tensors in written files: a cache line
 SHARD_BYTES = 4 << 30  # maximum bytes of a written file
 PREFETCH_BYTES = 256 << 20  # maximum bytes of tensors computed ahead of the writer
@@ -100,15 +101,20 @@ def broken(path: object, msg: str, fix: str = DOWNLOAD) -> WeightsError:
 
 def read_header(path: Path) -> Header:
     """Read the header of one file, checked by the library of the format; reads no tensor data."""
+    raw = b""
     try:
-        with open_regular(path) as file, safe_open(path, "np"):
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            raw = file.read(int.from_bytes(file.read(LENGTH_BYTES), "little"))
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            raw = file.read(min(length, MAX_HEADER))
+        with safe_open(path, "np"):
+            pass
     except OSError as error:
         raise broken(path, f"cannot be read ({error.strerror or error})") from None
     except SafetensorError as error:
         text = str(error).removeprefix("Error while deserializing header: ")
-        raise broken(path, f"no complete safetensors file ({quoted(text, 200)})") from None
+        reason = f"{_first_faulty(raw)}{quoted(text, 200)}"
+        raise broken(path, f"no complete safetensors file ({reason})") from None
     table = parse_json(path, raw)
     metadata, data = table.pop("__metadata__", None) or {}, LENGTH_BYTES + len(raw)
     entries: dict[str, Entry] = {}
@@ -119,6 +125,21 @@ def read_header(path: Path) -> Header:
         dtype = dtype if RAW.get(dtype, ("",))[0] == fields["dtype"] else fields["dtype"]
         entries[name] = Entry(name, dtype, tuple(fields["shape"]), start, end)
     return Header(path, status.st_size, identity(status), entries, metadata)
+
+
+def _first_faulty(raw: bytes) -> str:
+    """Return `tensor NAME: ` for the first tensor of a header with a wrong dtype or size, or ""."""
+    with suppress(ValueError):
+        for name, fields in json_object(raw).items():
+            try:
+                bits = BITS[fields["dtype"]] * prod(fields["shape"])
+                start, end = fields["data_offsets"]
+                faulty = bits != 8 * (end - start)
+            except (KeyError, TypeError, ValueError):
+                faulty = True
+            if faulty and name != "__metadata__":
+                return f"tensor {quoted(name)}: "
+    return ""
 
 
 def open_regular(path: Path) -> IO[bytes]:
