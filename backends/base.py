@@ -207,9 +207,9 @@ class Backend(PlannedBackend, ABC):
         """Return the Python packages whose versions its engines depend on."""
         return ("torch",)
 
-    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
-        """Return checks of the environment for a build for `ranks` ranks, easiest to satisfy first;
-        each raises MissingError. A dry run skips them."""
+    def needs(self, device: str) -> tuple[Callable[[], object], ...]:
+        """Return checks of the environment for a build, easiest to satisfy first; each
+        raises MissingError. A dry run skips them."""
         return ()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class ReferenceBackend(Backend):
     dtypes = DTYPES
     shares = True
 
-    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+    def needs(self, device: str) -> tuple[Callable[[], object], ...]:
         return (_require_gpu,) if device == "cuda" else ()
 
     def load(self, task: Task, record: Any, cuda_graph: bool = True) -> ReferenceRuntime:

@@ -15,6 +15,7 @@ from g4ir.ops.types import Type, dtype_name
 Tensor = torch.Tensor
 #: functions that tests alone call, and their arguments (backends/cpu/pyops.py)
 ASKED = {"takes_codes": "iiisss", "takes_gemm": "iiissss", "linear_chunk": "pppisssi"}
+ASKED["linear"] = ASKED["linear_chunk"]
 pyops._ARGUMENTS.update(ASKED)
 
 
@@ -45,6 +46,16 @@ def by_steps(
     program = record_step(b.graph(y), tensors, {}, feeds, Arena("cpu"))
     assert all(part.call is tuple for part in program.code.torch_ops)
     return program.run(feeds)[y.name]
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """Return x [..., k] @ w[n, k]^T by the C function alone, without a step program."""
+    (n, k), x = w.shape, x.contiguous()
+    out = x.new_empty((*x.shape[:-1], n))
+    operands, dtype = [t.data_ptr() for t in (w, x, out)], pyops.DTYPES[x.dtype]
+    sizes = x.numel() // k, n, k
+    assert not pyops.kernel("linear")(*operands, dtype, *sizes, torch.get_num_threads())
+    return out
 
 
 def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiled: bool = False) -> Tensor:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from g4ir import Graph, Program, Spec, load_spec
-from g4ir.backends.cpu.lowerings import lowered
 from g4ir.backends.cuda.kernels.base import reads_blocks
 from g4ir.backends.cuda.schedule import schedule
-from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.lower import COMMON, SegmentModule
+from g4ir.backends.inductor.lowered import lowered_by_op
 from g4ir.backends.inductor.target import Target
 from g4ir.errors import InputError
 from g4ir.ir.interpret import run_node
@@ -46,7 +46,7 @@ def test_torch_lowerings(case: tuple[str, int], rows: int, softcap: float) -> No
     n = node(case[0], types, {**s.attrs, "softcap": softcap})
     g = Graph("segment", n.inputs, (), (), (n,), n.outputs, {})
     given = tensors(types, s)
-    (got,) = SegmentModule(lowered(g))(*given)
+    (got,) = SegmentModule(lowered_by_op(g, COMMON))(*given)
     torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
 
 

@@ -12,9 +12,8 @@ import torch
 
 import g4ir
 from g4ir import backends, build_program, interpret, load_spec, parse_graph, passes, print_graph
-from g4ir.backends.cpu import lowerings
 from g4ir.backends.inductor import lower
-from g4ir.backends.inductor.lowered import Lowering
+from g4ir.backends.inductor.lowered import Lowering, lowered_by_op
 from g4ir.ir.graph import Builder, Graph
 from g4ir.ir.rewrite import bind
 from g4ir.ops import OPS, Op, with_infer
@@ -93,11 +92,10 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
     made = module("lowering linear_softcap", "lowering")
     calls: list[str] = []
     spy(monkeypatch, made, "lower_linear_softcap", lambda n, *_: calls.append(n.op))
-    lowering = Lowering(made.lower_linear_softcap)
-    monkeypatch.setitem(lowerings.LOWERINGS, softcap_op.name, lowering)
+    table = {**lower.COMMON, softcap_op.name: Lowering(made.lower_linear_softcap)}
     g = one_node_graph(softcap_op)
     given = drawn(g).values()
-    (out,) = lower.SegmentModule(lowerings.lowered(g))(*given)  # as the backend traces it
+    (out,) = lower.SegmentModule(lowered_by_op(g, table))(*given)  # as the backend traces it
     torch.testing.assert_close(out, defined(*given))
     assert calls == [softcap_op.name]
 

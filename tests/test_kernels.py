@@ -49,7 +49,7 @@ from tests.coded_products import (
     layouts,
     with_outliers,
 )
-from tests.step_ops import by_steps, linear_coded, linear_rounded, takes_gemm
+from tests.step_ops import by_steps, linear, linear_coded, linear_rounded, takes_gemm
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -64,7 +64,7 @@ def check_linear(dtype: torch.dtype, n: int, k: int, counts: Sequence[int]) -> N
     x, w = (torch.randn(s, k, generator=g).to(dtype) for s in (max(counts), n))
     for rows in counts:
         want = x[:rows].double() @ w.double().t()
-        got = pyops.linear(x[None, :rows], w)
+        got = linear(x[None, :rows], w)
         assert got.dtype == dtype and got.shape == (1, rows, n)
         budget = BUDGET[dtype] * want.abs().max().clamp(min=1)
         assert (got[0].double() - want).abs().max() <= budget, rows
@@ -233,10 +233,10 @@ def test_experts_of_codes(form: str, tokens: int, first: int) -> None:
 def test_special_values() -> None:
     """Infinities and NaN survive the rounding to bf16; ties go to even."""
     x, w = torch.tensor([[float("nan"), 1.0] + [0.0] * 30]).bfloat16(), torch.eye(4, 32).bfloat16()
-    assert pyops.linear(x, w).isnan().any()
+    assert linear(x, w).isnan().any()
     exact = torch.tensor([[1.0, 2**-8] + [0.0] * 30]).bfloat16()  # 1 + 2^-8 lies between two
     ones = torch.ones(1, 32, dtype=torch.bfloat16)
-    assert float(pyops.linear(exact, ones)) == 1.0
+    assert float(linear(exact, ones)) == 1.0
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -343,7 +343,7 @@ def test_other_threads_run_meanwhile() -> None:
     sys.setswitchinterval(60)  # nobody is asked to give the lock away
     try:
         with ThreadPoolExecutor(1) as pool:
-            products = pool.submit(lambda: [pyops.linear(x, w) for _ in range(8)])
+            products = pool.submit(lambda: [linear(x, w) for _ in range(8)])
             while not products.done():
                 time.sleep(1e-4)
                 ticks += 1

@@ -31,6 +31,7 @@ from g4ir.engine.speculative import NO_DRAFT
 from g4ir.ui import threads
 from g4ir.ui.memory import memory_limits
 from tests.cases import TABLES
+from tests.step_ops import linear
 
 PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
 
@@ -53,7 +54,7 @@ def products(rounds: int) -> list[torch.Tensor]:
     for i in range(rounds):
         n, k = PRODUCTS[i % len(PRODUCTS)]
         x, w = (torch.randn(s, k, generator=g).bfloat16() for s in (1 + i % 3, n))
-        made.append(pyops.linear(x, w))
+        made.append(linear(x, w))
     return made
 
 
@@ -99,9 +100,9 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     """It uses the kernels alone: OpenMP's threads do not outlive a fork."""
     torch.set_num_threads(2)
     x, w = torch.randn(1, 1024), torch.randn(512, 1024)
-    alone = pyops.linear(x, w)
+    alone = linear(x, w)
     if (child := os.fork()) == 0:
-        os._exit(0 if pyops.linear(x, w).eq(alone).numpy().all() else 1)
+        os._exit(0 if linear(x, w).eq(alone).numpy().all() else 1)
     deadline = time.monotonic() + 30
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -124,7 +125,7 @@ def test_threads_do_not_wait_for_busy_cores() -> None:
             torch.set_num_threads(threads_used)
             start = time.perf_counter()
             for _ in range(150):
-                pyops.linear(x, w)
+                linear(x, w)
             taken[threads_used].append(time.perf_counter() - start)
     finally:
         for process in busy:
@@ -138,12 +139,11 @@ def test_threads_stay_on_the_cores_of_the_process() -> None:
     code = """
 import os, torch, sys, subprocess
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from g4ir.backends.cpu import pyops
-pyops.load_kernels()
+from tests.step_ops import linear
 torch.set_num_threads(2)
 busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 for _ in range(300):
-    pyops.linear(torch.randn(1, 1024), torch.randn(2048, 1024))
+    linear(torch.randn(1, 1024), torch.randn(2048, 1024))
 busy.kill()
 cores = {frozenset(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
 assert cores == {frozenset(os.sched_getaffinity(0))}, cores

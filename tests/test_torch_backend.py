@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir import Spec, interpret, load_spec, parse_graph, print_graph
-from g4ir.backends.cpu.lowerings import lowered
 from g4ir.backends.cuda.lowerings import smallest
 from g4ir.backends.inductor.cache_write import write_list, write_ring
 from g4ir.backends.inductor.compile import compile_program
-from g4ir.backends.inductor.lower import SegmentModule
+from g4ir.backends.inductor.lower import COMMON, SegmentModule
+from g4ir.backends.inductor.lowered import lowered_by_op
 from g4ir.backends.inductor.programs import phase_steps
 from g4ir.backends.inductor.runtime import _load_program, check_aligned
 from g4ir.backends.inductor.segment import graph_steps, state_steps
@@ -192,7 +192,7 @@ def test_own_slots(
     where = torch.tensor(first), torch.tensor(lengths)
     want = OPS["cache_write"].reference(cache.float(), new.float(), *where)
     with Sizes() as sizes:
-        SegmentModule(lowered(parse_graph(text)))(new, *where, cache)
+        SegmentModule(lowered_by_op(parse_graph(text), COMMON))(new, *where, cache)
     assert torch.equal(cache.float(), want)
     assert sizes.most < cache.numel()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from g4ir.errors import MissingError
 from g4ir.ops.codecs import FORMATS, values_per_row
@@ -34,7 +33,6 @@ _TYPES: dict[str, Any] = {
     "d": ctypes.c_double,
 }
 _ARGUMENTS = {
-    "linear": "pppisssi",
     "add_products": "ppisssi",
     "run_instructions": "ppspi",
     "run_steps": "ppsppi",
@@ -76,23 +74,6 @@ def _open_library(library: Library, progress: Progress) -> ctypes.CDLL:
         except OSError as e:
             fix = "set TMPDIR to a folder from which programs may run"
             raise MissingError(f"the CPU kernels cannot be loaded: {e}; {fix}") from None
-
-
-def linear(x: Tensor, w: Tensor) -> Tensor:
-    """Return x [..., k] @ w[n, k]^T, of a graph that is no step program; sums are fp32, rounded
-    once. A few rows are a GEMV bound by memory bandwidth; more a GEMM over packed panels
-    (kernels/gemm.h)."""
-    (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
-    rows = x.numel() // k
-    if not (_kernels and rows and x.dtype in (torch.bfloat16, torch.float32)):
-        return functional.linear(x, w)
-    out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
-    failed = _kernels["linear"](
-        *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype), *(rows, n, k, torch.get_num_threads())
-    )
-    if failed:
-        raise MemoryError(f"no memory for the repacked rows of a matmul {list(out.shape)}")
-    return out
 
 
 def takes_width(codes: Tensor, scales: int) -> bool:

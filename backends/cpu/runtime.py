@@ -1,4 +1,4 @@
-"""CPU runtime: step programs of text graphs; towers by torch's ops and the C kernels."""
+"""CPU runtime: step programs of all graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from g4ir.backends.base import DeviceChoice, Embed, GraphRun, Task, Tensors
-from g4ir.backends.inductor.lower import SegmentModule
 from g4ir.backends.inductor.programs import EMBED
 from g4ir.backends.inductor.runtime import ProgramRuntime
 from g4ir.backends.kv_cache import Caches
@@ -26,7 +25,6 @@ from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
 from . import pyops
 from .arena import ROWS, Arena
-from .lowerings import lowered
 from .step_loop import Embedding, StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import CHUNKS, NoInstruction, StepProgram, of_tokens, record_step, step_arena
 
@@ -115,10 +113,9 @@ class CpuRuntime(ProgramRuntime):
         return follows() if max_tokens else captured.get(StepProgram, (phase, tokens), follows)
 
     def encode(self, tower: str, feeds: Tensors) -> Tensor:
-        graph, tensors = self.program.graphs[tower], {**self.weights, **feeds}
+        graph = self.program.graphs[tower]
         with torch.no_grad():
-            outputs = SegmentModule(lowered(graph))(*(tensors[v.name] for v in graph.sources()))
-        return outputs[0]
+            return record_step(graph, self.weights, {}, feeds, Arena("cpu")).run(feeds)["soft"]
 
     def _max_tokens(self, phase: str, tokens: int) -> int:
         """Return the maximum tokens per sequence of a step, for which its arena is sized."""

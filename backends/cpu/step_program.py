@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from g4ir.backends.base import Tensors, Watch
+from g4ir.backends.inductor.attention import encoder_attention
 from g4ir.backends.inductor.lower import dense
 from g4ir.backends.inductor.lowered import Coded
 from g4ir.backends.inductor.segment import writes_last
@@ -661,8 +662,23 @@ def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
     return r.greedy(logits, torch.empty(0, dtype=torch.int64))[0]
 
 
+def _clip(r: Recorder, n: Node, x: Any, low: Tensor, high: Tensor) -> Tensor:
+    """Clamp by scalars: ten times as fast as by tensors."""
+    limits = float(low), float(high)
+    return r.by_torch(lambda operands: (operands[0].clamp(*limits),), [x], r.like(x))[0]
+
+
+def _encoder_attention(r: Recorder, n: Node, q: Any, *rest: Any) -> Tensor:
+    def attend(operands: list[Any]) -> Sequence[Tensor]:
+        return (encoder_attention(n, *operands),)
+
+    return r.by_torch(attend, [q, *rest], r.like(q))[0]
+
+
 #: op -> (recorder, node, *inputs) -> outputs; other ops are views or expanded
 LOWERINGS: dict[str, Callable[..., Any]] = {
+    "clip": _clip,
+    "encoder_attention": _encoder_attention,
     "rms_norm": _norm,
     "add": _add,
     "mul": _like_input("mul"),

@@ -45,7 +45,7 @@ class TorchBackend(Backend):
         )
     }
 
-    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+    def needs(self, device: str) -> tuple[Callable[[], object], ...]:
         return find_device(device).needs()
 
     def machine(self, device: str) -> str:

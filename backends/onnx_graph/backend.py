@@ -50,7 +50,7 @@ class OnnxBackend(Backend):
     def packages(self, device: str) -> tuple[str, ...]:
         return NEEDS
 
-    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+    def needs(self, device: str) -> tuple[Callable[[], object], ...]:
         return (partial(require, *NEEDS),)
 
     def stored(self, program: Program, device: str) -> Program:

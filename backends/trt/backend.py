@@ -95,7 +95,7 @@ class TrtBackend(Backend):
         requirements = self.host.target.library.requirements
         return tuple(re.split("[<>=]", r)[0] for r in requirements)
 
-    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+    def needs(self, device: str) -> tuple[Callable[[], object], ...]:
         undecided = self.host.target is HOPPER and not self.host.capability()
         if undecided and (version := installed(RTX)):
             return (partial(require_target, version),)

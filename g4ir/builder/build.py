@@ -142,7 +142,7 @@ def prepare(
     if dry:
         sources.side_files.result()
     else:
-        check_all(*backend.needs(config.device, config.ranks), *sources.absent())
+        check_all(*backend.needs(config.device), *sources.absent())
     checkpoint = sources.checkpoint(config)
     if options.requantize:
         if not (checkpoint and checkpoint.forms and (config.quant or options.bits)):

@@ -169,7 +169,7 @@ def _verdict(p: Prepared, short: list[str]) -> str:
     if short:
         return f"would not build here: {'; '.join(short)}"
     try:
-        check_all(*p.backend.needs(p.config.device, p.config.ranks))
+        check_all(*p.backend.needs(p.config.device))
     except G4Error as e:
         return f"fits; to build it here: {e}"
     return "would build here" + ("" if p.weights else ", with weights")
