@@ -51,7 +51,7 @@ def with_infer(o: Op) -> Op:
 
 
 _FAMILIES = [
-    importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+    importlib.import_module(f".{m.name}", __name__) for m in pkgutil.iter_modules(__path__)
 ]
 OPS: dict[str, Op] = {
     o.name: with_infer(o) for f in _FAMILIES for o in vars(f).values() if isinstance(o, Op)

@@ -168,22 +168,20 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 def _parameters(op: str, function: Callable[..., Any], cls: Mapping[str, Any]) -> list[Parameter]:
     """Return operands, then attributes, from the signature or the class's own lists."""
-    parameters = list(inspect.signature(function).parameters.values())
+    params = list(inspect.signature(function).parameters.values())
     if "operands" in cls:
-        parameters = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
-        parameters[:0] = map(_operand, cls["operands"].split())
+        params = [p for p in params if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        params[:0] = map(_operand, cls["operands"].split())
     if "attrs" in cls:
         attrs = cls["attrs"].items()
-        parameters = [
-            p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in cls["attrs"]
-        ]
-        parameters += [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind) for k, kind in attrs]
-    kinds_of = {str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        params = [p for p in params if p.kind is not p.VAR_KEYWORD and p.name not in cls["attrs"]]
+        params += [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind) for k, kind in attrs]
+    kinds_of = {str(p.annotation) for p in params if p.kind is p.KEYWORD_ONLY}
     unknown = kinds_of - _KINDS.keys()
-    if unknown or any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if unknown or any(p.kind is p.VAR_KEYWORD for p in params):
         kinds = ", ".join(sorted(unknown)) or "**"
         raise TypeError(f"op {op}: attribute of kind {kinds}; one of {', '.join(_KINDS)}")
-    return parameters
+    return params
 
 
 def _operand(word: str) -> Parameter:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch as torch
+    from torch import Tensor as Tensor
 else:
 
     class _Torch:
@@ -21,7 +22,7 @@ else:
 
             return getattr(torch, name)
 
-    torch = _Torch()
+    torch, Tensor = _Torch(), Any
 
 Dim = int | str
 
