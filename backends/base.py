@@ -184,10 +184,8 @@ class Backend(PlannedBackend, ABC):
         """Return this backend for the GPUs of `--target`; None: for the current GPU. InputError if
         unsupported."""
         if target is not None:
-            raise InputError(
-                f"--target {target[:40]}: backend {self.name} builds for this machine; leave it "
-                f"out, or give --backend trt"
-            )
+            problem = f"--target {target[:40]}: backend {self.name} builds for this machine"
+            raise InputError(f"{problem}; leave it out, or give --backend trt")
         return self
 
     def built(self, record: Mapping[str, Any]) -> Backend:

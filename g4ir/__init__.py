@@ -63,10 +63,8 @@ def _check_one_tree() -> None:
             continue
         else:
             where = f"in {tree}"
-        raise ImportError(
-            f"g4ir is in {package.parent}, but g4ir.{folder} is {where}; "
-            f"run `pip install -e .` in the checkout that you mean to use"
-        )
+        fix = "run `pip install -e .` in the checkout that you mean to use"
+        raise ImportError(f"g4ir is in {package.parent}, but g4ir.{folder} is {where}; {fix}")
 
 
 _check_one_tree()

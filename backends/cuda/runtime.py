@@ -65,7 +65,9 @@ class CudaRuntime(ProgramRuntime):
         plan = self.plans[phase, True]
         return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
 
-    def _replay(self, phase: str, feeds: Tensors, state: Caches, views: Tensors) -> Tensors:
+    def _replay(
+        self, phase: str, feeds: dict[str, Tensor], state: Caches, views: Tensors
+    ) -> Tensors:
         """Replay a step in one launch; captured per session, cache views and token count."""
         assert self.record
         step, record = self._plan_step(phase, views), self.record

@@ -33,10 +33,8 @@ def _check_triton() -> None:
 
 def _check_gpu(otherwise: str) -> None:
     if not torch.cuda.is_available():
-        raise MissingError(
-            f"device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "
-            f"machine with a GPU{otherwise}"
-        )
+        fix = f"install a CUDA build of torch on a machine with a GPU{otherwise}"
+        raise MissingError(f"device cuda: this torch sees no CUDA device; {fix}")
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST:
         raise MissingError(

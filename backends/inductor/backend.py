@@ -129,10 +129,8 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Prog
     for name, many in texts.items():
         expected = [bool(t) for t in many]
         if expected != [f is not None for f in files[name]]:
-            raise EngineError(
-                f"{folder}: the manifest does not have a program for each segment of {name}; "
-                f"build the engine again"
-            )
+            problem = f"{folder}: the manifest does not have a program for each segment of {name}"
+            raise EngineError(f"{problem}; build the engine again")
         checked |= {(f, t) for f, t in zip(files[name], many) if f and t}
     for file, text in sorted(checked):
         if not PROGRAM.fullmatch(file) or not (folder / file).is_file():

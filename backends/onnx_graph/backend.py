@@ -93,10 +93,8 @@ def require(*modules: str, backend: str = "onnx") -> None:
     """Raise MissingError if a required package cannot be imported."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
-        raise MissingError(
-            f"--backend {backend} needs the library {' and '.join(absent)}: `pip install "
-            f"'g4ir[onnx]'`"
-        )
+        fix = "`pip install 'g4ir[onnx]'`"
+        raise MissingError(f"--backend {backend} needs the library {' and '.join(absent)}: {fix}")
 
 
 BACKEND = OnnxBackend()

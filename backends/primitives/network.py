@@ -76,10 +76,8 @@ class Network:
         lower = self.lowerings.get(n.op)
         self.e.scope = n.outputs[0].name
         if lower is None and n.definition.expand is None:
-            raise LowerError(
-                f"op {n.op} of {n.outputs[0]} has no lowering: add one to "
-                f"backends/primitives/lowerings.py"
-            )
+            fix = "add one to backends/primitives/lowerings.py"
+            raise LowerError(f"op {n.op} of {n.outputs[0]} has no lowering: {fix}")
         if lower is None:
             outputs: Sequence[Operand] = self.expanded(n)
         else:

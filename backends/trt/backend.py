@@ -182,10 +182,8 @@ class TrtBackend(Backend):
         versions count too."""
         folder, settings = task.folder, manifest["settings"]
         if any(settings.get(n) not in s.choices for n, s in self.settings.items()):
-            raise EngineError(
-                f"{folder}: settings of its compiled files are not those of this backend; build it "
-                f"again"
-            )
+            why = "settings of its compiled files are not those of this backend; build it again"
+            raise EngineError(f"{folder}: {why}")
         if not self.has_device(task.device):
             raise EngineError(
                 f"{folder} runs on a GPU of {self.host.target.gpus}; the current one, "

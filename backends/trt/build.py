@@ -126,10 +126,8 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
     for tensor in w.interface.dynamic():
         profile.set_shape(tensor, *w.interface.shapes(tensor, name))
     if config.add_optimization_profile(profile) != w.interface.index(name):
-        raise LowerError(
-            f"TensorRT refuses the profile of {name}: {w.log.reason()}; check --max-batch, "
-            f"--max-seq and --prefill-chunk"
-        )
+        fix = "check --max-batch, --max-seq and --prefill-chunk"
+        raise LowerError(f"TensorRT refuses the profile of {name}: {w.log.reason()}; {fix}")
 
 
 # --- running the builder ----------------------------------------------------------------------

@@ -282,9 +282,9 @@ def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
                 for end, t in zip((CODES, SCALES), codes, strict=True):
                     tensors[f"{name}{end}"] = tensorfile.FileTensor.of(t)
             tensorfile.write_tensors(file, tensors)
-    file = StoredParams.open(done)
-    weights = [n.removesuffix(CODES) for n in file.files.names if n.endswith(CODES)]
-    return {w: (file.tensor(f"{w}{CODES}"), file.tensor(f"{w}{SCALES}")) for w in weights}, folder
+    saved = StoredParams.open(done)
+    weights = [n.removesuffix(CODES) for n in saved.files.names if n.endswith(CODES)]
+    return {w: (saved.tensor(f"{w}{CODES}"), saved.tensor(f"{w}{SCALES}")) for w in weights}, folder
 
 
 def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -> Codes:

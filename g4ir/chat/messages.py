@@ -270,10 +270,8 @@ def check_pairs(messages: Messages, may_wait: bool = False) -> list[Message]:
         if waiting:
             name, call_id = waiting[0]["function"]["name"], waiting[0].get("id")
             named = f"{name!r} ({call_id})" if call_id else repr(name)
-            raise InputError(
-                f"messages[{i - 1}]: the call of {named} has no answer; add a tool message for it, "
-                f"which may say that it was not run"
-            )
+            fix = "add a tool message for it, which may say that it was not run"
+            raise InputError(f"messages[{i - 1}]: the call of {named} has no answer; {fix}")
         calls = message.get("tool_calls") or []
         ids = [call["id"] for call in calls if call.get("id") is not None]
         if len(set(ids)) < len(ids):

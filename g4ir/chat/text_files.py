@@ -50,10 +50,8 @@ def read_text(path: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as e:
-                raise InputError(
-                    f"{path}: not UTF-8 at byte {consumed + e.start}: a binary file, or a text in "
-                    f"another encoding"
-                ) from None
+                why = "a binary file, or a text in another encoding"
+                raise InputError(f"{path}: not UTF-8 at byte {consumed + e.start}: {why}") from None
             if "\0" in text:
                 raise InputError(f"{path}: NUL among its characters: a binary file, not a text")
             yield text.removeprefix("\ufeff") if not read else text

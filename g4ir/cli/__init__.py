@@ -118,10 +118,8 @@ def run_command(parser: Parser, values: Mapping[str, Any]) -> int:
     if launched() is None:
         return parser.run(values)
     if "rank_timeout" not in parser.flags.names:
-        raise InputError(
-            "torchrun started several processes, but this verb runs in one: call g4ir without "
-            "torchrun"
-        )
+        fix = "call g4ir without torchrun"
+        raise InputError(f"torchrun started several processes, but this verb runs in one: {fix}")
     with join(values.get("rank_timeout", TIMEOUT_S)) as group:
         if group.rank:
             from g4ir.builder.rank_worker import follow

@@ -50,9 +50,7 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _actions(parser: Parser) -> dict[str, argparse.Action | str]:
     """Return key -> the argument that it sets, or the name of a setting."""
-    keys: dict[str, argparse.Action | str] = {
-        name.replace("_", "-"): name for name in parser.flags.settings
-    }
+    keys: dict[str, argparse.Action | str] = {n.replace("_", "-"): n for n in parser.flags.settings}
     for a in parser._actions:
         if a.dest not in ("help", "settings"):
             name = max(a.option_strings, key=len) if a.option_strings else str(a.metavar)

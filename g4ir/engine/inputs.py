@@ -65,10 +65,8 @@ class SessionInputs:
         tokens, lengths = self.tokens(length, tokens, lengths)
         width, max_tokens = tokens.shape[1], self.engine.draft_tokens + 1
         if width > 1 and max_tokens == 1:
-            raise InputError(
-                f"{self.engine.label}: it verifies no drafted tokens; build the engine again with "
-                f"--draft-tokens K"
-            )
+            fix = "build the engine again with --draft-tokens K"
+            raise InputError(f"{self.engine.label}: it verifies no drafted tokens; {fix}")
         if width > max_tokens:
             built = f"an engine of --draft-tokens {max_tokens - 1}"
             raise InputError(f"verify: {width} tokens; {built} takes {max_tokens} at most")

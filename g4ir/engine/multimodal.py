@@ -93,10 +93,8 @@ def _video(engine: EngineParts, item: Any, frames: int | None, fps: float | None
 def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch.Tensor:
     grids = {image_settings(engine.spec, n).rows: n for n in engine.media.grids}
     if len(patches) not in grids:
-        raise InputError(
-            f"an image of {len(patches)} rows of patches: this engine was built for "
-            f"{', '.join(map(str, sorted(grids)))}"
-        )
+        why = f"this engine was built for {', '.join(map(str, sorted(grids)))}"
+        raise InputError(f"an image of {len(patches)} rows of patches: {why}")
     feeds = {"patches": patches, "positions": positions}
     return _run(engine, vision_name(grids[len(patches)]), feeds)[:soft]
 
@@ -146,10 +144,8 @@ def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 def _checked(item: Any, kind: type, name: str) -> Any:
     if not isinstance(item, kind):
-        raise InputError(
-            f"{name}: found {type(item).__name__}; give a path, {kind.__name__} or "
-            "what was prepared of it"
-        )
+        fix = f"give a path, {kind.__name__} or what was prepared of it"
+        raise InputError(f"{name}: found {type(item).__name__}; {fix}")
     return item
 
 

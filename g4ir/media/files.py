@@ -47,10 +47,8 @@ def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
     if min(width, height) < 1:
         raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
     if width * height > max_pixels:
-        raise InputError(
-            f"{path}: {width}x{height} are {width * height} pixels, at most "
-            f"{max_pixels}; make it smaller"
-        )
+        why = f"{width}x{height} are {width * height} pixels, at most {max_pixels}; make it smaller"
+        raise InputError(f"{path}: {why}")
 
 
 def is_cut(file: BinaryIO, total: int) -> bool:

@@ -118,10 +118,8 @@ class RawSettings:
     def __post_init__(self) -> None:
         """Raise InputError for numbers that no audio could be framed with."""
         if self.frame < 1 or not RATES[0] <= self.sampling_rate <= RATES[1]:
-            raise InputError(
-                f"audio settings: {self}: a frame needs a sample and the rate "
-                f"{RATES[0]}..{RATES[1]} Hz"
-            )
+            why = f"{self}: a frame needs a sample and the rate {RATES[0]}..{RATES[1]} Hz"
+            raise InputError(f"audio settings: {why}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"audio settings: max_tokens {self.max_tokens}: at least 1, or None")
 

@@ -150,8 +150,6 @@ def shipped_drafter(model: Spec) -> Spec:
     fitting = [d for d in map(load_spec, names) if d.hub and not differences(model, d)]
     if len(fitting) != 1:
         variants = ", ".join(n.removesuffix(DRAFTER) for n in names)
-        raise SpecError(
-            f"--drafter default: variant {model.name} has none; {variants} have. Give a drafter's "
-            f"directory or its spec"
-        )
+        others = f"{variants} have. Give a drafter's directory or its spec"
+        raise SpecError(f"--drafter default: variant {model.name} has none; {others}")
     return fitting[0]

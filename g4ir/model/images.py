@@ -124,7 +124,5 @@ def fit_image(settings: ImageSettings, width: int, height: int, name: str = "ima
 def _check_positions(settings: ImageSettings, longest: int, name: str) -> None:
     needed = longest * settings.side // settings.cell
     if needed > settings.positions:
-        raise InputError(
-            f"{name}: a side of {needed} patches, the position table has "
-            f"{settings.positions}; take a smaller budget"
-        )
+        problem = f"{name}: a side of {needed} patches, the position table has {settings.positions}"
+        raise InputError(f"{problem}; take a smaller budget")

@@ -166,10 +166,8 @@ def _load_drafter(model: Spec, path: Path) -> Spec:
         # A file does not record whether its model is a unified one.
         return replace(spec, model_type=f"{model.model_type}{ASSISTANT}") if spec.drafter else spec
     if not (path / CONFIG).is_file():
-        raise InputError(
-            f"--drafter {path}: no directory with {CONFIG}; give a drafter's checkpoint, its GGUF "
-            f"file, its spec FILE.yaml, or `default`"
-        )
+        fix = "give a drafter's checkpoint, its GGUF file, its spec FILE.yaml, or `default`"
+        raise InputError(f"--drafter {path}: no directory with {CONFIG}; {fix}")
     return Spec.from_hf(path / CONFIG)
 
 

@@ -124,10 +124,8 @@ class Rule:
             if scheme.fits(t):
                 return scheme
         groups = f"the groups of {self.first.row_multiple} of {self.form}"
-        raise InputError(
-            f"{name}: rows of {t.shape[-1]} do not divide into {groups}; leave it out, or add "
-            f"`otherwise: int8`"
-        )
+        fix = "leave it out, or add `otherwise: int8`"
+        raise InputError(f"{name}: rows of {t.shape[-1]} do not divide into {groups}; {fix}")
 
 
 @dataclass(frozen=True)
