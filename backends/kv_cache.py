@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from g4ir.ir.graph import Program
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import zeros
 from g4ir.plan.formats import cache_types, capacity, context_slots
 
 from .base import State
@@ -40,10 +40,7 @@ class Caches(State):
         self.capacity, self.adapters = capacity(max_seq), torch.full((batch,), -1)
         self.types = cache_types(program, batch, max_seq)
         self.linear = {n for n, v in program.state().items() if v.type.shape[0] == "C"}
-        self.tensors = {
-            name: torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype), device=device)
-            for name, t in self.types.items()
-        }
+        self.tensors = {name: zeros(t, device) for name, t in self.types.items()}
         self._views: dict[int, Mapping[str, torch.Tensor]] = {}
         self.captured = CaptureCache()
 

@@ -98,9 +98,7 @@ def _keys(n: Node, choice: Choice | None) -> list[_Key]:
     if not choice:
         return [(n.op, MESSAGE if n.op in COLLECTIVES else OTHER, (), (), 0)]
     shape, starts = tuple(choice.shape.items()), choice.kernel.starts
-    return [
-        (n.op, name, shape, tuple(use.items()), starts[name]) for name, use in choice.uses.items()
-    ]
+    return [(n.op, key, shape, tuple(use.items()), starts[key]) for key, use in choice.uses.items()]
 
 
 def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row]:

@@ -118,18 +118,16 @@ def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
     return e.sub(x, e.mul(e.binary("floor_div", x, n), n))
 
 
-def _mask(
-    e: Emitter, key: Operand, positions: Operand, window: int, last: Operand | None
-) -> Operand:
+def _mask(e: Emitter, k: Operand, positions: Operand, window: int, last: Operand | None) -> Operand:
     """Return [B, 1, S, T] bool: causal, sliding-window mask of valid keys (rule 16). `last`
     i32[B, S]: last visible position of each query, by default its own."""
-    key = e.unsqueeze(key, 1)
+    k = e.unsqueeze(k, 1)
     query = e.unsqueeze(e.cast(positions, "i32"), 2)
     limit = query if last is None else e.unsqueeze(last, 2)
-    visible = e.unary("not", e.binary("gt", key, limit))
-    visible = e.binary("and", visible, e.binary("gt", key, -1))
+    visible = e.unary("not", e.binary("gt", k, limit))
+    visible = e.binary("and", visible, e.binary("gt", k, -1))
     if window:
-        visible = e.binary("and", visible, e.binary("gt", key, e.sub(query, window)))
+        visible = e.binary("and", visible, e.binary("gt", k, e.sub(query, window)))
     return e.unsqueeze(visible, 1)
 
 
@@ -266,10 +264,8 @@ def _keys_values(net: Network, n: Node, row: Operand, w: Operand) -> tuple[Opera
     return e.concat([e.slice(x, 3, i, j) for x, i, j in cuts if i < j], 3), v
 
 
-def attend(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, visible: Operand
-) -> Operand:
-    return weigh(net.e, q, keys, values, visible, n.number("scale"), n.number("softcap"))
+def attend(net: Network, n: Node, q: Operand, k: Operand, v: Operand, visible: Operand) -> Operand:
+    return weigh(net.e, q, k, v, visible, n.number("scale"), n.number("softcap"))
 
 
 def weigh(

@@ -27,11 +27,8 @@ def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> O
 
 def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
     """Split the last dim."""
-    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [
-        net.e.slice(x, x.rank - 1, stop - size, stop)
-        for size, stop in zip(sizes, stops, strict=True)
-    ]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [net.e.slice(x, x.rank - 1, end - n, end) for n, end in zip(sizes, ends, strict=True)]
 
 
 def _clip(net: Network, n: Node, x: Operand, low: Operand, high: Operand) -> Operand:

@@ -8,7 +8,7 @@ import torch
 
 from g4ir.backends.base import State
 from g4ir.backends.kv_cache import CaptureCache
-from g4ir.ops.types import Type, torch_dtype
+from g4ir.ops.types import Type, zeros
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import context_slots
 
@@ -27,14 +27,8 @@ class NetworkCaches(State):
         limits: Limits,
         device: str = "cpu",
     ) -> None:
-        self.caches = {
-            name: torch.zeros(
-                [int(d) for d in t.bind({"B": batch}).shape],
-                dtype=torch_dtype(t.dtype),
-                device=device,
-            )
-            for name, t in types.items()
-        }
+        bound = {name: t.bind({"B": batch}) for name, t in types.items()}
+        self.caches = {name: zeros(t, device) for name, t in bound.items()}
         self.rings, self.capacity = frozenset(rings), full_slots(limits)
         self.turned = torch.zeros(batch, dtype=torch.int64, device=device)
         self.captured = CaptureCache()

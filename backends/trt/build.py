@@ -143,10 +143,8 @@ class Estimate:
     four_bits: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{size_text(self.host_bytes)} of host memory, "
-            f"{size_text(self.device_bytes)} of device memory"
-        )
+        host, device = size_text(self.host_bytes), size_text(self.device_bytes)
+        return f"{host} of host memory, {device} of device memory"
 
     def short(self) -> str:
         """Return why the build does not fit this machine's memory; "" if it does."""

@@ -230,19 +230,17 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
 # --- fused attention --------------------------------------------------------------------------
 
 
-def attend(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, visible: Operand
-) -> Operand:
-    """Fused attention: one IAttention over q [B,S,heads,d], keys and values [B,n,T,d], with a mask
+def attend(net: Network, n: Node, q: Operand, k: Operand, v: Operand, visible: Operand) -> Operand:
+    """Fused attention: one IAttention over q [B,S,heads,d], k and v [B,n,T,d], with a mask
     broadcastable to [B,heads,S,T]; also for towers. It has no scale input, so q is multiplied."""
     e = net.e
     if n.attrs.get("softcap"):
         net.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
-        return in_blocks(net, n, q, keys, values, visible)
+        return in_blocks(net, n, q, k, v, visible)
     q = times(e, e.transpose(q, 0, 2, 1, 3), n.number("scale"))
     if _few_tokens(net, q):
         visible = net.shared(("added", visible), lambda: _added(e, visible, q.dtype))
-    out = e.attention(q, keys, values, visible)
+    out = e.attention(q, k, v, visible)
     return e.transpose(out, 0, 2, 1, 3)
 
 

@@ -39,9 +39,7 @@ ROUNDS = 3
 MIB = 1 << 20
 #: number of random tokens scored for a model without a tokenizer
 RANDOM_TOKENS = 256
-NO_TOKENIZER = (
-    "the model has no tokenizer: it is compared on random tokens, whose perplexity is meaningless"
-)
+NO_TOKENIZER = "no tokenizer: it is compared on random tokens, whose perplexity is meaningless"
 #: quality metrics of the baseline
 SCORES = ("nll", "ppl")
 #: rate in the report -> its key in `speeds`

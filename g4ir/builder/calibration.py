@@ -33,7 +33,7 @@ from g4ir.ir.rewrite import drop_dead
 from g4ir.model.names import CODES, SCALES
 from g4ir.model.text import build_graph
 from g4ir.ops.mlp import activate
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import zeros
 from g4ir.quant import compensation
 from g4ir.quant.compensation import Codes, Inputs, column_parts, is_compensated
 from g4ir.quant.recipe import QuantConfig, Scheme
@@ -181,8 +181,7 @@ class Stages:
             if v.name not in params:
                 params[v.name] = self.params.load_input(v)
             return params[v.name]
-        t = v.type.bind({"B": len(env["positions"]), "C": 1})  # an empty cache
-        return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
+        return zeros(v.type.bind({"B": len(env["positions"]), "C": 1}))  # an empty cache
 
 
 class InputProducts:
@@ -299,7 +298,7 @@ def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -
 
 
 def cache_key(
-    spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: object
+    spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: Any
 ) -> str:
     """Return a digest of everything that affects the result: weights, text, options, and this
     package's source code."""

@@ -226,9 +226,7 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
     folder = origin.path if origin and origin.path.is_dir() else None
     unmerged = lies_in(folder) if folder else None
     if unmerged and folder not in [a.path for a in adapters]:
-        message = (
-            "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it"
-        )
+        message = "%s: holds a LoRA adapter (%s), which is not merged; --adapter %s merges it"
         log.warning(message, folder, unmerged, folder)
     return adapters
 

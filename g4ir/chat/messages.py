@@ -168,12 +168,10 @@ def _texts(message: Message, where: str, *keys: str) -> dict[str, str]:
     return {key: expect(value, str, f"{where}.{key}", "text") for key, value in out.items()}
 
 
-def expect(
-    value: Any, kinds: type | tuple[type, ...], where: str, words: str, cure: str = ""
-) -> Any:
-    """Return the value; InputError, which says `words`, unless its type is one of `kinds`."""
+def expect(value: Any, kinds: type | tuple[type, ...], where: str, what: str, fix: str = "") -> Any:
+    """Return the value; InputError, which says `what`, unless its type is one of `kinds`."""
     if not isinstance(value, kinds):
-        raise InputError(f"{where}: must be {words}, found {kind_of(value)}{cure}")
+        raise InputError(f"{where}: must be {what}, found {kind_of(value)}{fix}")
     return value
 
 

@@ -65,10 +65,8 @@ def plain_engine(engine: Engine, params: MadeParams) -> Engine:
     """Return an engine that interprets the text graphs of `params`, those of `plain_packing`."""
     program, device = params.packing.program, engine.device
     runtime = ReferenceRuntime(program, engine.limits, device, params)
-    tables = {
-        v.name: open_table(params, v, DEFAULT_PLACEMENT, device)
-        for v in program.graphs["embed"].params
-    }
+    embedded = program.graphs["embed"].params
+    tables = {v.name: open_table(params, v, DEFAULT_PLACEMENT, device) for v in embedded}
     plain = engine.configured(quant=None)
     return replace(plain, program=program, runtime=runtime, tables=tables)
 

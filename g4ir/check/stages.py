@@ -259,9 +259,7 @@ def stored_stage(engine: Engine, reference: Engine) -> Stage:
         return replace(last, params={name: last.params[name] for name in names})
     runtime: Any = reference.runtime
     graphs = {name: engine.program.graphs[name] for name in names}
-    params = {
-        name: {v.name: runtime.params[v.name] for v in g.params} for name, g in graphs.items()
-    }
+    params = {key: {v.name: runtime.params[v.name] for v in g.params} for key, g in graphs.items()}
     return Stage(STORED, Packing(engine.program, engine.prologue), params)
 
 

@@ -258,10 +258,7 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
                     draft.check(model, config)
 
             requests = ((m, self.options if is_engine(Path(m)) else needed) for m in models)
-            return [
-                str(find_engine(m, options, check=partial(checked, m), **how))
-                for m, options in requests
-            ]
+            return [str(find_engine(m, o, check=partial(checked, m), **how)) for m, o in requests]
 
     def checkpoint(self, model: str, explicit: str | None) -> str | None:
         """Return the original weights of MODEL: --checkpoint, else its own; None for an engine, and

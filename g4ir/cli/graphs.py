@@ -49,9 +49,7 @@ class NamedGraph(Part):
 
     engine: str | None = argument(ANY_MODEL, "MODEL", "?")
     source: Source
-    phase: str | None = flag(
-        "graph of the engine (default decode, or encode of an encoder)", choices=PHASES
-    )
+    phase: str | None = flag("graph (default: decode, or encode of an encoder)", choices=PHASES)
     after: str | None = flag("stop after this pass; `none`: before the first", None, "PASS")
     options: BuildOptions = options("skip quant settings", GRAPH_SETTINGS)
 

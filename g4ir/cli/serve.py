@@ -55,9 +55,7 @@ class Serve(Verb):
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
     log_requests: bool = http("log a line per request, without texts", False)
     log_format: LogFormat | None = http("log lines with time and level: text or json", None, "F")
-    api_key_file: str | None = access(
-        "file of API keys, one per line; read again at SIGHUP", None, "FILE"
-    )
+    api_key_file: str | None = access("API keys, one per line; read again at SIGHUP", None, "FILE")
     allow_host: list[str] = access("extra Host header on a loopback address", (), "NAME")
     allow_origin: list[str] = access("origin whose web pages may call the API; *: any", (), "URL")
     tls_cert: str | None = access("TLS certificate chain (PEM)", None, "FILE")

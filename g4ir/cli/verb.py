@@ -245,22 +245,20 @@ class Flags:
                 record[f.name] = BuildOptions(**dict(self._options(f.metadata["options"], values)))
         return cls(**record)
 
-    def _options(
-        self, names: Iterable[str], values: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Any]]:
+    def _options(self, names: Iterable[str], args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the preset's options, then those of the command line, which take precedence.
         Options of the preset are skipped if their flag has another meaning in this verb (`run
         --draft-tokens`); so is `target` with another backend."""
-        if values.get("preset"):
-            preset = find_preset(values["preset"]).options
+        if args.get("preset"):
+            preset = find_preset(args["preset"]).options
             skipped = self.names.keys() - self.options
-            if values.get("backend", preset["backend"]) != preset["backend"]:
+            if args.get("backend", preset["backend"]) != preset["backend"]:
                 skipped.add("target")
             yield from ((k, v) for k, v in preset.items() if k not in skipped)
         for name in names:
-            if name in values:
+            if name in args:
                 parse = _PARSERS.get(name, lambda value, flag: value)
-                yield name, parse(values[name], self.names[name])
+                yield name, parse(args[name], self.names[name])
 
 
 def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:

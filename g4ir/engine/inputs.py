@@ -134,10 +134,8 @@ def _check_ids(engine: EngineParts, tokens: Tensor) -> None:
         tokens = tokens.masked_fill(tokens == i, 0)
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
         row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
-        raise InputError(
-            f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
-            f"of {vocab}"
-        )
+        token = f"token {int(tokens[row, at])} (row {row}, index {at})"
+        raise InputError(f"{token} is outside the vocabulary of {vocab}")
 
 
 def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[Tensor, Tensor]:

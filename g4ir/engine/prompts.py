@@ -86,14 +86,12 @@ def read_defaults(
     sampling: dict[str, Any] = {"temperature": 1.0} if draws else {}
     for key, (name, drawn, neutral) in SETTINGS.items():
         if values.get(key) not in (None, neutral) and draws >= drawn:
-            sampling[name] = _checked_setting(path, key, name, values[key], keys)
+            sampling[name] = _checked(path, key, name, values[key], keys)
     unused = tuple(key for key, value in values.items() if _is_unused(key, value))
     return Defaults(stop, suppress or (), sampling, unused)
 
 
-def _checked_setting(
-    path: Path, key: str, name: str, value: Any, stated: Mapping[str, str]
-) -> int | float:
+def _checked(path: Path, key: str, name: str, value: Any, stated: Mapping[str, str]) -> int | float:
     if type(value) not in (int, float):
         raise _wrong(path, key, f"must be a number, found {quoted(value)}", stated)
     try:

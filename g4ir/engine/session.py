@@ -138,10 +138,7 @@ class Session:
         steps = [*self._draft_steps(tokens, max(counts.values(), default=0))]
         drafts = {row: [step[row] for step in steps[:count]] for row, count in counts.items()}
         ids = self.engine.spec.text.readable_ids
-        return {
-            row: list(takewhile(lambda t: t < ids, tokens_of_row))
-            for row, tokens_of_row in drafts.items()
-        }
+        return {row: [*takewhile(lambda t: t < ids, ahead)] for row, ahead in drafts.items()}
 
     def extend(self, counts: torch.Tensor) -> None:
         """Count tokens that a device loop has appended to the KV cache: int64 [batch]."""

@@ -28,7 +28,7 @@ from g4ir.model.draft import DRAFT, build_draft
 from g4ir.model.names import DRAFTER_PREFIX
 from g4ir.model.text import build_graph
 from g4ir.model.towers import PARTS
-from g4ir.ops.types import Type, torch_dtype
+from g4ir.ops.types import Type, zeros
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui.memory import free_memory
 from g4ir.ui.units import size_text
@@ -217,10 +217,7 @@ def compute_values(plan: Inspection) -> dict[str, Tensor]:
     if nbytes > free:
         sizes = f"values: {size_text(nbytes)}, and {size_text(free)} of memory are free"
         raise InputError(f"{sizes}; name fewer, or write them to a file (g4ir run --dump-to)")
-    out = {
-        name: torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
-        for name, t in plan.types.items()
-    }
+    out = {name: zeros(t) for name, t in plan.types.items()}
 
     def store(name: str, start: int, t: Tensor) -> None:
         out[name][:, start : start + t.shape[1]] = t

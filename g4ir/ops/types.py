@@ -125,6 +125,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[name])
 
 
+def zeros(t: Type, device: str = "cpu") -> Tensor:
+    """Return zeros of a type without named dims."""
+    return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype), device=device)
+
+
 def is_float(t: torch.Tensor) -> bool:
     """Whether a tensor holds floats, not quantised values in a dtype of floats."""
     return t.is_floating_point() and str(t.dtype) not in _CARRIERS

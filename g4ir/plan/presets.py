@@ -27,10 +27,8 @@ class Preset:
         return " ".join(word for k, v in self.options.items() for word in flags_of({k: v}))
 
 
-PRESETS = {
-    name: Preset(name, **row)
-    for name, row in read_table(Path(__file__).with_suffix(".yaml")).items()
-}
+_ROWS = read_table(Path(__file__).with_suffix(".yaml"))
+PRESETS = {name: Preset(name, **row) for name, row in _ROWS.items()}
 
 
 def find_preset(name: str) -> Preset:

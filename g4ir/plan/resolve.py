@@ -95,9 +95,7 @@ def dtype_of(backend: PlannedBackend, requested: str | None, spec: Spec) -> str:
     raise InputError(f"--dtype {requested}: backend {backend.name} computes in {can}")
 
 
-def check_supported(
-    b: PlannedBackend, o: BuildOptions, options: PassOptions, limits: Limits
-) -> None:
+def check_backend(b: PlannedBackend, o: BuildOptions, options: PassOptions, limits: Limits) -> None:
     """Raise InputError for an option of a build that its backend lacks."""
     kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
     if kv != OFF and kv not in b.kv_dtypes:
@@ -217,7 +215,7 @@ def resolved(
         drafted=find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
         keep=layers_read(spec, drafter),
     )
-    check_supported(backend, o, options, limits)
+    check_backend(backend, o, options, limits)
     return BuildConfig(
         spec=spec,
         drafter=drafter,

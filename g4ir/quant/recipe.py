@@ -64,9 +64,7 @@ class Scheme:
 
     def fits(self, t: Type) -> bool:
         """Whether groups divide the rows of a weight, and codes fill bytes."""
-        return (
-            int(t.shape[-1]) % self.row_multiple == 0 and self.group % FORMATS[self.form].share == 0
-        )
+        return not (int(t.shape[-1]) % self.row_multiple or self.group % FORMATS[self.form].share)
 
     @property
     def row_multiple(self) -> int:

@@ -55,9 +55,7 @@ class RateLimits:
             buckets["tokens"] = self._bucket(salt, "tokens")
             for kind, bucket in buckets.items():
                 if bucket and (wait_s := bucket.wait_s(1, self._clock())):
-                    message = (
-                        f"this key has used its {bucket.rate} {kind} a minute; try again later"
-                    )
+                    message = f"this key has used its {bucket.rate} {kind} a minute; retry later"
                     raise later(429, "rate_limit_exceeded", message, wait_s)
             if requests := buckets["requests"]:
                 requests.level -= 1

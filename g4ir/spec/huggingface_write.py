@@ -33,10 +33,8 @@ def config_of(spec: Variant) -> dict[str, Any]:
         spec.vision or spec.audio or spec.drafter or any(v is not None for v in media.values())
     )
     dtype = {short: long for long, short in DTYPE_ALIASES}[spec.dtype]
-    head: dict[str, Any] = {
-        "architectures": [hf.ARCHITECTURES[spec.model_type, composite]],
-        "dtype": dtype,
-    }
+    name = hf.ARCHITECTURES[spec.model_type, composite]
+    head: dict[str, Any] = {"architectures": [name], "dtype": dtype}
     text = _text_to_hf(spec, dtype)
     if not composite:
         return head | text

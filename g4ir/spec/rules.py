@@ -196,10 +196,8 @@ def _embedding_problems(spec: Variant) -> Iterator[Problem]:
         message = f"{list(head.dims)}: expected falling sizes that start with the full one, {size}"
         yield Problem("embedding.dims", message)
     if (head.projection is not None) != ("projection" in rule):
-        yield Problem(
-            "embedding.projection",
-            f"{spec.model_type} has {'one' if 'projection' in rule else 'none'}",
-        )
+        number = "one" if "projection" in rule else "none"
+        yield Problem("embedding.projection", f"{spec.model_type} has {number}")
     for name in ("num_kv_shared_layers", "final_logit_softcapping", "moe"):
         if getattr(spec.text, name):
             yield Problem(f"text.{name}", "an encoder has none; leave it out")

@@ -16,7 +16,7 @@ from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.verify import verify
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.names import CODES, checkpoint_name
-from g4ir.ops.types import Type, torch, torch_dtype
+from g4ir.ops.types import Type, torch, zeros
 from g4ir.spec.record import Spec
 
 from .adapter import Adapter, Factors, read_factors
@@ -95,11 +95,7 @@ def with_slots(
         else g
         for name, g in packing.program.graphs.items()
     }
-    values = (v for p in products.values() for v in (p.a, p.b))
-    tensors = {
-        v.name: torch.zeros([int(d) for d in v.type.shape], dtype=torch_dtype(v.type.dtype))
-        for v in values
-    }
+    tensors = {v.name: zeros(v.type) for p in products.values() for v in (p.a, p.b)}
     return Slots(spec, Program(graphs), products, tensors, count, rank)
 
 

@@ -248,10 +248,8 @@ class ResponsesFormat(PartsFormat):
         if self.kind == CALL:
             tool = self._tools.get(part.name or "", {"type": "function", "name": part.name})
             custom = tool["type"] == "custom"
-            item |= {
-                "type": "custom_tool_call" if custom else "function_call",
-                "call_id": call_id(),
-            }
+            item["type"] = "custom_tool_call" if custom else "function_call"
+            item["call_id"] = call_id()
             item |= {key: tool[key] for key in ("name", NAMESPACE) if key in tool}
             item[TYPES[item["type"]][2]] = ""
             self._input = JsonText(INPUT) if custom else None
