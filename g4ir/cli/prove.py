@@ -86,9 +86,8 @@ class Prove(OnEngine):
         if "max_seq" not in self.explicit:
             changes["max_seq"] = max(self.ctx or [4096])
         first_use = replace(self.first_use, options=replace(options, **changes))
-        (path,) = first_use.engines(
-            [self.engine], Draft(draft="ngram", draft_tokens=None), all_logits=True
-        )
+        drafts = Draft(draft="ngram", draft_tokens=None)
+        (path,) = first_use.engines([self.engine], drafts, all_logits=True)
         return path
 
     def _parts(self, path: str, end: float, first: bool, progress: console.Progress) -> list[Part]:

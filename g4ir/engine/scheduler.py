@@ -102,9 +102,8 @@ Running = Sequence[SequenceState]
 class Scheduler:
     def __init__(self, engine: EngineParts, config: SchedulerConfig | None = None) -> None:
         config = config or SchedulerConfig()
-        draft = resolve_draft(
-            engine.config, engine.label, config.draft.source, config.draft.tokens or None
-        )
+        source, tokens = config.draft.source, config.draft.tokens or None
+        draft = resolve_draft(engine.config, engine.label, source, tokens)
         draft = replace(draft, proposer=config.draft.proposer)
         self.engine, self.config = engine, replace(config, draft=draft)
         self.max_batch = engine.limits.max_batch

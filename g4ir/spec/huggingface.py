@@ -507,10 +507,8 @@ def _part(keys: Keys, name: str, cls: type) -> Any:
     hints = hints_of(cls)
     out = {}
     for f in fields(cls):
-        default = hf.PART_DEFAULTS[cls].get(f.name, f.default)
-        out[f.name] = (
-            special[f.name] if f.name in special else part.take(f.name, hints[f.name], default)
-        )
+        name, default = f.name, hf.PART_DEFAULTS[cls].get(f.name, f.default)
+        out[name] = special[name] if name in special else part.take(name, hints[name], default)
     part.done()
     return cls(**out)
 

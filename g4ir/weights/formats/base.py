@@ -24,6 +24,7 @@ from g4ir.weights import tensorfile
 from g4ir.weights.tensorfile import Entry, Header, quoted
 
 TensorRef = tuple[Header, Entry]
+TensorRefs = Mapping[str, TensorRef]
 KEY = "quantization_config"
 FIX = f"fix: correct {KEY} of config.json, or download the checkpoint again"
 NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
@@ -57,7 +58,7 @@ def plain_name(name: str) -> str:
     return name
 
 
-def by_plain_name(path: Path, headers: Iterable[Header]) -> Mapping[str, TensorRef]:
+def by_plain_name(path: Path, headers: Iterable[Header]) -> TensorRefs:
     """Return tensors by their plain names; WeightsError for two of one name."""
     out: dict[str, TensorRef] = {}
     for ref in ((header, entry) for header in headers for entry in header.entries.values()):
@@ -109,7 +110,7 @@ class Files:
     text model; `dtype`: the engine's."""
 
     directory: Path
-    names: Mapping[str, TensorRef] = field(default_factory=dict)
+    names: TensorRefs = field(default_factory=dict)
     of_text: Callable[[str], bool] = lambda name: True
     dtype: str = "f32"
     closed: bool = False
@@ -149,7 +150,7 @@ class QuantisedTensors:
     """A checkpoint's tensors, with one entry per quantised weight instead of codes and scales;
     `weights`: those by entry."""
 
-    names: Mapping[str, TensorRef]
+    names: TensorRefs
     weights: Mapping[Entry, StoredWeight]
     ignored: Mapping[str, str]
 

@@ -9,7 +9,6 @@ and MXFP4 are in fp4.py. Activations are not rounded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -32,6 +31,7 @@ from .base import (
     Selects,
     StoredWeight,
     TensorRef,
+    TensorRefs,
     as_it_is,
     coded_weight,
     e4m3,
@@ -213,7 +213,7 @@ def _unread(where: str, key: str, value: Any) -> WeightsError:
 
 
 def _take(
-    files: Files, ignore: Selects, groups: list[_Group], module: str, parts: Mapping[str, TensorRef]
+    files: Files, ignore: Selects, groups: list[_Group], module: str, parts: TensorRefs
 ) -> ModuleWeight | None:
     kind = "Embedding" if module.endswith(TABLES) else "Linear"
     plain = parts.get(WEIGHT)
@@ -235,9 +235,7 @@ def _take(
     return ref, _weight(files, parts, *chosen[1:])
 
 
-def _weight(
-    files: Files, parts: Mapping[str, TensorRef], args: QuantArgs, layout: str
-) -> StoredWeight:
+def _weight(files: Files, parts: TensorRefs, args: QuantArgs, layout: str) -> StoredWeight:
     code_suffixes = CODE_SUFFIXES.get(layout, (WEIGHT,))
     expected = (*code_suffixes, SCALE, *([] if args.symmetric else [ZERO]))
     if ref := parts.get(INDEX):
@@ -262,9 +260,7 @@ def _weight(
     return coded_weight(files, name, codes[1].shape, codes, parts[SCALE], grid, check)
 
 
-def _packed(
-    files: Files, parts: Mapping[str, TensorRef], args: QuantArgs, grid: ScaleBlocks
-) -> StoredWeight:
+def _packed(files: Files, parts: TensorRefs, args: QuantArgs, grid: ScaleBlocks) -> StoredWeight:
     """Return a weight of 1 to 8 bits in words of 32, in the smallest format that has the bits."""
     codes, bits = parts[WORDS], args.num_bits
     require(codes, ["I32"])

@@ -15,7 +15,7 @@ or blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -40,6 +40,7 @@ from .base import (
     ScaleBlocks,
     StoredWeight,
     TensorRef,
+    TensorRefs,
     checked_scales,
     coded_weight,
     e4m3,
@@ -203,7 +204,7 @@ def read_modelopt(tree: Node, files: Files) -> QuantisedTensors:
 
 
 def _take(
-    files: Files, skipped: Callable[[str], bool], module: str, parts: Mapping[str, TensorRef]
+    files: Files, skipped: Callable[[str], bool], module: str, parts: TensorRefs
 ) -> ModuleWeight | None:
     weight, scales, second = (parts.get(suffix) for suffix in (WEIGHT, SCALE, SECOND))
     if weight is None or scales is None:

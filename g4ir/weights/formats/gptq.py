@@ -14,7 +14,7 @@ bits or have columns out of order become values of the engine's dtype.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -37,6 +37,7 @@ from .base import (
     QuantisedTensors,
     StoredWeight,
     TensorRef,
+    TensorRefs,
     checked_scales,
     excluded,
     invalid,
@@ -171,7 +172,7 @@ def _take(
     where: str,
     dense: list[str],
     module: str,
-    parts: Mapping[str, TensorRef],
+    parts: TensorRefs,
 ) -> ModuleWeight | None:
     if not parts.keys() & {QWEIGHT, QZEROS, SCALES, INDEX}:
         return None
@@ -190,7 +191,7 @@ def _take(
     return qweight, weight
 
 
-def _weight(files: Files, packing: _Packing, parts: Mapping[str, TensorRef]) -> StoredWeight:
+def _weight(files: Files, packing: _Packing, parts: TensorRefs) -> StoredWeight:
     qweight, scales = parts[QWEIGHT], parts[SCALES]
     (n, k), group = _shape(packing, qweight, scales, parts.get(QZEROS))
     index = _index(files, packing, parts.get(INDEX), k, group)

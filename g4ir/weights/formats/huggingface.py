@@ -40,6 +40,7 @@ from .base import (
     ScaleBlocks,
     StoredWeight,
     TensorRef,
+    TensorRefs,
     as_it_is,
     coded_weight,
     compiled,
@@ -82,7 +83,7 @@ def read_fp8(tree: Node, files: Files) -> QuantisedTensors:
 
 
 def _take_fp8(
-    files: Files, config: Fp8Config, where: str, module: str, parts: Mapping[str, TensorRef]
+    files: Files, config: Fp8Config, where: str, module: str, parts: TensorRefs
 ) -> ModuleWeight | None:
     scales = parts.get(INVERSE) or parts.get(STACKED_SCALE)
     weight = parts.get(WEIGHT) or files.names.get(module)  # stacked experts have no suffix
@@ -222,7 +223,7 @@ def read_mlx(config: Path, values: Mapping[str, Any], files: Files) -> Quantised
         raise broken(config, f"{MLX_KEY}: MLX's mode {quoted(mode)} is not read", MLX_OTHER)
     by_module = {plain_name(f"{k}.weight"): v for k, v in values.items() if isinstance(v, dict)}
 
-    def take(module: str, parts: Mapping[str, TensorRef]) -> ModuleWeight | None:
+    def take(module: str, parts: TensorRefs) -> ModuleWeight | None:
         if parts.keys() != {*MLX_PARTS}:
             return None
         stated = by_module.get(f"{module}.weight", values)
