@@ -193,7 +193,9 @@ def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
     used before that."""
     writes = {old.name: n.outputs[0].name for n in nodes for old, _ in _updates(n)}
     pending = dict.fromkeys(writes.values(), 0)  # reads that a write waits for
-    read = {n.outputs[0].name: {writes[v.name] for v in n.inputs if v.name in writes} for n in nodes}
+    read = {
+        n.outputs[0].name: {writes[v.name] for v in n.inputs if v.name in writes} for n in nodes
+    }
     for name, waiting in read.items():
         waiting.discard(name)
         for write in waiting:

@@ -50,7 +50,7 @@ class Serve(Verb):
     host: str = http("bind address (default 127.0.0.1)", "127.0.0.1", "NAME")
     port: int = http("port (default 8000; 0: any free port)", 8000, "N")
     served_name: list[str] = http("model name in the API; *: any (default: of MODEL)", (), "NAME")
-    max_loaded: int | None = http("maximum models loaded at a time (default: all that fit)", None, "N")
+    max_loaded: int | None = http("models loaded at a time (default: all that fit)", None, "N")
     root_path: str = http("URL prefix under a proxy, such as /llm", "", "PATH")
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
     log_requests: bool = http("log a line per request, without texts", False)
