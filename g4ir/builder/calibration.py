@@ -115,9 +115,7 @@ def _digest(text: str) -> str:
 class Stages:
     """The text model of a checkpoint on windows of tokens, a layer at a time."""
 
-    def __init__(
-        self, spec: Spec, dtype: str, source: Checkpoint, windows: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, spec: Spec, dtype: str, source: Checkpoint, texts: Sequence[Tensor]) -> None:
         graphs = {name: build_graph(spec, name, True, dtype) for name in ("embed", "prefill")}
         embed, text = graphs.values()
         plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
@@ -129,7 +127,7 @@ class Stages:
         self.graph = drop_dead(replace(text, outputs=(head["x"],), next={}))
         self.last_use = {v.name: i for i, n in enumerate(self.graph.nodes) for v in n.inputs}
         self.last_use[head["x"].name] = len(self.graph.nodes)
-        self.windows = [self._feeds(embed, tables, tokens) for tokens in windows]
+        self.windows = [self._feeds(embed, tables, tokens) for tokens in texts]
 
     @staticmethod
     def _feeds(embed: Graph, tables: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
@@ -297,16 +295,14 @@ def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -
     return codes, torch.stack([scales for _, scales in parts])
 
 
-def cache_key(
-    spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: Any
-) -> str:
+def cache_key(spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *more: Any) -> str:
     """Return a digest of everything that affects the result: weights, text, options, and this
     package's source code."""
     method = [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(h.path, h.identity) for h in source.headers]
     if not files and source.directory.exists():  # random weights have no files
         files = [(f, tensorfile.identity(f.stat())) for f in weight_files(source.directory)]
-    return _digest(repr((spec.digest(), dtype, files, text.ids, WINDOW, facts, method)))[:32]
+    return _digest(repr((spec.digest(), dtype, files, text.ids, WINDOW, more, method)))[:32]
 
 
 def weight_files(path: Path) -> list[Path]:
