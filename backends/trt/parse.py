@@ -66,7 +66,8 @@ def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
             w = emitter.storage.of(t)
             accepted = accepted and parser.load_initializer(t.name, w.data_ptr(), w.nbytes)
     if not accepted or not parser.parse_model_proto():
-        raise LowerError(f"TensorRT's parser refuses network {name}: {_refusal(parser, log)}")
+        why = _refusal(parser, log)
+        raise LowerError(f"TensorRT's parser refuses the network of {name}: {why}")
     return parser
 
 
