@@ -602,7 +602,8 @@ def test_rows_of_several_instructions(seed: int) -> None:
         x, other = r.choices(values[width][-2:], k=2)
         by_head = b.emit("heads", x, n=width // 32)
         if op == "by_head":
-            y = b.emit("merge_heads", b.emit("rms_norm", by_head, params["w32"], eps=1e-6))
+            w = [params["w32"]] * r.randint(0, 1)
+            y = b.emit("merge_heads", b.emit("rms_norm", by_head, *w, eps=1e-6))
         elif op == "rope":
             y = b.emit("merge_heads", b.emit("rope", by_head, params["table0"], params["table1"]))
         elif op == "stack_layers":

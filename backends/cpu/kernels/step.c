@@ -986,9 +986,10 @@ static const struct {
 
 /* Whether row r of one operand is row r of the other, or they share no memory. */
 static int are_same_rows(const operand *a, const operand *b) {
+    if (!a->at || !b->at) return 1;
     const char *end_a = row(a, rows_of(a) - 1) + a->width * a->bytes;
     const char *end_b = row(b, rows_of(b) - 1) + b->width * b->bytes;
-    if (!a->at || !b->at || end_a <= b->at || end_b <= a->at) return 1;
+    if (end_a <= b->at || end_b <= a->at) return 1;
     return a->at == b->at && a->bytes == b->bytes && a->width == b->width && a->outer == b->outer &&
            a->inner == b->inner && a->inner_stride == b->inner_stride && a->outer_stride == b->outer_stride;
 }
