@@ -9,7 +9,7 @@ instructions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from g4ir.backends.base import Tensors, Watch
 from g4ir.backends.inductor.attention import encoder_attention
@@ -61,6 +62,8 @@ STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_
 STRIDED |= {"cluster_head": 0, "pick_id": 0, "attend_texts": 0, "mean_texts": 1, "lora": 0}
 #: the graphs of chunks
 CHUNKS = ("prefill", BLOCKS, ENCODE)
+#: codes of weights without a kernel -> their values
+_DENSE: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 #: ops that return views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
@@ -518,6 +521,8 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
     if fmt and not (fmt == "int8" and rows.dtype == torch.bfloat16 and _multiplies_integers(w)):
         fmt, (rows,) = "", r.by_torch(tuple, [x], r.like(rows))
     y = r.like(rows, int(n["w"].type.shape[0]))
+    if isinstance(w, Coded) and not _has_kernel(w):
+        w = _dense_weight(w)
     if isinstance(w, Coded):
         use = (_format_id(w), w.tiles, bool(fmt), r.of_chunk(rows))
         r.scratch_size = max(r.scratch_size, bool(fmt) * rows.shape[-1])
@@ -528,6 +533,14 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
         r.emit("linear", r.contiguous(rows), w, y, n=(r.of_chunk(rows),))
     r.arena.use(rows, 0)
     return y
+
+
+def _dense_weight(w: Coded) -> Tensor:
+    """Return the values of a weight without a kernel, at one address in all programs. A row of
+    torch's product would depend on the others."""
+    if w.codes not in _DENSE:
+        _DENSE[w.codes] = dense(w)
+    return _DENSE[w.codes]
 
 
 def _multiplies_integers(w: Tensor | Coded) -> bool:
@@ -554,11 +567,17 @@ def _lora(r: Recorder, n: Node, y: Tensor, x: Tensor, slot: Tensor, a: Tensor, b
 
 def _format_id(w: Coded) -> int:
     """Return the id of a weight's format; NoInstruction if the C kernels do not support it."""
-    groups, format_id = w.scales.shape[-1], pyops.FORMAT_IDS.get(w.codes.dtype)
-    fits = w.scales.dtype in pyops.DTYPES and pyops.takes_width(w.codes, groups)
-    if format_id is None or not fits:
-        raise NoInstruction(f"a weight in {w.codes.dtype} with {groups} scales a row")
-    return format_id
+    if not _has_kernel(w):
+        raise NoInstruction(f"a weight in {w.codes.dtype} with {w.scales.shape[-1]} scales a row")
+    return pyops.FORMAT_IDS[w.codes.dtype]
+
+
+def _has_kernel(w: Coded) -> bool:
+    return (
+        w.codes.dtype in pyops.FORMAT_IDS
+        and w.scales.dtype in pyops.DTYPES
+        and pyops.takes_width(w.codes, w.scales.shape[-1])
+    )
 
 
 def _router(
