@@ -25,7 +25,7 @@ CAPS = {
     "g4ir/spec": 1735,
     "g4ir/model": 1310,
     "g4ir/parallel": 590,
-    "g4ir/quant": 349,
+    "g4ir/quant": 365,
     "g4ir/weights": 5050,
     "g4ir/plan": 1530,
     "backends": 790,
@@ -49,7 +49,7 @@ CAPS = {
     "g4ir-vllm": 1100,
     "bench": 1760,
     "examples": 260,
-    "tests": 29130,
+    "tests": 28350,
     "tools": 460,
 }
 #: what else may be full, by the ends of its files' names

@@ -42,7 +42,7 @@ from g4ir.plan.backend import checked_settings
 from g4ir.plan.options import BuildConfig, flags_of
 from g4ir.plan.resolve import find_placement
 from g4ir.quant.recipe import QUANT_FILE
-from g4ir.quant.rewrite import weights_of
+from g4ir.quant.rewrite import schemes_of
 from g4ir.spec import reader
 from g4ir.spec.reader import Line, OneOf, Range, Shaped, Where, fail
 from g4ir.spec.record import Spec, load_spec, spec_names
@@ -457,8 +457,7 @@ def _check_config(file: Path, m: Manifest) -> None:
         c.sharding.check()
         placement = find_placement(c.ple_placement, c.spec, c.device)
         check_media(c.media, c.spec, MAX_TOWERS)
-        if c.quant:
-            c.quant.schemes(weights_of(c.spec))
+        schemes_of(c.quant, c.spec)
         for name in c.skip:
             find_pass(name)
         if c.drafter:

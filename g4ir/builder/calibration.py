@@ -37,7 +37,7 @@ from g4ir.ops.types import zeros
 from g4ir.quant import compensation
 from g4ir.quant.compensation import Codes, Inputs, column_parts, is_compensated
 from g4ir.quant.recipe import QuantConfig, Scheme
-from g4ir.quant.rewrite import weights_of
+from g4ir.quant.rewrite import schemes_of
 from g4ir.spec.reader import Line
 from g4ir.spec.record import Spec
 from g4ir.ui.paths import cache_root, private
@@ -247,10 +247,9 @@ def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[
 
 def calibrated_schemes(config: QuantConfig, spec: Spec) -> dict[str, Scheme]:
     """Return weight -> scheme for the layers' matrices whose format supports calibration."""
-    schemes = config.schemes(weights_of(spec)).items()
     return {
         name: scheme
-        for name, scheme in schemes
+        for name, scheme in schemes_of(config, spec).items()
         if layer_of(name) is not None and is_compensated(scheme.form)
     }
 

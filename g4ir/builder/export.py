@@ -22,7 +22,7 @@ from g4ir.ops import OPS
 from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.types import torch, torch_dtype
 from g4ir.plan.resolve import find_dtype
-from g4ir.quant.rewrite import weights_of
+from g4ir.quant.rewrite import schemes_of, weights_of
 from g4ir.spec.parts import DTYPES, Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import Progress, no_progress
@@ -56,10 +56,10 @@ class Exported:
 
 def engine_weights(engine: Engine) -> Checkpoint:
     """Return an engine's weights by checkpoint name, as the engine computes with them."""
-    recipe, named = engine.config.quant, weights_of(engine.spec)
+    named = weights_of(engine.spec)
     schemes = {
         param: scheme
-        for param, scheme in (recipe.schemes(named) if recipe else {}).items()
+        for param, scheme in schemes_of(engine.config.quant, engine.spec).items()
         if scheme.group or not engine.share.cuts_rows(param, named[param])
     }
     program = build_program(engine.spec, dtype=engine.dtype, media=engine.media)

@@ -34,7 +34,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.quant.rewrite import weights_of
+from g4ir.quant.rewrite import schemes_of
 from g4ir.ui.progress import Progress
 from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
@@ -148,7 +148,7 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
         if head := model.get_output_embeddings():
             params |= {HEAD: head.weight}
         with torch.no_grad():
-            for name in engine.config.quant.schemes(weights_of(engine.spec)):
+            for name in schemes_of(engine.config.quant, engine.spec):
                 params[checkpoint_name(name)].copy_(engine.param(name))
     return model
 
@@ -158,7 +158,7 @@ def round_activations(engine: Engine, model: Any) -> None:
     dtype = acting(engine).of(ActivationOptions).to
     if dtype == OFF or engine.config.quant is None:
         return
-    schemes = engine.config.quant.schemes(weights_of(engine.spec))
+    schemes = schemes_of(engine.config.quant, engine.spec)
     _, phase = complete_graphs(engine.spec)
     graph = build_graph(engine.spec, phase, all_logits=True)
     names = {n["w"].name for n in graph.find("linear")} & schemes.keys()

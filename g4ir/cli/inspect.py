@@ -7,7 +7,7 @@ from collections import Counter
 from g4ir.artefact.trust import provenance
 from g4ir.model.media import supported_media
 from g4ir.ops.types import TORCH_NAMES
-from g4ir.quant.rewrite import weights_of
+from g4ir.quant.rewrite import schemes_of
 
 from .common import print_facts
 from .models import Model, named_model
@@ -28,9 +28,8 @@ class Inspect(Verb):
 
 def _stated(word: str, model: Model) -> dict[str, str]:
     """Return the metadata of a model (not of an engine) as text by name."""
-    spec, quant = model.spec, model.quant
-    schemes = quant.schemes(weights_of(spec)).values() if quant else ()
-    forms = Counter(s.form for s in schemes)
+    spec = model.spec
+    forms = Counter(s.form for s in schemes_of(model.quant, spec).values())
     return {
         "model": word,
         "variant": f"{spec.name} ({spec.hub or 'no hub id'})",

@@ -9,7 +9,8 @@
       scale: f16                         # dtype of the scales; `engine`: the engine's dtype
       otherwise: int8                    # if the group size does not divide the row
     - tensors: [layers]                  # every matrix of the layers that no other rule names
-      form: int8                         # `others`: every matrix outside of layers
+      form: int8                         # `others`: every matrix outside of layers; `projections`:
+                                         # those that a product reads, no tables of lookups alone
 
 A tensor without a rule is not quantised, and a router never is: rounded logits would choose other
 experts. The built-in configs are such files in this folder. The config of a checkpoint that is
@@ -19,7 +20,7 @@ already quantised describes its weights; nothing is quantised.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -150,14 +151,18 @@ class QuantConfig:
         rows = [f"- tensors: [{', '.join(r.pop('tensors'))}]\n  {_flow(r)}" for r in rules]
         return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))
 
-    def schemes(self, weights: Mapping[str, Type]) -> dict[str, Scheme]:
-        """Return weight -> scheme. InputError for a rule that matches no weight and for a weight
-        with two rules."""
+    def schemes(
+        self, weights: Mapping[str, Type], tables: Collection[str] = ()
+    ) -> dict[str, Scheme]:
+        """Return weight -> scheme. `tables`: weights of lookups alone. InputError for a rule that
+        matches no weight and for a weight with two rules."""
         schemes: dict[str, Scheme] = {}
         unnamed = (n for n in weights if not any(r.matches(n) for r in self.rules))
-        groups = {n: "others" if layer_of(n) is None else "layers" for n in unnamed}
+        groups = {n: _groups(n, n in tables) for n in unnamed}
         for rule in self.rules:
-            names = [n for n in weights if rule.matches(n) or groups.get(n) in rule.tensors]
+            names = [
+                n for n in weights if rule.matches(n) or groups.get(n, set()) & {*rule.tensors}
+            ]
             if not names:
                 raise InputError(self._says(rule, f"names no weight; {_weight_kinds(weights)}"))
             if twice := sorted(schemes.keys() & set(names)):
@@ -167,6 +172,12 @@ class QuantConfig:
 
     def _says(self, rule: Rule, problem: str) -> str:
         return f"recipe {self.name}: [{', '.join(rule.tensors)}] {problem}"
+
+
+def _groups(name: str, is_table: bool) -> set[str]:
+    if layer_of(name) is not None:
+        return {"layers"}
+    return {"others"} if is_table else {"others", "projections"}
 
 
 def _flow(rule: Mapping[str, object]) -> str:

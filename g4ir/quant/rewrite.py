@@ -31,9 +31,21 @@ DENSE, BYTES = ".dense", ".bytes"
 @lru_cache(maxsize=32)
 def weights_of(spec: Spec) -> Mapping[str, Type]:
     """Return the params of the text model that can be quantised."""
+    return {v.name: v.type for n in _text_nodes(spec) for v in _weights(n)}
+
+
+@lru_cache(maxsize=32)
+def schemes_of(config: QuantConfig | None, spec: Spec) -> Mapping[str, Scheme]:
+    """Return weight -> scheme of a spec's text model, empty without a config; InputError if the
+    config does not fit the spec."""
+    products = {v.name for n in _text_nodes(spec) if n.op != "embedding" for v in _weights(n)}
+    weights = weights_of(spec)
+    return config.schemes(weights, weights.keys() - products) if config else {}
+
+
+def _text_nodes(spec: Spec) -> list[Node]:
     graphs = [build_graph(spec, phase, all_logits=True) for phase in complete_graphs(spec)]
-    used = [v for g in graphs for n in g.nodes for v in _weights(n)]
-    return {v.name: v.type for v in used}
+    return [n for g in graphs for n in g.nodes]
 
 
 def quantise(program: Program, spec: Spec, config: QuantConfig | None, dtype: str) -> Program:
@@ -41,7 +53,7 @@ def quantise(program: Program, spec: Spec, config: QuantConfig | None, dtype: st
     config does not fit the spec."""
     if config is None:
         return program
-    schemes = config.schemes(weights_of(spec))
+    schemes = schemes_of(config, spec)
     out = program.map(lambda g: _quantise_graph(g, schemes, dtype))
     return out.map(codes_as_params) if config.from_checkpoint else out
 
