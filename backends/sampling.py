@@ -24,8 +24,6 @@ from g4ir.errors import InputError
 from .background_mask import BackgroundMask
 from .background_mask import LogitsMask as LogitsMask  # re-exported
 
-Tensor = torch.Tensor
-
 #: upper bound of seeds; a request without a seed gets a random one
 SEEDS = 1 << 63
 #: number of candidates that a step selects and sorts; larger values of top_k sort all logits
@@ -184,7 +182,7 @@ class Sampler:
         self._suppressed = torch.tensor(params.suppress, dtype=torch.int64)
         self._stopping = torch.tensor(sorted(self.stops), dtype=torch.int64)
         #: on the logits' device: count of each generated token; tokens of prompt or answer
-        self._counts: Tensor | None = None
+        self._counts: torch.Tensor | None = None
         self._followed = 0
         #: whether only `suppress`, temperature, top_k and top_p matter, so that a device can choose
         plain = not params.changes and params.logprobs is None and not params.min_p
@@ -214,7 +212,7 @@ class Sampler:
     def _is_short(self) -> bool:
         return len(self.generated) < self.params.min_tokens
 
-    def shaped(self, logits: Tensor) -> Tensor:
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Return processed float32 logits [vocab]. InputError if no token is allowed."""
         if self.plain and not self._never:
             return logits.float()
@@ -240,7 +238,7 @@ class Sampler:
             row.masked_fill_(weights < s.min_p, -math.inf)
         return row
 
-    def _penalise(self, row: Tensor) -> None:
+    def _penalise(self, row: torch.Tensor) -> None:
         if self._counts is None:
             self._counts, self._seen = torch.zeros_like(row), torch.zeros_like(row).bool()
             self._seen[torch.tensor(self.prompt, dtype=torch.int64, device=row.device)] = True
@@ -254,14 +252,14 @@ class Sampler:
         row -= s.frequency_penalty * self._counts + s.presence_penalty * (self._counts > 0)
 
 
-def sample(logits: Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
+def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
     """Sample a token for some rows of logits [B, vocab] and append it to their samplers."""
     # A sum is finite if all of its terms are; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((greatest(logits).double(), sums.double())).tolist()
     out: dict[int, Drawn] = dict.fromkeys(samplers)
     tokens: dict[int, int] = {}
-    shaped: dict[int, Tensor] = {}
+    shaped: dict[int, torch.Tensor] = {}
     for i, sampler in samplers.items():
         if not math.isfinite(sums[i]):
             continue
@@ -281,7 +279,7 @@ def sample(logits: Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
     return out
 
 
-def _drawn(shaped: Mapping[int, Tensor], samplers: Mapping[int, Sampler]) -> dict[int, int]:
+def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) -> dict[int, int]:
     """Sample from each sequence's processed logits [vocab]. GREEDY and TOP rows are batched;
     others run alone, since the sum of a long row may round differently in a batch."""
     groups: dict[Any, list[int]] = {}
@@ -300,7 +298,7 @@ def _drawn(shaped: Mapping[int, Tensor], samplers: Mapping[int, Sampler]) -> dic
     return out
 
 
-def read_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
+def read_logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
     """Return log-probabilities of raw logits [vocab]: the token's and the `count` largest."""
     row = logits.float()
     values, index = largest(row[None], min(count, len(row)))
@@ -309,7 +307,7 @@ def read_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
     return Logprobs(read[0], tuple(zip(index[0].tolist(), read[1:], strict=True)))
 
 
-def bits(mask: Any, vocab: int) -> Tensor:
+def bits(mask: Any, vocab: int) -> torch.Tensor:
     """Return the result of `LogitsMask.mask` as bool [vocab]; InputError for other types."""
     t, words = torch.as_tensor(mask), -(-vocab // 32)
     if t.dtype == torch.bool and t.shape == (vocab,):
@@ -321,7 +319,9 @@ def bits(mask: Any, vocab: int) -> Tensor:
     raise InputError(f"mask: found {str(t.dtype).removeprefix('torch.')} {list(t.shape)}; {fix}")
 
 
-def choose(logits: Tensor, uniforms: Tensor, draws: Tensor, method: str) -> Tensor:
+def choose(
+    logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor, method: str
+) -> torch.Tensor:
     """Sample a token int64 [B] for each row of float32 [B, vocab] by one of METHODS; `uniforms`
     f64[B]: random numbers, `draws` f64[B, 4]: settings. Greedy takes the lowest of equal maxima.
     No synchronisation with the host if the logits are on a device."""
@@ -345,7 +345,7 @@ def choose(logits: Tensor, uniforms: Tensor, draws: Tensor, method: str) -> Tens
     return draw(*largest(logits, vocab), uniforms, draws)
 
 
-def greatest(logits: Tensor) -> Tensor:
+def greatest(logits: torch.Tensor) -> torch.Tensor:
     """Return the token of the largest logit of each row [B, vocab], the lowest of equal ones. On a
     CPU by groups of tokens, since amax is many times as fast as argmax."""
     if logits.is_cuda or logits.shape[-1] <= GROUP:
@@ -355,7 +355,7 @@ def greatest(logits: Tensor) -> Tensor:
     return group * GROUP + groups[torch.arange(len(logits)), group].argmax(-1)
 
 
-def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest of each row of float32 [B, vocab] in descending order, equal ones by
     lower token first: values [B, k] and tokens int64 [B, k]."""
     vocab = logits.shape[-1]
@@ -374,14 +374,14 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return candidates.gather(-1, index), nearby.gather(-1, index // each) * each + index % each
 
 
-def _groups(logits: Tensor, each: int) -> Tensor:
+def _groups(logits: torch.Tensor, each: int) -> torch.Tensor:
     """Split rows [B, vocab] into groups of neighbours [B, groups, each]; the last is padded."""
     if padding := -logits.shape[-1] % each:
         logits = torch.nn.functional.pad(logits, (0, padding), value=-math.inf)
     return logits.unflatten(-1, (-1, each))
 
 
-def _first(values: Tensor, k: int) -> Tensor:
+def _first(values: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices of the k largest of each row of float32; equal values by lower index."""
     # topk does not define the order of equal values, so a key holds value and index. Float bits are
     # ordered as integers, negative ones in reverse; adding 0 turns -0 into 0.
@@ -393,12 +393,12 @@ def _first(values: Tensor, k: int) -> Tensor:
 
 
 def draw(
-    values: Tensor,
-    index: Tensor | None,
-    uniforms: Tensor,
-    draws: Tensor,
-    total: Tensor | None = None,
-) -> Tensor:
+    values: torch.Tensor,
+    index: torch.Tensor | None,
+    uniforms: torch.Tensor,
+    draws: torch.Tensor,
+    total: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sample one of the candidates of each row, int64 [B]: the first at which the cumulative
     probability exceeds the row's random number in [0, 1).
 
@@ -423,7 +423,7 @@ def draw(
     return at[:, 0] if index is None else index.gather(-1, at)[:, 0]
 
 
-def weights_of(values: Tensor, temperature: Any) -> Tensor:
+def weights_of(values: torch.Tensor, temperature: Any) -> torch.Tensor:
     """Return unnormalised probabilities in float64, relative to the largest of `values`.
     `temperature`: a number, or f64[B, 1]."""
     # The largest becomes 0 before the division, so that no temperature overflows.

@@ -90,7 +90,9 @@ def join(g: Graph, note: Note = ignore, *, ops: Sequence[str]) -> Graph:
         candidates = [pair for pair in pairs if pair.reader == n.op]
         value = n[candidates[0].operand]
         producer = g.producer(value)
-        pair = next((p for p in candidates if producer and p.producer == producer.op), None)
+        pair = next(
+            (pair for pair in candidates if producer and pair.producer == producer.op), None
+        )
         if pair is None or producer is None:
             producers = " or ".join(dict.fromkeys(pair.producer for pair in candidates))
             raise NoMatch(f"{value} is not a result of {producers}")

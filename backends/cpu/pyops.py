@@ -80,7 +80,9 @@ def takes_width(codes: Tensor, scales: int) -> bool:
     """Whether the kernels take codes [.., k] with `scales` scales per row."""
     (min_group, per_group), k = _GROUPS[codes.dtype], values_per_row(codes)
     groups = scales // per_group
-    return not (scales % per_group or k % 32 or k % groups or k // groups % min_group)
+    return (
+        scales % per_group == 0 and k % 32 == 0 and k % groups == 0 and k // groups % min_group == 0
+    )
 
 
 def run_instructions(

@@ -555,12 +555,14 @@ def _part_sizes(sizes: tuple[int, ...]) -> Tensor:
     return torch.tensor(sizes)
 
 
-def _lora(r: Recorder, n: Node, y: Tensor, x: Tensor, slot: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _lora(
+    r: Recorder, n: Node, y: Tensor, x: Tensor, index: Tensor, a: Tensor, b: Tensor
+) -> Tensor:
     """Add the adapter's product to y in place: no other node reads y."""
     _computes(x, y, a, b)
     sizes, low = n.integers("sizes"), r.arena.empty((*x.shape[:-1], a.shape[1]), torch.float32)
     how = (x.shape[1], len(sizes))
-    r.emit("lora", r.contiguous(x), slot, a, b, _part_sizes(sizes), low, y, n=how)
+    r.emit("lora", r.contiguous(x), index, a, b, _part_sizes(sizes), low, y, n=how)
     r.arena.use(low, 0)
     return y
 

@@ -91,9 +91,11 @@ def grouped_experts(
     return out.sum(1).to(x.dtype).view_as(x)
 
 
-def smallest(limit: int) -> torch.dtype:
-    """Return the smallest dtype for 0 to `limit`: radix sort does eight bits per pass."""
-    return next(d for d in (torch.uint8, torch.int16, torch.int64) if limit <= torch.iinfo(d).max)
+def smallest(max_value: int) -> torch.dtype:
+    """Return the smallest dtype for 0 to `max_value`: radix sort does eight bits per pass."""
+    return next(
+        d for d in (torch.uint8, torch.int16, torch.int64) if max_value <= torch.iinfo(d).max
+    )
 
 
 def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

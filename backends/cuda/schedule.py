@@ -59,14 +59,16 @@ def dense_bytes(s: Schedule) -> int:
     return max(map(dequantized_bytes, s.graph.nodes), default=0)
 
 
-def _choose_all(g: Graph, nodes: Iterable[Node], target: Target, chosen: dict[str, Choice]) -> None:
-    """Add the chosen of the nodes, and of the expansions of nodes without a kernel."""
+def _choose_all(
+    g: Graph, nodes: Iterable[Node], target: Target, choices: dict[str, Choice]
+) -> None:
+    """Add the choices of the nodes, and of the expansions of nodes without a kernel."""
     for n in nodes:
         choice = _choose(g, n, target)
         if choice:
-            chosen[n.outputs[0].name] = choice
+            choices[n.outputs[0].name] = choice
         elif n.definition.expand and n.op not in COLLECTIVES:
-            _choose_all(g, n.expanded[0], target, chosen)
+            _choose_all(g, n.expanded[0], target, choices)
 
 
 def _choose(g: Graph, n: Node, target: Target) -> Choice | None:

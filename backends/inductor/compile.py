@@ -97,13 +97,15 @@ def without_space(error: Exception, path: Path) -> LowerError | None:
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir as compiler_dir
 
-    hint = {
+    advice = {
         path.parent: "choose another --out",
         Path(compiler_dir()): "set TORCHINDUCTOR_CACHE_DIR to another folder",
         Path(tempfile.gettempdir()): "set TMPDIR to another folder",
     }
-    folder = min(hint, key=lambda p: shutil.disk_usage(p).free)
-    return LowerError(f"torch: {folder}: no space left on the device; make room, or {hint[folder]}")
+    folder = min(advice, key=lambda p: shutil.disk_usage(p).free)
+    return LowerError(
+        f"torch: {folder}: no space left on the device; make room, or {advice[folder]}"
+    )
 
 
 @contextmanager

@@ -204,7 +204,9 @@ def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
     return out[::-1]
 
 
-def _bind(s: Step, call: Call, weights: Tensors, alias: Mapping[str, str]) -> BoundStep:
+def _bind(
+    s: Step, call: Call, weights: Mapping[str, Tensor], alias: Mapping[str, str]
+) -> BoundStep:
     """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
     names = s.inputs + s.params + s.state
     operands = tuple(weights.get(n, NOTHING) for n in names)

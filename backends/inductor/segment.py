@@ -191,15 +191,17 @@ def _names(values: Iterable[Value]) -> tuple[str, ...]:
 def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
     """Move each cache write after the last read of the old contents. LowerError if its outputs are
     used before that."""
-    newer = {old.name: n.outputs[0].name for n in nodes for old, _ in _updates(n)}
-    pending = dict.fromkeys(newer.values(), 0)  # reads that a write waits for
-    read = {n.outputs[0].name: {newer[v.name] for v in n.inputs if v.name in newer} for n in nodes}
+    writes = {old.name: n.outputs[0].name for n in nodes for old, _ in _updates(n)}
+    pending = dict.fromkeys(writes.values(), 0)  # reads that a write waits for
+    read = {
+        n.outputs[0].name: {writes[v.name] for v in n.inputs if v.name in writes} for n in nodes
+    }
     for name, waiting in read.items():
         waiting.discard(name)
         for write in waiting:
             pending[write] += 1
     out: list[Node] = []
-    deferred: dict[str, Node] = {}  # newer that wait, by their first output
+    deferred: dict[str, Node] = {}  # writes that wait, by their first output
 
     def put(n: Node) -> None:
         out.append(n)

@@ -338,9 +338,11 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, ELEMENTS[t.dtype], shape)
 
 
-def outside(name: str, kind: int, shape: Sequence[Dim], location: DataLocation) -> onnx.TensorProto:
+def outside(
+    name: str, element: int, shape: Sequence[Dim], location: DataLocation
+) -> onnx.TensorProto:
     """Return an initialiser of external data."""
-    tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
+    tensor = onnx.TensorProto(name=name, data_type=element, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in asdict(location).items():
         tensor.external_data.add(key=key, value=str(value))

@@ -103,7 +103,7 @@ def _model(kind: str, graph: Graph, limits: Limits, storage: Any) -> onnx.ModelP
     e = OnnxEmitter(storage)
     tables: dict[str, Lowering] = {
         "embedding": _embedding,
-        "embedding_quantized": _coded_rows,
+        "embedding_quantized": _embedding_quantized,
     }
     net = Network(e, graph, limits, {**LOWERINGS, **tables})
     net.emit()
@@ -129,7 +129,9 @@ def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:
     return net.e.mul(net.e.gather(table, ids, 0), n.number("scale"))
 
 
-def _coded_rows(net: Network, n: Node, codes: Operand, scales: Operand, ids: Operand) -> Operand:
+def _embedding_quantized(
+    net: Network, n: Node, codes: Operand, scales: Operand, ids: Operand
+) -> Operand:
     """Gather, dequantise and scale rows of a quantised table."""
     rows = gather_dequantized(net, codes, scales, ids, ids.rank, n.word("to"))
     return net.e.mul(rows, n.number("scale"))

@@ -198,7 +198,7 @@ def qkv_write(net: Network, n: Node, qkv: Operand, *inputs: Operand) -> tuple[Op
     both = heads + count
     x = e.transpose(e.reshape(qkv, b, s, both + count * has_v, d), 0, 2, 1, 3)
     h = normed(e, e.cast(x, "f32"), n.number("eps"))
-    scaled = e.mul(h, _norms(e, inputs[0], inputs[1], heads, count, has_v))
+    scaled = e.mul(h, _norm_weights(e, inputs[0], inputs[1], heads, count, has_v))
     scaled = e.cast(scaled, qkv.dtype)
     values = x if n.word("form") == "unnormed" else scaled if has_v else h
     v = e.slice(values, 1, both, both + count) if has_v else e.slice(values, 1, heads, both)
@@ -208,7 +208,9 @@ def qkv_write(net: Network, n: Node, qkv: Operand, *inputs: Operand) -> tuple[Op
     return e.transpose(e.slice(qk, 1, 0, heads), 0, 2, 1, 3), *caches
 
 
-def _norms(e: Emitter, q: Operand, k: Operand, heads: int, count: int, values: bool) -> Operand:
+def _norm_weights(
+    e: Emitter, q: Operand, k: Operand, heads: int, count: int, values: bool
+) -> Operand:
     """Return f32[1,heads,1,d]: the weights of each head's norm; those of values are 1."""
     rows = [e.cast(e.unsqueeze(w, 0, 1, 2), "f32") for w in (q, k)]
     ones = [e.constant(torch.ones(1, count, 1, int(q.shape[0])))] if values else []

@@ -118,8 +118,10 @@ def _seen(net: Network, n: Node, mask: Value) -> Operand:
     e, x = net.e, net.operand(mask)
     t, chunk, past = int(x.shape[1]), n.integer("chunk"), n.integer("left") - 1
     at = _context(n, t)
-    gap = torch.arange(chunk)[:, None] + past - torch.arange(at.shape[1])
-    near = ((gap >= 0) & (gap < past)) | ((gap < 0) & (-gap < n.integer("right")))
+    distance = torch.arange(chunk)[:, None] + past - torch.arange(at.shape[1])
+    near = ((distance >= 0) & (distance < past)) | (
+        (distance < 0) & (-distance < n.integer("right"))
+    )
     inside = (at >= 0) & (at < t)
     heard = e.unsqueeze(e.gather(x, e.constant(at.clamp(0, t - 1)), 1), 1, 3)
     return e.binary("and", heard, e.constant((inside[:, None] & near)[None, None]))

@@ -96,6 +96,8 @@ def _product(e: Emitter, x: Operand, w: Weight) -> Operand:
 def _by_expert(net: Network, weights: Operand, index: Operand, count: int) -> Operand:
     """Return [B, S, 1, E]: each expert's weight for the token, 0 where it was not chosen."""
     e = net.e
-    ids = net.shared(("experts", count), lambda: e.constant(torch.arange(count).view(1, 1, 1, -1)))
+    ids = net.shared(
+        ("experts", count), lambda: e.constant(torch.arange(count).view(1, 1, 1, count))
+    )
     chosen = e.binary("eq", e.unsqueeze(index, 3), ids)
     return e.reduce("sum", e.where(chosen, e.unsqueeze(weights, 3), 0.0), 2)

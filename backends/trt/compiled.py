@@ -21,7 +21,9 @@ KERNEL = re.compile(
     re.M,
 )
 #: name, dims and dtype of a tensor in inputs or outputs; profiles after the first have a suffix
-TENSOR = re.compile(r"Name: (.+?)(?: \[profile \d+\])?, Dimensions: \[([-\d,]*)].*?Datatype: (\w+)")
+TENSOR = re.compile(
+    r"Name: (.+?)(?: \[profile \d+\])?, Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)"
+)
 #: suffix of a kernel's name: its profile
 GRAPH = re.compile(r"_myl(\d+)_\d+$")
 SCRATCH = re.compile(r"Max Scratch Memory: (\d+) bytes")
@@ -75,11 +77,13 @@ def _copied_bytes(kernels: Sequence[Kernel], caches: Collection[str]) -> int:
     return total
 
 
-def compiled(log: str, named: Sequence[str], caches: Collection[str]) -> dict[str, CompiledProfile]:
+def compiled(
+    log: str, profiles: Sequence[str], caches: Collection[str]
+) -> dict[str, CompiledProfile]:
     """Return the cost of each profile, from the log of one build; `caches`: names of the network's
     inputs. ValueError if the log does not list the kernels of every profile."""
     kernels, scratch = _kernels(log), [int(n) for n in SCRATCH.findall(log)]
-    names = [*named] or ["static"]
+    names = [*profiles] or ["static"]
     if len(kernels) != len(names) or len(scratch) != len(names):
         raise ValueError(
             f"the builder's log lists kernels of {len(kernels)} profiles and scratch memory of "

@@ -162,8 +162,10 @@ class Dialect(OnnxEmitter):
         """Return i64[n] of n tensors i64[1]."""
         return self._node("Concat", parts, Type("i64", (len(parts),)), axis=0)
 
-    def _attention(self, q: Operand, k: Operand, v: Operand, mask: Operand, t: Type) -> Operand:
-        return self._op("TRT_Attention", [q, k, v, mask], t, TRT_decomposable=1)
+    def _attention(
+        self, q: Operand, keys: Operand, values: Operand, mask: Operand, t: Type
+    ) -> Operand:
+        return self._op("TRT_Attention", [q, keys, values, mask], t, TRT_decomposable=1)
 
     def _exchange(self, op: str, x: Operand, ranks: int, t: Type) -> Operand:
         """Emit a collective over all ranks; the same node on every rank."""

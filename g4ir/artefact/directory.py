@@ -263,7 +263,7 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
         m = read_manifest(path, check_weights, rank)
         _check_config(path / MANIFEST, m)
         packing = _packing_of(path, m)
-        stored = _stored(path, m, packing)
+        stored = _stored_params(path, m, packing)
     stored_here = stored[rank or 0] if stored else None
     return Artefact(path, m, packing, stored_here, check_weights, rank=rank or 0)
 
@@ -505,7 +505,9 @@ def _first_difference(one: bytes, two: bytes) -> int:
     return next((i for i, (a, b) in enumerate(pairs, 1) if a != b), one.count(b"\n") + 1)
 
 
-def _stored(path: Path, m: Manifest, packing: packings.Packing) -> list[packings.StoredParams]:
+def _stored_params(
+    path: Path, m: Manifest, packing: packings.Packing
+) -> list[packings.StoredParams]:
     """Return the packed params of each rank, if there are any; EngineError if the graphs take
     others."""
     files = [path / n for n in sorted(m.files) if n.endswith(WEIGHT_FILES)]

@@ -30,11 +30,13 @@ PLAIN, REJECTED, RIGHT = "none", "rejected", "right_70"
 
 
 class KnownText:
-    """Proposer that drafts the known text; each token is right with probability `rate`."""
+    """Proposer that drafts the known text; each token is right with probability `right`."""
 
-    def __init__(self, text: Sequence[int], rate: float, vocab: int, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, text: Sequence[int], right: float, vocab: int, prompt: Sequence[int]
+    ) -> None:
         rng, self._at = random.Random(0), 0
-        self._drafts = [t if rng.random() < rate else (t + 1) % vocab for t in text]
+        self._drafts = [t if rng.random() < right else (t + 1) % vocab for t in text]
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._at += len(tokens)
@@ -50,7 +52,7 @@ def measure_drafts(
     interleaved rounds: median tokens/s, and the median ratio to decoding without drafts. InputError
     if the engine does not support the source."""
     draft = resolve_draft(engine.config, engine.label, source)
-    text = _run(Scheduler(engine, SchedulerConfig()), prompt, new)[0]
+    text = _generate(Scheduler(engine, SchedulerConfig()), prompt, new)[0]
     kinds = {PLAIN: NO_DRAFT, source: draft}
     for name, right in ((REJECTED, 0.0), (RIGHT, MOSTLY)):
         proposer = partial(KnownText, text, right, engine.spec.text.vocab_size)
@@ -62,7 +64,7 @@ def measure_drafts(
     for number in range(rounds + 1):  # the first warms up, and measures the cost of steps
         progress(f"drafts, round {number} of {rounds}")
         for kind, scheduler in schedulers.items():
-            tokens, handle = _run(scheduler, prompt, new)
+            tokens, handle = _generate(scheduler, prompt, new)
             same &= tokens == text
             if number:
                 rates[kind].append(handle.counts.tokens_per_second or 0.0)
@@ -72,7 +74,9 @@ def measure_drafts(
     return {**facts, "same_text": same, "by_kind": by_kind}
 
 
-def _run(scheduler: Scheduler, prompt: Sequence[int], new: int) -> tuple[list[int], RequestHandle]:
+def _generate(
+    scheduler: Scheduler, prompt: Sequence[int], new: int
+) -> tuple[list[int], RequestHandle]:
     """Return the generated tokens, and the handle, which has their number, times and tally."""
     request = Request(tuple(prompt), new, SamplingParams(ignore_eos=True), reuse=False)
     handle = scheduler.submit(request)

@@ -242,13 +242,15 @@ def _divergence(
 # --- choice -----------------------------------------------------------------------------------
 
 
-def choose(costs: Mapping[str, Sequence[Measured]], limit: float, bits: float) -> dict[str, Scheme]:
-    """Return weight -> scheme, with at most `limit` bytes in total: minimises divergence + price *
-    bytes at the lowest price that meets the limit, then upgrades weights while bytes remain, best
+def choose(
+    costs: Mapping[str, Sequence[Measured]], budget: float, bits: float
+) -> dict[str, Scheme]:
+    """Return weight -> scheme, with at most `budget` bytes in total: minimises divergence + price *
+    bytes at the lowest price that meets the budget, then upgrades weights while bytes remain, best
     gain per byte first."""
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
-    if fewest > limit:
-        have = bits * fewest / limit
+    if fewest > budget:
+        have = bits * fewest / budget
         raise InputError(f"--bits {bits:g}: the smallest formats of these weights have {have:.2f}")
 
     def at(price: float) -> dict[str, Measured]:
@@ -260,10 +262,10 @@ def choose(costs: Mapping[str, Sequence[Measured]], limit: float, bits: float) -
     low, high = 1e-30, 1e30
     for _ in range(200):
         middle = (low * high) ** 0.5
-        fits = sum(m.nbytes for m in at(middle).values()) <= limit
+        fits = sum(m.nbytes for m in at(middle).values()) <= budget
         low, high = (low, middle) if fits else (middle, high)
     chosen = at(high)
-    free = limit - sum(m.nbytes for m in chosen.values())
+    free = budget - sum(m.nbytes for m in chosen.values())
     while upgrades := [
         ((chosen[name].divergence - m.divergence) / (m.nbytes - chosen[name].nbytes), name, m)
         for name, each in costs.items()

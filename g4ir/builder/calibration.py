@@ -115,7 +115,9 @@ def _digest(text: str) -> str:
 class Stages:
     """The text model of a checkpoint on windows of tokens, a layer at a time."""
 
-    def __init__(self, spec: Spec, dtype: str, source: Checkpoint, texts: Sequence[Tensor]) -> None:
+    def __init__(
+        self, spec: Spec, dtype: str, source: Checkpoint, windows: Sequence[Tensor]
+    ) -> None:
         graphs = {name: build_graph(spec, name, True, dtype) for name in ("embed", "prefill")}
         embed, text = graphs.values()
         plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
@@ -127,7 +129,7 @@ class Stages:
         self.graph = drop_dead(replace(text, outputs=(head["x"],), next={}))
         self.last_use = {v.name: i for i, n in enumerate(self.graph.nodes) for v in n.inputs}
         self.last_use[head["x"].name] = len(self.graph.nodes)
-        self.windows = [self._feeds(embed, tables, tokens) for tokens in texts]
+        self.windows = [self._feeds(embed, tables, tokens) for tokens in windows]
 
     @staticmethod
     def _feeds(embed: Graph, tables: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
@@ -278,9 +280,11 @@ def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
                 for end, t in zip((CODES, SCALES), codes, strict=True):
                     tensors[f"{name}{end}"] = tensorfile.FileTensor.of(t)
             tensorfile.write_tensors(file, tensors)
-    saved = StoredParams.open(done)
-    weights = [n.removesuffix(CODES) for n in saved.files.names if n.endswith(CODES)]
-    return {w: (saved.tensor(f"{w}{CODES}"), saved.tensor(f"{w}{SCALES}")) for w in weights}, folder
+    stored = StoredParams.open(done)
+    weights = [n.removesuffix(CODES) for n in stored.files.names if n.endswith(CODES)]
+    return {
+        w: (stored.tensor(f"{w}{CODES}"), stored.tensor(f"{w}{SCALES}")) for w in weights
+    }, folder
 
 
 def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -> Codes:
@@ -294,14 +298,16 @@ def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -
     return codes, torch.stack([scales for _, scales in parts])
 
 
-def cache_key(spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *more: Any) -> str:
+def cache_key(
+    spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: Any
+) -> str:
     """Return a digest of everything that affects the result: weights, text, options, and this
     package's source code."""
     method = [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(h.path, h.identity) for h in source.headers]
     if not files and source.directory.exists():  # random weights have no files
         files = [(f, tensorfile.identity(f.stat())) for f in weight_files(source.directory)]
-    return _digest(repr((spec.digest(), dtype, files, text.ids, WINDOW, more, method)))[:32]
+    return _digest(repr((spec.digest(), dtype, files, text.ids, WINDOW, facts, method)))[:32]
 
 
 def weight_files(path: Path) -> list[Path]:

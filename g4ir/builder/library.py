@@ -232,22 +232,24 @@ def _with_weights(
     return name, None, replace(options, checkpoint=path.absolute())
 
 
-def _of_folder(folder: origin.ModelFolder, o: BuildOptions) -> tuple[Spec | None, BuildOptions]:
+def _of_folder(
+    folder: origin.ModelFolder, options: BuildOptions
+) -> tuple[Spec | None, BuildOptions]:
     """Return the spec with the folder's towers (None: it has none), and the build options completed
     with its files: the text model, and towers and draft model unless the options name others."""
-    o = replace(o, checkpoint=folder.model.absolute())
-    if o.drafter in (None, DEFAULT) and (drafter := folder.one(origin.DRAFTER_FILE)):
-        o = replace(o, drafter=drafter.absolute())
-    wants_towers = o.mmproj is None and o.media != "none"
+    options = replace(options, checkpoint=folder.model.absolute())
+    if options.drafter in (None, DEFAULT) and (drafter := folder.one(origin.DRAFTER_FILE)):
+        options = replace(options, drafter=drafter.absolute())
+    wants_towers = options.mmproj is None and options.media != "none"
     towers = folder.one(origin.TOWERS_FILE) if wants_towers else None
     if not towers:
-        return None, o
+        return None, options
     spec = shipped_variant(origin.find_origin(folder.model))
     if spec is None:
         text = "%s: left out, since no shipped variant has the text model of %s; give --mmproj"
         log.warning(text, towers, folder.model.name)
-        return None, o
-    return spec, replace(o, mmproj=towers.absolute())
+        return None, options
+    return spec, replace(options, mmproj=towers.absolute())
 
 
 def _downloaded(absent: origin.AbsentWeights, download: Consent) -> None:

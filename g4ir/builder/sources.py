@@ -85,7 +85,7 @@ class Sources:
         media = find_media(self.spec, kinds, *sizes, self.origin.extractor())
         if media.kinds and self.origin.says_towers:
             keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
-            _agree(self.spec, self.origin, keys)
+            _check_agreed(self.spec, self.origin, keys)
         return media
 
     def checkpoint(self, config: BuildConfig) -> Checkpoint | None:
@@ -155,7 +155,7 @@ def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
     fields are compared if `images`."""
     if spec is None:
         return need_model(origin.spec())
-    _agree(spec, origin, ("text.",), origin.spec_only + (() if images else OF_PICTURES))
+    _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if images else OF_PICTURES))
     return spec
 
 
@@ -174,7 +174,9 @@ def _differing(
     return [r for r in rows if r[0].startswith(keys) and r[0] not in free]
 
 
-def _agree(spec: Spec, origin: Origin, keys: tuple[str, ...], free: tuple[str, ...] = ()) -> None:
+def _check_agreed(
+    spec: Spec, origin: Origin, keys: tuple[str, ...], free: tuple[str, ...] = ()
+) -> None:
     """Raise SpecError if the checkpoint's config differs in these keys."""
     if rows := _differing(spec, origin.spec(), keys, free):
         lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
@@ -182,7 +184,9 @@ def _agree(spec: Spec, origin: Origin, keys: tuple[str, ...], free: tuple[str, .
         raise SpecError(f"spec {spec.name} and {origin.stated} differ; {fix}:\n{lines}")
 
 
-def _drafter(spec: Spec, origin: Origin | None, o: BuildOptions, dry: bool) -> DrafterSource | None:
+def _drafter(
+    model: Spec, origin: Origin | None, o: BuildOptions, dry: bool
+) -> DrafterSource | None:
     """Return the requested draft model; InputError or SpecError if it does not exist or belongs to
     another model. A `dry` run needs no weights."""
     if o.drafter in resolve.NO_DRAFTER:
@@ -197,7 +201,7 @@ def _drafter(spec: Spec, origin: Origin | None, o: BuildOptions, dry: bool) -> D
     if random and not (is_spec or default):
         why = "beside --random-weights the drafter's are random too"
         raise InputError(f"--drafter {o.drafter}: {why}; give `default` or its spec FILE.yaml")
-    spec = resolve.drafter_spec(spec, o.drafter)
+    spec = resolve.drafter_spec(model, o.drafter)
     if random or is_spec:
         return DrafterSource(spec, None)
     if not default and origin:

@@ -123,7 +123,9 @@ def read_part(part: Any, where: str) -> str | Medium:
 def _languages(content: Any, where: str) -> dict[str, str]:
     """Return the languages that the text parts of a content name."""
     parts = [p for p in content if isinstance(p, dict)] if isinstance(content, list | tuple) else []
-    languages = [(key, p[key]) for key in LANGUAGES for p in parts if p.get(key) is not None]
+    languages = [
+        (key, part[key]) for key in LANGUAGES for part in parts if part.get(key) is not None
+    ]
     return {key: expect(value, str, f"{where}: {key}", "text") for key, value in languages}
 
 

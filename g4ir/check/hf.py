@@ -111,7 +111,9 @@ def hf_origin(engine: Engine, checkpoint: str | Path | None, caller: str) -> Ori
     return origin
 
 
-def hf_model(engine: Engine, origin: Origin | None, device: str = "cpu", attn: str = "sdpa") -> Any:
+def hf_model(
+    engine: Engine, origin: Origin | None, device: str = "cpu", attention: str = "sdpa"
+) -> Any:
     """Return the transformers text model on weights of a checkpoint, or of the engine's seed.
     Quantised weights are dequantised, without the library that quantised them."""
     dtype, seed = torch_dtype(engine.dtype), engine.facts.seed
@@ -121,7 +123,7 @@ def hf_model(engine: Engine, origin: Origin | None, device: str = "cpu", attn: s
         assert seed is not None
         source = random_weights(engine.spec, seed, dtype, device)
     try:
-        return text_model(engine.spec, source, dtype, device, attn)
+        return text_model(engine.spec, source, dtype, device, attention)
     finally:
         source.close()
 
@@ -142,7 +144,7 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
         assert origin
         model = load_published(origin.path, engine.dtype)
     else:
-        model = hf_model(engine, origin, attn="eager")
+        model = hf_model(engine, origin, attention="eager")
     if engine.config.quant and (plain or not engine.config.quant.from_checkpoint):
         params = dict(model.get_decoder().named_parameters())
         if head := model.get_output_embeddings():

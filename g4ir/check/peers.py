@@ -159,9 +159,11 @@ def _verify(draft: Tensor, right: int, session: Session) -> Tensor:
 Peer: TypeAlias = EnginePeer | HfPeer
 
 
-def find_peer(engine: Engine, name: str, checkpoint: str | Path | None, progress: Progress) -> Peer:
+def find_peer(
+    engine: Engine, against: str, checkpoint: str | Path | None, progress: Progress
+) -> Peer:
     """Return the reference of `verify --against`; MissingError if transformers is missing."""
-    if name == "reference":
+    if against == "reference":
         return EnginePeer(reference_engine(engine))
     need_transformers("--against hf")
     model = verified_model(engine, checkpoint, progress)

@@ -249,8 +249,9 @@ def _buckets(scores: Tensor) -> list[dict[str, Any]]:
     for part in scores.tensor_split(BUCKETS, 1):
         start, end = end + 1, end + part.shape[1]
         nll, *pair = part.mean(1).tolist()
-        kl = {"kl": pair[1]} if pair else {}
-        buckets.append({"start": start, "end": end, "nll": -nll, **kl})
+        buckets.append(
+            {"start": start, "end": end, "nll": -nll, **({"kl": pair[1]} if pair else {})}
+        )
     return buckets
 
 

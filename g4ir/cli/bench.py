@@ -106,7 +106,9 @@ class Bench(Verb):
         workloads = [plan_workload(limits, n, batch=batch, **sizes) for batch, n in pairs]
         options = {name: vars(self)[name] for name in ("rounds", "warmup", "draft")}
         with console.Progress() as progress, ExitStack() as opened:
-            engines = [opened.enter_context(closing(self.load.engine(p, progress))) for p in paths]
+            engines = [
+                opened.enter_context(closing(self.load.engine(path, progress))) for path in paths
+            ]
             checkpoint = self.first_use.checkpoint(self.engines[0], self.checkpoint)
             options |= {"peers": self.peer, "checkpoint": checkpoint}
             return run_bench(engines, workloads, **options, progress=progress)

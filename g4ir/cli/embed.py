@@ -40,7 +40,9 @@ class Embed(OnEngine):
     task: str | None = flag("prompt in front: query, document, ... or none", None, "NAME")
     dims: int | None = flag("size of the embeddings (Matryoshka)", None, "N")
     truncate: bool = flag("cut texts beyond the context (default: refuse)", False)
-    out: str | None = flag("write float32 [texts, size] or JSON lines", None, "FILE.npy|.jsonl")
+    out: str | None = flag(
+        "write them: float32 [texts, size], or JSON lines", None, "FILE.npy|.jsonl"
+    )
     json: bool = json_flag()
     load: Programs
 

@@ -125,8 +125,9 @@ class NamedGraph(Part):
         spec, phase, built, c = self.spec, self.graph_name, self.built, self.config
         if built:
             find_graph(built.packing.program, phase, spec)
-        media = c.media if built else None
-        plain = plain_graph(spec, phase, c.all_logits, c.dtype, media, c.drafter)
+        plain = plain_graph(
+            spec, phase, c.all_logits, c.dtype, c.media if built else None, c.drafter
+        )
         graph = quantise(Program({phase: plain}), spec, c.quant, c.dtype).graphs[phase]
         if c.ranks > 1 or c.ep:
             graph = self._of_rank(graph)

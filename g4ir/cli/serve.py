@@ -50,7 +50,9 @@ class Serve(Verb):
     host: str = http("bind address (default 127.0.0.1)", "127.0.0.1", "NAME")
     port: int = http("port (default 8000; 0: any free port)", 8000, "N")
     served_name: list[str] = http("model name in the API; *: any (default: of MODEL)", (), "NAME")
-    max_loaded: int | None = http("models loaded at a time (default: all that fit)", None, "N")
+    max_loaded: int | None = http(
+        "maximum models loaded at a time (default: as many as fit)", None, "N"
+    )
     root_path: str = http("URL prefix under a proxy, such as /llm", "", "PATH")
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
     log_requests: bool = http("log a line per request, without texts", False)
@@ -73,7 +75,9 @@ class Serve(Verb):
     max_body: int = setting("maximum size of a request body in MiB", 32)
     key_requests: int | None = setting("requests a minute of a key without limits in its file")
     key_tokens: int | None = setting("tokens a minute of such a key")
-    models_memory: Bytes | None = setting("memory for several models (default: the machine's)")
+    models_memory: Bytes | None = setting(
+        "memory for several models (default: that of the machine)"
+    )
     load_wait: float = setting("maximum seconds of a request for the memory of busy models", 20.0)
     drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
     page: bool = setting("off: no web page at /", True)

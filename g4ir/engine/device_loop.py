@@ -20,8 +20,6 @@ from .requests import SequenceState
 from .session import Session
 from .speculative import NGRAM, RowDrafts
 
-Tensor = torch.Tensor
-
 #: max calls (of one or several steps) in flight before the host reads the oldest
 AHEAD = 2
 
@@ -72,7 +70,7 @@ class TokenSteps:
             self.started += count
         return self._read()
 
-    def _uniforms(self, count: int) -> Tensor:
+    def _uniforms(self, count: int) -> torch.Tensor:
         uniforms = torch.zeros(count, self.session.batch, dtype=torch.float64)
         ahead = self.started - self.received
         for s in self.running:
@@ -96,7 +94,9 @@ class TokenSteps:
         return steps
 
 
-def _rows(session: Session, running: Iterable[SequenceState]) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(
+    session: Session, running: Iterable[SequenceState]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's newest token, whether it is active, and its sampling parameters [B, 4]."""
     tokens = torch.zeros(session.batch, dtype=torch.int64)
     active = torch.zeros(session.batch, dtype=torch.bool)

@@ -246,7 +246,9 @@ class Embedder:
         CheckError for one that is not finite; `first`: the number of text 0 in it."""
         engine = self.engine
         engine.check_process()
-        for rows in pack([*map(len, ids)], engine.limits.prefill_chunk, engine.limits.max_batch):
+        for rows in pack(
+            [len(x) for x in ids], engine.limits.prefill_chunk, engine.limits.max_batch
+        ):
             vectors = self._run([ids[row] for row in rows])
             if not bool(vectors.isfinite().all()):
                 row = rows[int((~vectors.isfinite().all(-1)).nonzero()[0, 0])]

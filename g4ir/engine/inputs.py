@@ -17,8 +17,6 @@ from g4ir.model.media import check_list, check_supported, list_media, placeholde
 from .multimodal import encode
 from .parts import EngineParts
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True)
 class SessionInputs:
@@ -29,7 +27,7 @@ class SessionInputs:
 
     def prompt(
         self,
-        length: Tensor,
+        length: torch.Tensor,
         tokens: Any,
         lengths: Any,
         soft: Sequence[Soft],
@@ -46,7 +44,7 @@ class SessionInputs:
             check_supported(s.kind, engine.media, engine.spec)
         return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
-    def single(self, length: Tensor, next_tokens: Any, active: Any) -> TokenBatch:
+    def single(self, length: torch.Tensor, next_tokens: Any, active: Any) -> TokenBatch:
         """Return one token per row, int64 [batch], checked for the rows that are `active` (bool
         [batch])."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
@@ -60,7 +58,9 @@ class SessionInputs:
                 )
         return TokenBatch(*self.tokens(length, tokens[:, None], lengths))
 
-    def drafted(self, length: Tensor, tokens: Any, lengths: Any) -> tuple[Tensor, Tensor]:
+    def drafted(
+        self, length: torch.Tensor, tokens: Any, lengths: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [batch, S] to verify: at most --draft-tokens + 1."""
         tokens, lengths = self.tokens(length, tokens, lengths)
         width, max_tokens = tokens.shape[1], self.engine.draft_tokens + 1
@@ -72,7 +72,7 @@ class SessionInputs:
             raise InputError(f"verify: {width} tokens; {built} takes {max_tokens} at most")
         return tokens, lengths
 
-    def keep_lengths(self, length: Tensor, n: Any) -> Tensor:
+    def keep_lengths(self, length: torch.Tensor, n: Any) -> torch.Tensor:
         """Return the number of tokens each row keeps, int64 [batch]; at most `length`."""
         keep = _integers(n, "truncate")
         if keep.shape not in ((), (self.batch,)):
@@ -82,14 +82,16 @@ class SessionInputs:
             raise InputError(f"truncate to {keep.tolist()}: rows hold {length.tolist()} tokens")
         return keep
 
-    def rows(self, rows: Any, call: str) -> Tensor:
+    def rows(self, rows: Any, call: str) -> torch.Tensor:
         """Return indices of rows, int64."""
         index = _integers(rows, f"{call} rows").reshape(-1)
         if bool((index < 0).any()) or bool((index >= self.batch).any()):
             raise InputError(f"{call} rows {index.tolist()}: the session has {self.batch} rows")
         return index
 
-    def tokens(self, length: Tensor, tokens: Any, lengths: Any) -> tuple[Tensor, Tensor]:
+    def tokens(
+        self, length: torch.Tensor, tokens: Any, lengths: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens int64 [batch, S], zero after a row's last, and valid counts [batch]."""
         tokens = _tensor(tokens, "prefill: expected int64 tokens")
         if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
@@ -128,7 +130,7 @@ def _media(engine: EngineParts) -> Mapping[str, int]:
     return placeholders(engine.spec.tokens, engine.media.kinds)
 
 
-def _check_ids(engine: EngineParts, tokens: Tensor) -> None:
+def _check_ids(engine: EngineParts, tokens: torch.Tensor) -> None:
     vocab = engine.spec.text.readable_ids
     for i in _media(engine).values():  # placeholders are not looked up in the tables
         tokens = tokens.masked_fill(tokens == i, 0)
@@ -138,7 +140,7 @@ def _check_ids(engine: EngineParts, tokens: Tensor) -> None:
         raise InputError(f"{token} is outside the vocabulary of {vocab}")
 
 
-def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[Tensor, Tensor]:
+def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens by row as int64 [batch, S], right-padded with 0, and how many each row has."""
     width = max(map(len, tokens.values()))
     rows, lengths = [[0] * width for _ in range(batch)], [0] * batch
@@ -148,14 +150,14 @@ def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[Tensor, Ten
     return torch.tensor(rows), torch.tensor(lengths)
 
 
-def _tensor(value: Any, name: str) -> Tensor:
+def _tensor(value: Any, name: str) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as e:
         raise InputError(f"{name}: found {str(value)[:80]!r}") from e
 
 
-def _integers(value: Any, name: str) -> Tensor:
+def _integers(value: Any, name: str) -> torch.Tensor:
     t = _tensor(value, name)
     if t.numel() and (t.is_floating_point() or t.is_complex()):
         raise InputError(f"{name}: expected whole numbers, found {t.tolist()}")

@@ -128,7 +128,9 @@ class EngineParts:
             near = did_you_mean(name, plain)
             raise InputError(f"param {name!r}: {self.spec.name} has no such weight{near}")
         with torch.no_grad():
-            weight = self.share.join_parts(plain[name], lambda r, v: self.unpacked(r).weight(v))
+            weight = self.share.join_parts(
+                plain[name], lambda rank, v: self.unpacked(rank).weight(v)
+            )
             return weight.cpu()
 
     def unpacked(self, rank: int = 0) -> UnpackedWeights:

@@ -252,19 +252,23 @@ class Prefiller:
         self._reusable = (request.salt, keys if request.reuse else ())
         return prompt, {prompt.boundary(m) for m in (*request.marks, fork) if m < len(keys)}
 
-    def count_batchable(self, prompts: Iterable[Prompt], sizes: Sequence[int], limit: int) -> int:
+    def count_batchable(
+        self, prompts: Iterable[Prompt], sizes: Sequence[int], max_tokens: int
+    ) -> int:
         """Return how many of the first prompts to prefill in one chunk, one per row: one of
-        `sizes`, or 0. The padded chunk has at most `limit` tokens, at least half of them valid."""
+        `sizes`, or 0. The padded chunk has at most max_tokens, at least half of them valid."""
         count, lengths, earlier = 0, list[int](), list[Keys]()
         for request, keys, _ in prompts if sizes else ():
-            cached = self.prefixes.lookup(request.salt, keys)[0] if request.reuse else 0
-            cached = min(cached, len(keys) - 1)
-            if request.reuse and any(shared_length(keys, k) >= cached + MIN_FORK for k in earlier):
+            num_cached = self.prefixes.lookup(request.salt, keys)[0] if request.reuse else 0
+            num_cached = min(num_cached, len(keys) - 1)
+            if request.reuse and any(
+                shared_length(keys, k) >= num_cached + MIN_FORK for k in earlier
+            ):
                 break  # it reuses the prefix of an earlier one
-            lengths.append(len(keys) - cached)
+            lengths.append(len(keys) - num_cached)
             earlier.append(keys)
             padded_tokens = len(lengths) * max(lengths)
-            if padded_tokens > limit:
+            if padded_tokens > max_tokens:
                 break
             if len(lengths) in sizes and 2 * sum(lengths) >= padded_tokens:
                 count = len(lengths)

@@ -23,18 +23,20 @@ def checked_ids(ids: Sequence[int], vocab: int, name: str) -> list[int]:
     raise InputError(f"{name}: token {t!r} at index {i} is outside the vocabulary of {vocab}")
 
 
-def checked_prompt(ids: Sequence[int], new: int, vocab: int, max_seq: int, name: str) -> list[int]:
-    """Return a prompt's ids; InputError for an id that is no token, or if the prompt and `new`
+def checked_prompt(
+    ids: Sequence[int], count: int, vocab: int, max_seq: int, name: str
+) -> list[int]:
+    """Return a prompt's ids; InputError for an id that is no token, or if the prompt and `count`
     new tokens do not fit into `room`. The last new token is never written to a cache."""
     out = checked_ids(ids, vocab, name)
     if not out:
         raise InputError(f"{name} is empty; give at least one token")
-    if not isinstance(new, Integral) or new < 1:
-        whole = "" if isinstance(new, Integral) else "a whole number, "
-        raise InputError(f"{name}: max_new_tokens {new}: expected {whole}at least 1")
-    if len(out) + new - 1 > max_seq:
+    if not isinstance(count, Integral) or count < 1:
+        whole = "" if isinstance(count, Integral) else "a whole number, "
+        raise InputError(f"{name}: max_new_tokens {count}: expected {whole}at least 1")
+    if len(out) + count - 1 > max_seq:
         raise InputError(
-            f"{name}: {len(out)} tokens and {new} new ones do not fit the engine's --max-seq "
+            f"{name}: {len(out)} tokens and {count} new ones do not fit the engine's --max-seq "
             f"{max_seq}; shorten it, ask for fewer, or build with a larger --max-seq"
         )
     return out

@@ -143,8 +143,10 @@ class RequestHandle:
         """Append the log-probabilities of the prompt's next tokens; logits [1, S, vocab]."""
         count = self.request.prompt_logprobs
         assert count is not None
-        labels = self.request.tokens[len(self.prompt_logprobs) :]
-        self.prompt_logprobs += (read_logprobs(row, t, count) for row, t in zip(logits[0], labels))
+        following = self.request.tokens[len(self.prompt_logprobs) :]
+        self.prompt_logprobs += (
+            read_logprobs(row, t, count) for row, t in zip(logits[0], following)
+        )
 
     def cancel(self) -> None:
         """Cancel the request before the next step. Thread-safe."""

@@ -230,9 +230,11 @@ class OfflineEngine:
         with named(asked.where):
             prompts.check_placeholders(tokens, [kind for kind, *_ in asked.media], special, kinds)
             if asked.soft:
-                plain, before = self.codec.plain if self.codec else None, tokens
-                (tokens,) = prompts.expand_placeholders([tokens], asked.soft, special, plain, kinds)
-                if not plain and prompts.lacks_frame_times([before], [tokens], special):
+                encode, before = self.codec.plain if self.codec else None, tokens
+                (tokens,) = prompts.expand_placeholders(
+                    [tokens], asked.soft, special, encode, kinds
+                )
+                if not encode and prompts.lacks_frame_times([before], [tokens], special):
                     notes.append(prompts.NO_TIMES)
         return tokens, tuple(n for n in notes if n)
 

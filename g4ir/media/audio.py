@@ -88,16 +88,18 @@ def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT)
     return Clip(features, mask, settings.soft_tokens(used), length - used)
 
 
-def _check_length(name: str, size: int, used: int, settings: AudioSettings, too_long: str) -> None:
+def _check_length(
+    name: str, length: int, used: int, settings: AudioSettings, too_long: str
+) -> None:
     rate, fewest = settings.sampling_rate, settings.fewest_samples
-    if size < fewest:
-        short = f"{size} samples at {rate} Hz are too short for a soft token"
+    if length < fewest:
+        short = f"{length} samples at {rate} Hz are too short for a soft token"
         raise InputError(f"{name}: {short}; at least {fewest}")
-    if used < size:
-        excess = f"{name}: {size / rate:.2f} s is longer than the limit of {used / rate:g} s"
+    if used < length:
+        excess = f"{name}: {length / rate:.2f} s is longer than the limit of {used / rate:g} s"
         if too_long == REFUSE:
             raise InputError(f"{excess}; shorten it, or allow a cut (audio_too_long: {CUT})")
-        log.warning("%s; the last %.2f s are left out", excess, (size - used) / rate)
+        log.warning("%s; the last %.2f s are left out", excess, (length - used) / rate)
     if used > MAX_RESAMPLED:
         limit = f"more than {MAX_RESAMPLED}"
         raise InputError(f"{name}: {used} samples at {rate} Hz, {limit}; send it in parts")

@@ -109,7 +109,9 @@ def _of_drafter(spec: Spec, outside_layers: bool) -> Tensors:
     """Return the tensors of a draft model's layers, or those outside its layers."""
     tensors = _named([drafter_alone(spec)])
     bare = {name.removeprefix(DRAFTER_PREFIX): shape for name, shape in tensors.items()}
-    return {n: s for n, s in bare.items() if (n.partition(".")[0] == DRAFTER) == outside_layers}
+    return {
+        n: shape for n, shape in bare.items() if (n.partition(".")[0] == DRAFTER) == outside_layers
+    }
 
 
 def _named(graphs: Iterable[Graph]) -> Tensors:

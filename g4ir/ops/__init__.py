@@ -5,9 +5,9 @@ A fused op without `infer` gets one that runs its `expand` on types alone.
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 from .base import Op, Sample, as_tuple
@@ -50,7 +50,9 @@ def with_infer(o: Op) -> Op:
     return replace(o, infer=infer)
 
 
-_FAMILIES = [import_module(f".{m.name}", __name__) for m in pkgutil.iter_modules(__path__)]
+_FAMILIES = [
+    importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+]
 OPS: dict[str, Op] = {
     o.name: with_infer(o) for f in _FAMILIES for o in vars(f).values() if isinstance(o, Op)
 }

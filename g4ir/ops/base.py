@@ -168,20 +168,22 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 def _parameters(op: str, function: Callable[..., Any], cls: Mapping[str, Any]) -> list[Parameter]:
     """Return operands, then attributes, from the signature or the class's own lists."""
-    params = list(inspect.signature(function).parameters.values())
+    parameters = list(inspect.signature(function).parameters.values())
     if "operands" in cls:
-        params = [p for p in params if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
-        params[:0] = map(_operand, cls["operands"].split())
+        parameters = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        parameters[:0] = map(_operand, cls["operands"].split())
     if "attrs" in cls:
         attrs = cls["attrs"].items()
-        params = [p for p in params if p.kind is not p.VAR_KEYWORD and p.name not in cls["attrs"]]
-        params += [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind) for k, kind in attrs]
-    kinds_of = {str(p.annotation) for p in params if p.kind is p.KEYWORD_ONLY}
+        parameters = [
+            p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in cls["attrs"]
+        ]
+        parameters += [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind) for k, kind in attrs]
+    kinds_of = {str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     unknown = kinds_of - _KINDS.keys()
-    if unknown or any(p.kind is p.VAR_KEYWORD for p in params):
+    if unknown or any(p.kind is p.VAR_KEYWORD for p in parameters):
         kinds = ", ".join(sorted(unknown)) or "**"
         raise TypeError(f"op {op}: attribute of kind {kinds}; one of {', '.join(_KINDS)}")
-    return params
+    return parameters
 
 
 def _operand(word: str) -> Parameter:

@@ -31,6 +31,8 @@ class Budget:
 
 
 MOVES = Budget(0, 0, "moves data: bit for bit")
-POINTWISE = Budget(2, 0, "a vector loop and its tail may round a function of a number differently")
+POINTWISE = Budget(
+    2, 0, "a vector loop and its tail may round a function of one number differently"
+)
 GATED = Budget(3, 0, "as a function of one number, then a product")
 PRODUCT = Budget(1, 256, "packing and fewer rows change the library's order of up to 2^15 terms")

@@ -49,7 +49,9 @@ def level_indices(values: Any, levels: tuple[int, ...]) -> Any:
     return table.index_select(0, entries.flatten()).view_as(entries)
 
 
-def fit_groups(x: Any, levels: tuple[int, ...], step: int, moments: Any = None) -> tuple[Any, Any]:
+def fit_groups(
+    x: Any, levels: tuple[int, ...], shift_by: int, moments: Any = None
+) -> tuple[Any, Any]:
     """Return a scale, of either sign, and the chosen shift [..] for groups x [.., 32]: the least
     squared error, weighted by `moments` [.., 32] if passed, of a few scales refined by least
     squares."""
@@ -57,7 +59,7 @@ def fit_groups(x: Any, levels: tuple[int, ...], step: int, moments: Any = None) 
     weighed = x if moments is None else x * moments
     inverse = levels[0] / extreme.where(extreme != 0, 1.0)
     best = scale = shift = torch.zeros_like(extreme)
-    for add in (0, step):
+    for add in (0, shift_by):
         for start in _STARTS:
             values = nearest_level(x * (inverse * start) - add, levels) + add
             dot = (values * weighed).sum(-1, keepdim=True)

@@ -237,9 +237,11 @@ class dequantize_columns:
     def infer(codes: Type, scales: Type, *, to: str) -> Type:
         fits = codes.rank == scales.rank >= 2 and codes.dtype in PACKED
         require(fits, f"dequantize_columns: scales {scales} do not fit codes {codes}")
-        (*lead, k, n), (*batch, groups, count) = codes.shape, scales.shape
+        (*lead, k, n), (*scale_lead, groups, count) = codes.shape, scales.shape
         rows = int(n) * PACKED[codes.dtype]
-        fits = lead == batch and rows == count and int(groups) > 0 and int(k) % int(groups) == 0
+        fits = (
+            lead == scale_lead and rows == count and int(groups) > 0 and int(k) % int(groups) == 0
+        )
         require(fits, f"dequantize_columns: scales {scales} do not fit codes {codes}")
         return Type(to, (*lead, rows, k))
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch as torch
-    from torch import Tensor as Tensor
 else:
 
     class _Torch:
@@ -22,7 +21,7 @@ else:
 
             return getattr(torch, name)
 
-    torch, Tensor = _Torch(), Any
+    torch = _Torch()
 
 Dim = int | str
 
@@ -125,7 +124,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[name])
 
 
-def zeros(t: Type, device: str = "cpu") -> Tensor:
+def zeros(t: Type, device: str = "cpu") -> torch.Tensor:
     """Return zeros of a type without named dims."""
     return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype), device=device)
 

@@ -28,7 +28,7 @@ from g4ir.errors import InputError, MissingError, RankError
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from g4ir.ops.base import upcast
-from g4ir.ops.types import Tensor, dtype_name, torch, torch_dtype
+from g4ir.ops.types import dtype_name, torch, torch_dtype
 from g4ir.ui.console import defer_signals
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Group:
         collectives = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
         return collectives[n.op](tensors) if n.op in collectives else run_node(n, tensors)
 
-    def all_reduce(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Sum tensors of one dtype over ranks, in one collective; see the op."""
         flat = torch.cat([x.reshape(-1) for x in parts]) if len(parts) > 1 else parts[0].reshape(-1)
         if flat.nbytes <= GATHERED:
@@ -127,18 +127,20 @@ class Group:
         pieces = total.split([x.numel() for x in parts])
         return tuple(t.view(x.shape) for t, x in zip(pieces, parts, strict=True))
 
-    def all_gather(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def all_gather(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the tensors of all ranks, concatenated along the last dim."""
         (x,) = parts
         return (torch.cat(self._all(x), -1),)
 
-    def _all(self, x: Tensor) -> list[Tensor]:
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         out = list(x.new_empty((self.ranks, *x.shape)))
         with self._watched():
             self._dist.all_gather(out, x.contiguous())
         return out
 
-    def share_with_leader(self, x: Tensor, see: Callable[[int, Tensor], None] | None) -> None:
+    def share_with_leader(
+        self, x: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None
+    ) -> None:
         """Gather each rank's tensor, all of one type; on rank 0 `see(rank, tensor)` may modify it
         in place; then copy each rank's tensor back."""
         parts = self._all(_bytes(x))
@@ -181,7 +183,7 @@ class Group:
                 self.broken = True
                 raise
 
-    def send(self, call: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+    def send(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Broadcast a call (JSON values, tensors, ids of objects to drop) to the workers."""
         wait = timedelta(seconds=self.timeout_s)
         if call:
@@ -196,7 +198,7 @@ class Group:
         if len(message) > FRAME:
             self._broadcast(message[FRAME:], wait)
 
-    def receive(self) -> tuple[list[Any], dict[str, Tensor]]:
+    def receive(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Wait for rank 0's next call and its tensors; an empty call is the last."""
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
         text, data = message[:16].view(torch.int64).tolist()
@@ -212,7 +214,7 @@ class Group:
             tensors[name], at = tensor, at + tensor.nbytes
         return call, tensors
 
-    def _broadcast(self, x: Tensor, wait: timedelta = FOREVER) -> Tensor:
+    def _broadcast(self, x: torch.Tensor, wait: timedelta = FOREVER) -> torch.Tensor:
         with self._watched():
             work = self._dist.broadcast(x, 0, group=self._calls, async_op=True)
             assert work
@@ -281,7 +283,7 @@ class Group:
             self._dist.destroy_process_group()
 
 
-def rank_sum(parts: Sequence[Tensor]) -> Tensor:
+def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum in order of rank, so that it is bit-identical on all ranks; rounded once."""
     total, *remaining = map(upcast, parts)
     for part in remaining:
@@ -344,13 +346,13 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     return on_gpus
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor's bytes, in order; also for one element, whose stride is
     arbitrary."""
     return x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)
 
 
-def _words(value: Any) -> Tensor:
+def _words(value: Any) -> torch.Tensor:
     """Return the JSON of a value as a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 

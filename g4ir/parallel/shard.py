@@ -226,8 +226,10 @@ def _each(values: Sequence[Value], sharded: Collection[str], ranks: int) -> tupl
     return tuple(_on_rank(v, sharded, rank) for v, rank in counted)
 
 
-def _of_rank(n: Node, names: Collection[str], rank: int) -> Node:
-    inputs, outputs = (tuple(_on_rank(v, names, rank) for v in vs) for vs in (n.inputs, n.outputs))
+def _of_rank(n: Node, sharded: Collection[str], rank: int) -> Node:
+    inputs, outputs = (
+        tuple(_on_rank(v, sharded, rank) for v in vs) for vs in (n.inputs, n.outputs)
+    )
     return replace(n, inputs=inputs, outputs=outputs)
 
 

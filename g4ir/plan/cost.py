@@ -173,8 +173,10 @@ class _Meter:
             parts[kind] = parts.get(kind, Cost()) + self._cost(m, step, owners, unmoved)
         return {kind: cost for kind, cost in parts.items() if cost != Cost()}
 
-    def _cost(self, n: Node, step: Step, owners: Mapping[str, Value], queue: Counter[str]) -> Cost:
-        """Return the cost of one part of a node; `queue`: bytes of operands yet to be moved."""
+    def _cost(
+        self, n: Node, step: Step, owners: Mapping[str, Value], unmoved: Counter[str]
+    ) -> Cost:
+        """Return the cost of one part of a node; `unmoved`: bytes of operands yet to be moved."""
         values = (*n.inputs, *n.outputs)
         types = tuple(self._bound(v, step) for v in values)
         ins, outs = types[: len(n.inputs)], types[len(n.inputs) :]
@@ -184,8 +186,8 @@ class _Meter:
         reads, writes = op.traffic(ins, outs, **n.attrs)
         for v, size in zip(values, (*reads, *writes), strict=True):
             if owner := owners.get(v.name):
-                size = min(size, queue[owner.name])
-                queue[owner.name] -= size
+                size = min(size, unmoved[owner.name])
+                unmoved[owner.name] -= size
                 moved[self._role(owner)] += round(size * self.coded.get(owner.name, 1))
         return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
 

@@ -61,7 +61,9 @@ def _message(build: Footprint, memory: int, capacity: int) -> str:
 
 
 def _advice(build: Footprint, capacity: int) -> str:
-    if fixes := [f"{flag} {v}" for flag, v in _alternatives(build, capacity).items() if v]:
+    if fixes := [
+        f"{flag} {value}" for flag, value in _alternatives(build, capacity).items() if value
+    ]:
         return f"any of these fits: {', '.join(fixes)}"
     chunk = min(build.config.limits.prefill_chunk, CHUNKS[-1])
     smallest = _at_limits(build, max_batch=1, prefill_chunk=chunk)

@@ -47,9 +47,11 @@ class Footprint:
     packing: Packing
 
     @staticmethod
-    def of(c: BuildConfig, backend: PlannedBackend, without: Collection[str] = ()) -> Footprint:
+    def of(
+        config: BuildConfig, backend: PlannedBackend, without: Collection[str] = ()
+    ) -> Footprint:
         """Build the graphs of an engine, except those that never need more memory than others."""
-        return Footprint(c, backend, c.packing(backend, without=without))
+        return Footprint(config, backend, config.packing(backend, without=without))
 
     @property
     def format(self) -> str:

@@ -212,8 +212,10 @@ class BuildConfig:
         """Return the graphs of its engine, or of one of its ranks, as a backend loads them, and the
         prologue of their params. `acted` counts what the passes did; `without`: graphs to leave
         out."""
-        spec, verify = self.spec, self.options.of(RingOptions).slack > 0
-        program = build_program(spec, self.all_logits, self.dtype, self.media, verify, self.drafter)
+        spec, verifies = self.spec, self.options.of(RingOptions).slack > 0
+        program = build_program(
+            spec, self.all_logits, self.dtype, self.media, verifies, self.drafter
+        )
         graphs = {name: g for name, g in program.graphs.items() if name not in without}
         program = quantise(Program(graphs), spec, self.quant, self.dtype)
         program = shard_program(program, Sharding(spec, self.ranks, self.ep))

@@ -24,7 +24,9 @@ from .parts import (
 )
 
 _TABLES = read_table(Path(__file__).with_name("huggingface.yaml"))
-_PARTS = {p: _TABLES["parts"][p.__name__] for p in (Vision, Audio, UnifiedVision, UnifiedAudio)}
+_PARTS = {
+    part: _TABLES["parts"][part.__name__] for part in (Vision, Audio, UnifiedVision, UnifiedAudio)
+}
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,13 @@ def family(model_type: str) -> Family:
 
 _FILES = [(kind, *file) for kind, row in FAMILIES.items() for file in row["files"].items()]
 # config model_type -> (model_type of the spec, is it a composite config with towers?)
-MODEL_TYPES = {n: (kind, parts) for kind, n, (_, parts) in _FILES if "when" not in FAMILIES[kind]}
+MODEL_TYPES = {
+    name: (kind, parts) for kind, name, (_, parts) in _FILES if "when" not in FAMILIES[kind]
+}
 # config model_type -> key of those of its configs that are of another model_type, and that type
-VARIANTS = {n: (row["when"], kind) for kind, n, _ in _FILES if "when" in (row := FAMILIES[kind])}
+VARIANTS = {
+    name: (row["when"], kind) for kind, name, _ in _FILES if "when" in (row := FAMILIES[kind])
+}
 ARCHITECTURES = {(kind, parts): name for kind, _, (name, parts) in _FILES}
 KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
 HF_KINDS = {kind: name for name, kind in KINDS.items()}

@@ -54,7 +54,9 @@ SMALLEST_UNIT = (1e-9, "n")
 
 def scale(value: float) -> tuple[float, str]:
     """The decimal unit in which a value has up to three digits before the point."""
-    return next(((n, p) for p, n in PREFIXES.items() if value >= 0.9995 * n), SMALLEST_UNIT)
+    return next(
+        ((size, p) for p, size in PREFIXES.items() if value >= 0.9995 * size), SMALLEST_UNIT
+    )
 
 
 def si(value: float, unit: str) -> str:

@@ -44,7 +44,9 @@ _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
 TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
 TIED += " one of them"
-MERGE = "fix: merge it with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
+MERGE = (
+    "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.ops.codecs import by_rows, from_tiles
 from g4ir.ops.finite import cast
 from g4ir.ops.quant import quantize
-from g4ir.ops.types import TORCH_NAMES, Tensor, dtype_name, is_float, torch, torch_dtype
+from g4ir.ops.types import TORCH_NAMES, dtype_name, is_float, torch, torch_dtype
 from g4ir.parallel.table import Share
 
 from . import tensorfile
@@ -101,10 +101,10 @@ def split_program(program: Program) -> Packing:
 class ParamSource(Protocol):
     """The source from which a runtime takes the params of the main graphs."""
 
-    def tensor(self, param: str) -> Tensor:
+    def tensor(self, param: str) -> torch.Tensor:
         """Return the full param, in the engine's dtype; may be read-only memory-mapped."""
 
-    def rows(self, param: str, ids: Tensor) -> Tensor: ...
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor: ...
 
     def release(self, param: str) -> None:
         """Hint that `tensor`'s pages are not needed any more."""
@@ -121,15 +121,17 @@ class MadeParams:
     #: shard of the rank whose params these are, if there are several ranks
     share: Share | None = None
     #: codes and scales of calibrated weights, by param of the whole model
-    calibrated: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    calibrated: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     #: implementation of `quantize`, bit-identical to the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
     #: results not fetched yet of recipes with several (codes and scales), by the first result's
     #: name; a lock per recipe
-    _pending: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    _pending: dict[str, dict[str, torch.Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _locks: dict[str, threading.Lock] = field(default_factory=dict, compare=False, repr=False)
 
-    def tensor(self, param: str) -> Tensor:
+    def tensor(self, param: str) -> torch.Tensor:
         recipe = self.packing.recipe(param)
         if len(recipe.outputs) < 2:
             return self._results(recipe, self.source.tensor)[param]
@@ -158,14 +160,14 @@ class MadeParams:
             return [partial(self._in_pieces, v, parts)]
         return [partial(self._rows_of, param, ids) for ids in parts]
 
-    def _rows_of(self, param: str, ids: Tensor) -> Tensor:
+    def _rows_of(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         recipe = self.packing.recipe(param)
         return self._results(recipe, partial(self.source.rows, ids=ids))[param]
 
-    def _in_pieces(self, v: Value, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _in_pieces(self, v: Value, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield rows of codes; other results (scales) are kept until they are fetched."""
         recipe = self.packing.recipe(v.name)
-        extras: dict[str, list[Tensor]] = {}
+        extras: dict[str, list[torch.Tensor]] = {}
         for ids in parts:
             results = self._results(recipe, partial(self.source.rows, ids=ids))
             self.release(v.name)
@@ -175,9 +177,11 @@ class MadeParams:
         scales = {name: torch.cat(parts) for name, parts in extras.items()}
         self._pending[recipe.outputs[0].name] = scales
 
-    def _results(self, recipe: Graph, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def _results(
+        self, recipe: Graph, read: Callable[[str], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         inputs = {v.name: self._load_input(v, read) for v in recipe.params}
-        results: dict[str, Tensor] = interpret(recipe, {}, inputs, {}, run=self._run)[0]
+        results: dict[str, torch.Tensor] = interpret(recipe, {}, inputs, {}, run=self._run)[0]
         self._require_finite(recipe, results)
         return results
 
@@ -191,7 +195,7 @@ class MadeParams:
             return self.quantized(*tensors, **dict[str, Any](n.attrs))
         return tuple(self._part(name, t) for t in self.calibrated[full])
 
-    def _part(self, param: str, t: Tensor) -> Tensor:
+    def _part(self, param: str, t: torch.Tensor) -> torch.Tensor:
         """Return a rank's part of the codes or scales of a param."""
         return self.share.read_part(param, lambda _: t) if self.share else t
 
@@ -200,7 +204,7 @@ class MadeParams:
         rank only."""
         return self.share.source(param) if self.share else param
 
-    def _require_finite(self, recipe: Graph, results: Mapping[str, Tensor]) -> None:
+    def _require_finite(self, recipe: Graph, results: Mapping[str, torch.Tensor]) -> None:
         for name, t in results.items():
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
@@ -208,19 +212,19 @@ class MadeParams:
                 msg = "NaN or infinite, which no code stands for"
                 raise tensorfile.broken(names, msg, fix)
 
-    def rows(self, param: str, ids: Tensor) -> Tensor:
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, or of its codes or scales; each depends on its own row only."""
         recipe = self.packing.recipe(param)
         read = partial(self.source.rows, ids=ids.reshape(-1))
         inputs = {v.name: self._load_input(v, read) for v in recipe.params}
-        table_rows: Tensor = interpret(recipe, {}, inputs, {})[0][param]
+        table_rows: torch.Tensor = interpret(recipe, {}, inputs, {})[0][param]
         return table_rows.view(*ids.shape, -1)
 
-    def load_input(self, v: Value) -> Tensor:
+    def load_input(self, v: Value) -> torch.Tensor:
         return self._load_input(v, self.source.tensor)
 
-    def _load_input(self, v: Value, read: Callable[[str], Tensor]) -> Tensor:
-        def read_full(param: str) -> Tensor:
+    def _load_input(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        def read_full(param: str) -> torch.Tensor:
             return read(checkpoint_name(param))
 
         tensor = self.share.read_part(v.name, read_full) if self.share else read_full(v.name)
@@ -277,10 +281,10 @@ class StoredParams:
                 actual = f"{entry.dtype} {list(entry.shape)}"
                 raise _wrong(header.path, name, f"expected {v.type}, found {actual}")
 
-    def tensor(self, param: str) -> Tensor:
+    def tensor(self, param: str) -> torch.Tensor:
         return self.files.rows(self.files.names[param])
 
-    def rows(self, param: str, ids: Tensor) -> Tensor:
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         rows = self.files.rows(self.files.names[param], ids.reshape(-1).cpu())
         return rows.view(*ids.shape, rows.shape[1])
 
@@ -298,10 +302,10 @@ class RowTable:
         self.source, self.name = source, v.name
         self.dtype = torch_dtype(v.type.dtype)
 
-    def __getitem__(self, ids: Any) -> Tensor:
+    def __getitem__(self, ids: Any) -> torch.Tensor:
         return self.source.rows(self.name, ids)
 
-    def mapped(self) -> Tensor | None:
+    def mapped(self) -> torch.Tensor | None:
         """Return the memory-mapped table; None if its rows must be computed."""
         return self.source.tensor(self.name) if isinstance(self.source, StoredParams) else None
 
@@ -412,7 +416,7 @@ class UnpackedWeights:
         after = (n for n in self.prologue.find(*UNDONE) if v in n.inputs)
         return v.name in self.params or any(self.holds(n.out) for n in after)
 
-    def __call__(self, v: Value) -> Tensor:
+    def __call__(self, v: Value) -> torch.Tensor:
         """Return a param's original tensor; EngineError if it cannot be recovered from the stored
         params."""
         self.check(v)
@@ -431,7 +435,7 @@ class UnpackedWeights:
             msg = f"no longer holds %{v.name}, only what was made of it"
             raise EngineError(f"{self.path} {msg}: give --checkpoint DIR")
 
-    def weight(self, v: Value) -> Tensor:
+    def weight(self, v: Value) -> torch.Tensor:
         """Return a weight as the engine computes with it: dequantised if it is quantised."""
         parts = self._parts(v.name)
         if not parts:
@@ -443,7 +447,7 @@ class UnpackedWeights:
         (dense,) = run_node(dequantize, list(codes))
         return dense
 
-    def _codes_of(self, parts: tuple[Value, ...]) -> tuple[Tensor, ...] | None:
+    def _codes_of(self, parts: tuple[Value, ...]) -> tuple[torch.Tensor, ...] | None:
         """Return codes and scales; None if the engine stores values derived from them."""
         quantize = self.prologue.producers.get(parts[0].name)
         if isinstance(self.source, MadeParams):
@@ -457,7 +461,7 @@ class UnpackedWeights:
                 return tuple(cut(self(packed)) for packed in n.outputs)
         return None
 
-    def part(self, v: Value) -> Tensor:
+    def part(self, v: Value) -> torch.Tensor:
         """Return the codes or the scales of a weight, `X.codes` or `X.scales`; EngineError if the
         engine stores values derived from them."""
         codes = self._codes_of(self._parts(v.name.removesuffix(CODES).removesuffix(SCALES)))
@@ -471,13 +475,13 @@ class UnpackedWeights:
         values = dict(self.params) | {x.name: x for x in (*self.prologue.params, *packed)}
         return tuple(values[n] for end in (CODES, SCALES) if (n := f"{weight}{end}") in values)
 
-    def _dense(self, v: Value, codes: Value) -> Tensor:
+    def _dense(self, v: Value, codes: Value) -> torch.Tensor:
         for n in self.prologue.find("dense"):
             if cut := self._cut(n, codes):
                 return cut(self(n.out))
         raise EngineError(f"{self.path} has no param that was packed from %{v.name}")
 
-    def _cut(self, n: Node, codes: Value) -> Callable[[Tensor], Tensor] | None:
+    def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return a function that slices a weight out of a packed one; None if it is elsewhere."""
         joined = self.prologue.producers.get(n["codes"].name)
         if n["codes"] == codes:
@@ -487,13 +491,13 @@ class UnpackedWeights:
         return None
 
 
-def _slice(join: Node, v: Value, joined: Tensor) -> Tensor:
+def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
     axis = join.integer("axis")
     sizes = [int(x.type.shape[axis]) for x in join.inputs]
     return joined.split(sizes, axis)[join.inputs.index(v)]
 
 
-UNDONE: dict[str, Callable[[Node, Value, Tensor], Tensor]] = {
+UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
     "concat": _slice,
     "columns": lambda n, v, packed: by_rows(packed),
     "tiles": lambda n, v, packed: from_tiles(packed),

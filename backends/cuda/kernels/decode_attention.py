@@ -39,13 +39,15 @@ def _latent_estimate(shape: Shape) -> Use:
     return {**_estimate(shape), "block_n": 64}
 
 
-def _attention(n: Node, choice: Choice, q: Any, positions: Any, written: Any, *inputs: Any) -> Any:
+def _attention(
+    n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
+) -> Any:
     """Attend over K and V, or over a latent cache; its first operand is then the weight of K's
     norm."""
     from .decode_attention_triton import decode_attention
 
     latent = n.op == "attention_latent"
-    w, caches = (inputs[0], inputs[1:]) if latent else (None, inputs)
+    w, caches = (operands[0], operands[1:]) if latent else (None, operands)
     return decode_attention(*(q, written, w, list(caches), zeros_of(q)), **masking(n), **choice.use)
 
 

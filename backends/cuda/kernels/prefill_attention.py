@@ -21,12 +21,14 @@ def _estimate(shape: Shape) -> Use:
     return {**tile, "warps": 8, "stages": 2}
 
 
-def _attention(n: Node, choice: Choice, q: Any, positions: Any, written: Any, *inputs: Any) -> Any:
+def _attention(
+    n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
+) -> Any:
     """Attend over K and V, or over a latent cache; its first operand is then the weight of K's
     norm."""
     from .prefill_attention_triton import prefill_attention
 
-    w, rows = (inputs[0], inputs[1:]) if len(inputs) % 2 else (None, inputs)
+    w, rows = (operands[0], operands[1:]) if len(operands) % 2 else (None, operands)
     inputs = (q, positions, written, w, list(rows))
     return prefill_attention(*inputs, **masking(n), **choice.use)
 

@@ -11,7 +11,7 @@ from typing import Any
 from g4ir.chat.messages import read_part
 from g4ir.errors import InputError
 from g4ir.model.media import MEDIA_SETTINGS
-from g4ir.ops.types import Tensor
+from g4ir.ops.types import torch
 from g4ir.serve import request_schema as schema
 from g4ir.serve.http_errors import bad, named
 
@@ -84,7 +84,9 @@ def read_rerank(body: Body) -> EmbeddingRequest:
     )
 
 
-def embeddings_body(asked: EmbeddingRequest, vectors: Tensor, count: int, model: str) -> Body:
+def embeddings_body(
+    asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, model: str
+) -> Body:
     """Return the answer of /v1/embeddings: vectors float32 [N, D] as lists or as base64."""
     rows: Sequence[Any] = (
         [base64.b64encode(v.numpy().tobytes()).decode() for v in vectors]
@@ -92,11 +94,11 @@ def embeddings_body(asked: EmbeddingRequest, vectors: Tensor, count: int, model:
         else [v.tolist() for v in vectors]  # releases the interpreter lock in between
     )
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
-    usage = {"prompt_tokens": count, "total_tokens": count}
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
-def ollama_body(asked: EmbeddingRequest, vectors: Tensor, tokens: int, model: str) -> Body:
+def ollama_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, model: str) -> Body:
     return {
         "model": model,
         "embeddings": [v.tolist() for v in vectors],
@@ -104,7 +106,7 @@ def ollama_body(asked: EmbeddingRequest, vectors: Tensor, tokens: int, model: st
     }
 
 
-def rerank_body(asked: EmbeddingRequest, vectors: Tensor, tokens: int, model: str) -> Body:
+def rerank_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, model: str) -> Body:
     """Return the answer of /v1/rerank: documents by falling similarity to the query, row 0."""
     scores = (vectors[1:] @ vectors[0]).tolist()
     order = sorted(range(len(scores)), key=lambda i: -scores[i])

@@ -118,9 +118,9 @@ def _content(message: Body, where: str) -> Any:
     if not images:
         return text
     images = schema.LIST(images, f"{where}.images")
-    data = [schema.TEXT(image, f"{where}.images[{i}]") for i, image in enumerate(images)]
+    urls = [schema.TEXT(data, f"{where}.images[{i}]") for i, data in enumerate(images)]
     parts = [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{d}"}} for d in data
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{u}"}} for u in urls
     ]
     return [*parts, {"type": "text", "text": text}]
 

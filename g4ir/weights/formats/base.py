@@ -17,7 +17,7 @@ from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
 from g4ir.ops.codecs import FORMATS, dequantize_codes, pack_integers
 from g4ir.ops.layouts import unpack_dense
-from g4ir.ops.types import Tensor, torch, torch_dtype
+from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
@@ -72,7 +72,7 @@ def by_plain_name(path: Path, headers: Iterable[Header]) -> TensorRefs:
 #: format -> keys of its config that change no weight
 UNREAD: Mapping[str, list[str]] = tensorfile.TABLES["unread"]
 #: function from rows i64[n] of a table to their values, codes or scales; None: all rows
-Part = Callable[["Tensor | None"], "Tensor"]
+Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ def quantised_weight(
 ) -> StoredWeight:
     """Return a quantised weight; its scales get the engine's `dtype` if they have none."""
 
-    def values(rows: Tensor | None) -> Tensor:
+    def values(rows: torch.Tensor | None) -> torch.Tensor:
         rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
         return dequantize_codes(codes(rows), rounded, torch.float32)
 
@@ -123,7 +123,7 @@ class Files:
             self._maps[header.path] = tensorfile.map_file(header)
         return self._maps[header.path]
 
-    def rows(self, ref: TensorRef, ids: Tensor | None = None) -> Tensor:
+    def rows(self, ref: TensorRef, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows of a stored tensor: [len(ids), ...]; a view of all for None."""
         if ids is None:
             return tensorfile.view(self.map(ref[0]), ref[1])
@@ -236,7 +236,9 @@ class ScaleBlocks:
         """Return the values per scale within a row: a divisor of rows and blocks."""
         return math.gcd(self.block(weight)[1], weight[-1])
 
-    def spread(self, scales: Tensor, weight: tuple[int, ...], ids: Tensor | None) -> Tensor:
+    def spread(
+        self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None
+    ) -> torch.Tensor:
         """Expand block scales to row scales [.., N, G]; only of rows `ids`, if passed."""
         rows, columns = self.block(weight)
         scales = scales.reshape(self.shape(weight))
@@ -251,7 +253,7 @@ class ScaleBlocks:
         return scales
 
 
-def checked_scales(ref: TensorRef, stored: Tensor, signed: bool = False) -> Tensor:
+def checked_scales(ref: TensorRef, stored: torch.Tensor, signed: bool = False) -> torch.Tensor:
     """Return scales of a stored tensor; WeightsError for zeros, NaN, infinities and, unless
     `signed`, negative ones."""
     values = stored.float().abs() if signed else stored.float()
@@ -273,7 +275,7 @@ def _stored_scales(
     require(ref, FILE_SCALES, ref[1].shape if flat else grid.shape(shape))
     by_row = grid.block(shape)[0] == 1 and not flat
 
-    def read(ids: Tensor | None) -> Tensor:
+    def read(ids: torch.Tensor | None) -> torch.Tensor:
         stored = files.rows(ref, ids if by_row else None)
         stored = stored.float() if ref[1].dtype == "F8_E8M0" else stored
         checked_scales(ref, stored, signed)
@@ -284,7 +286,7 @@ def _stored_scales(
     return read
 
 
-def packed_integers(data: Tensor, bits: int, width: int, fmt: str) -> Tensor:
+def packed_integers(data: torch.Tensor, bits: int, width: int, fmt: str) -> torch.Tensor:
     """Return codes of a format that `integer_format` chose for rows of `width` integers, stored
     densely in words or bytes [.., n] as integer + 2^(bits-1), low bits first."""
     raw = data.contiguous().view(torch.uint8)
@@ -295,12 +297,12 @@ def packed_integers(data: Tensor, bits: int, width: int, fmt: str) -> Tensor:
     return pack_integers(values.view(torch.int8), fmt)
 
 
-def subtract_zeros(codes: Tensor, zeros: Tensor) -> Tensor:
+def subtract_zeros(codes: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     """Return codes [.., K] minus the zero point of their group, [.., G]."""
     return (codes.unflatten(-1, (zeros.shape[-1], -1)) - zeros[..., None]).flatten(-2)
 
 
-def as_it_is(t: Tensor) -> Tensor:
+def as_it_is(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
@@ -311,7 +313,7 @@ def coded_weight(
     codes: TensorRef,
     scales: TensorRef,
     grid: ScaleBlocks,
-    convert: Callable[[Tensor], Tensor] = as_it_is,
+    convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> StoredWeight:
     """Build a weight [.., N, K] from stored codes and scales; `dtype`: of the scales, default the
@@ -333,10 +335,10 @@ def coded_weight(
     )
 
 
-def e4m3(ref: TensorRef) -> Callable[[Tensor], Tensor]:
+def e4m3(ref: TensorRef) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a check of a stored tensor's e4m3 codes: WeightsError for NaN."""
 
-    def convert(codes: Tensor) -> Tensor:
+    def convert(codes: torch.Tensor) -> torch.Tensor:
         for piece in codes.view(torch.uint8).flatten().split(PIECE):
             if bool((piece & 127 == 127).any()):
                 raise invalid(ref, "a code is NaN, which stands for no number")
@@ -360,7 +362,9 @@ def stacked(weights: Mapping[str, ModuleWeight]) -> dict[str, ModuleWeight]:
         for e, module in product(range(count), MODULES):
             if (e, module) not in experts:
                 first = next(iter(experts.values()))[0]
-                raise invalid(first, f"{prefix}.{e}.{module} is not quantised, other experts are")
+                raise invalid(
+                    first, f"{prefix}.{e}.{module} is not quantised, but other experts are"
+                )
         gate_up = [experts[e, m] for e in range(count) for m in MODULES[:2]]
         out[f"{prefix}.gate_up_proj"] = _stack(gate_up, 2)
         out[f"{prefix}.down_proj"] = _stack([experts[e, MODULES[2]] for e in range(count)], 1)
@@ -375,7 +379,7 @@ def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
             raise invalid(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
     n, k = first.shape
 
-    def join(suffix: str, rows: Tensor | None) -> Tensor:
+    def join(suffix: str, rows: torch.Tensor | None) -> torch.Tensor:
         stacked_part = torch.stack([w.parts[suffix](None) for _, w in parts])
         return stacked_part.view(len(parts) // per_expert, per_expert * n, -1)
 

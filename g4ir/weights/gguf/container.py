@@ -407,7 +407,9 @@ def checkpoint_names(layers: int, rules: Mapping[str, Any]) -> dict[str, str]:
         {name: other.get(name, param) for name, param in TABLES[part].items()}
         for part in ("text", "layer")
     )
-    names = {n: checkpoint_name(param).removeprefix(DRAFTER_PREFIX) for n, param in text.items()}
+    names = {
+        name: checkpoint_name(param).removeprefix(DRAFTER_PREFIX) for name, param in text.items()
+    }
     for i in range(layers):
         for name, param in layer.items():
             names[f"blk.{i}.{name}"] = checkpoint_name(f"L{i}.{param}")

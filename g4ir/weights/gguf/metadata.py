@@ -166,9 +166,10 @@ class _Keys:
         for key in self.file.values:
             name = key.removeprefix(f"{self.kind}.")
             if name != key and key not in self.seen and not name.startswith(OF_TOWERS):
-                near = did_you_mean(key, self.seen)
-                problem = f"unknown key, which may change the forward pass{near}"
-                raise self.fail(quoted(key), problem)
+                msg = (
+                    f"unknown key, which may change the forward pass{did_you_mean(key, self.seen)}"
+                )
+                raise self.fail(quoted(key), msg)
 
 
 def _config(keys: _Keys) -> dict[str, Any]:
