@@ -272,7 +272,10 @@ def with_values(codes: Any, values: Any) -> Any:
 
 
 def take_rows(codes: Any, ids: Any) -> Any:
-    """Gather rows of codes [N, E]; torch indexes bytes in every format."""
+    """Gather rows of codes [N, E]; torch indexes bytes in every format. A table that is read by
+    rows (weights/pack.py) is no tensor."""
+    if not isinstance(codes, torch.Tensor):
+        return codes[ids]
     return codes.view(torch.uint8)[ids].view(codes.dtype)
 
 
