@@ -45,7 +45,7 @@ ALL = 2.0
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),
-    ("top_k", -1, math.inf, "0 or -1 (no limit), or more"),
+    ("top_k", -1, math.inf, "at least 1, or 0 or -1 for no limit"),
     ("top_p", math.nextafter(0, 1), 1, "a share in (0, 1]"),
     ("seed", 0, SEEDS - 1, "0 to 2^63 - 1"),
     ("min_p", 0, 1, "a share in [0, 1]"),

@@ -169,7 +169,7 @@ def quantised_program(spec: Spec, recipe: QuantConfig) -> Program:
 @pytest.mark.parametrize("name", spec_names())
 def test_every_matrix_of_a_spec_is_in_one_rule_of_each_recipe(name: str) -> None:
     """Of the weights of products and tables: a router is none. `schemes` raises for a weight in two
-    rules. int8 leaves the token table of an encoder."""
+    rules. int8 leaves the token table of an encoder, and no other."""
     spec, weights = load_spec(name), weights_of(load_spec(name))
     graphs = build_program(spec, True).graphs
     linear = {n["w"].name for g in graphs.values() for n in g.nodes if n.op == "linear"}

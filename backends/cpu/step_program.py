@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ STRIDED |= {"cluster_head": 0, "pick_id": 0, "attend_texts": 0, "mean_texts": 1,
 CHUNKS = ("prefill", BLOCKS, ENCODE)
 #: codes of weights without a kernel -> their values
 _DENSE: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+_DENSE_LOCK = Lock()
 #: ops that return views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
@@ -536,11 +538,12 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
 
 
 def _dense_weight(w: Coded) -> Tensor:
-    """Return the values of a weight without a kernel, at one address in all programs. A row of
-    torch's product would depend on the others."""
-    if w.codes not in _DENSE:
-        _DENSE[w.codes] = dense(w)
-    return _DENSE[w.codes]
+    """Return the values of a weight without a kernel, at one address in all programs: in torch's
+    matmul of codes a row's bits would depend on the other rows."""
+    with _DENSE_LOCK:
+        if w.codes not in _DENSE:
+            _DENSE[w.codes] = dense(w)
+        return _DENSE[w.codes]
 
 
 def _multiplies_integers(w: Tensor | Coded) -> bool:

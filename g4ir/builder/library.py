@@ -133,7 +133,7 @@ def find_engine(
     loading it raises the error. MissingError for weights that are not in the hub's local cache and
     may not be downloaded. `settled`: callback that completes the build options once the checkpoint
     is available; `check`: callback that may refuse a model before it is built."""
-    if not isinstance(model, Spec) and is_engine(Path(model)):
+    if not isinstance(model, Spec) and is_engine(Path(origin.given_model(model))):
         changed = [*_changed_options(options), *(["revision"] if revision else [])]
         refuse_options(Path(model), [*map(flag_of, changed)])
         return Path(model)

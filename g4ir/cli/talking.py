@@ -48,7 +48,7 @@ class Sampling(Part, title="sampling"):
 
     max_new_tokens: int | None = flag("maximum tokens to generate", None, "N")
     temperature: float | None = flag("sampling temperature; 0: greedy", None, "T")
-    top_k: int | None = flag("sample from the K most likely tokens; 0: all", None, "K")
+    top_k: int | None = flag("sample from the K most likely tokens; 0 or -1: all", None, "K")
     top_p: float | None = flag("nucleus sampling: cumulative probability to keep", None, "P")
     seed: int | None = flag("sampling seed (default: random)", None, "N")
 

@@ -181,7 +181,7 @@ class Flags:
         kwargs |= {k: v for k, v in metadata.items() if k not in METADATA and v is not None}
         if "positional" in metadata:
             kwargs.pop("action", None)
-            if kwargs.get("metavar") == "MODEL":
+            if kwargs.get("metavar") in ("MODEL", "ENGINE"):
                 kwargs["type"] = given_model
             group.add_argument(f.name, **kwargs)
             return

@@ -128,7 +128,7 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
         if value is None or (value in (False, "off", (), [], {}) and f.name != "random_weights"):
             continue
         if how.get("setting"):
-            words += ["--set", f"{f.name}={words_of(value)}"]
+            words += ["--set", f"{f.name}={'on' if value is True else words_of(value)}"]
             continue
         if value is True:
             words.append(flag)

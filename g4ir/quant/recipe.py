@@ -10,7 +10,7 @@
       otherwise: int8                    # if the group size does not divide the row
     - tensors: [layers]                  # every matrix of the layers that no other rule names
       form: int8                         # `others`: every matrix outside of layers; `projections`:
-                                         # those that a product reads, no tables of lookups alone
+                                         # these but for the token table of an encoder
 
 A tensor without a rule is not quantised, and a router never is: rounded logits would choose other
 experts. The built-in configs are such files in this folder. The config of a checkpoint that is
@@ -20,7 +20,7 @@ already quantised describes its weights; nothing is quantised.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -41,6 +41,8 @@ NONE = "none"
 FROM_CHECKPOINT = "checkpoint"
 #: name of a config chosen by --bits (builder/bits.py), and its file in an engine
 MEASURED, QUANT_FILE = "measured", "quant.yaml"
+#: the token table, which is also the LM head of most decoders
+TABLE = "embed.table"
 #: max names per rule: more than a model has weights
 MAX_NAMES = 10_000
 
@@ -151,18 +153,15 @@ class QuantConfig:
         rows = [f"- tensors: [{', '.join(r.pop('tensors'))}]\n  {_flow(r)}" for r in rules]
         return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))
 
-    def schemes(
-        self, weights: Mapping[str, Type], tables: Collection[str] = ()
-    ) -> dict[str, Scheme]:
-        """Return weight -> scheme. `tables`: weights of lookups alone. InputError for a rule that
-        matches no weight and for a weight with two rules."""
+    def schemes(self, weights: Mapping[str, Type], is_encoder: bool = False) -> dict[str, Scheme]:
+        """Return weight -> scheme. InputError for a rule that matches no weight and for a weight
+        with two rules."""
         schemes: dict[str, Scheme] = {}
-        unnamed = (n for n in weights if not any(r.matches(n) for r in self.rules))
-        groups = {n: _groups(n, n in tables) for n in unnamed}
+        unnamed = {n for n in weights if not any(r.matches(n) for r in self.rules)}
+        groups = {n: _groups(n, is_encoder) for n in unnamed}
         for rule in self.rules:
-            names = [
-                n for n in weights if rule.matches(n) or groups.get(n, set()) & {*rule.tensors}
-            ]
+            members = {n for n in unnamed if groups[n] & set(rule.tensors)}
+            names = [n for n in weights if rule.matches(n) or n in members]
             if not names:
                 raise InputError(self._says(rule, f"names no weight; {_weight_kinds(weights)}"))
             if twice := sorted(schemes.keys() & set(names)):
@@ -174,10 +173,10 @@ class QuantConfig:
         return f"recipe {self.name}: [{', '.join(rule.tensors)}] {problem}"
 
 
-def _groups(name: str, is_table: bool) -> set[str]:
+def _groups(name: str, is_encoder: bool) -> set[str]:
     if layer_of(name) is not None:
         return {"layers"}
-    return {"others"} if is_table else {"others", "projections"}
+    return {"others"} if is_encoder and name == TABLE else {"others", "projections"}
 
 
 def _flow(rule: Mapping[str, object]) -> str:

@@ -31,21 +31,16 @@ DENSE, BYTES = ".dense", ".bytes"
 @lru_cache(maxsize=32)
 def weights_of(spec: Spec) -> Mapping[str, Type]:
     """Return the params of the text model that can be quantised."""
-    return {v.name: v.type for n in _text_nodes(spec) for v in _weights(n)}
+    graphs = [build_graph(spec, phase, all_logits=True) for phase in complete_graphs(spec)]
+    used = [v for g in graphs for n in g.nodes for v in _weights(n)]
+    return {v.name: v.type for v in used}
 
 
 @lru_cache(maxsize=32)
 def schemes_of(config: QuantConfig | None, spec: Spec) -> Mapping[str, Scheme]:
     """Return weight -> scheme of a spec's text model, empty without a config; InputError if the
     config does not fit the spec."""
-    products = {v.name for n in _text_nodes(spec) if n.op != "embedding" for v in _weights(n)}
-    weights = weights_of(spec)
-    return config.schemes(weights, weights.keys() - products) if config else {}
-
-
-def _text_nodes(spec: Spec) -> list[Node]:
-    graphs = [build_graph(spec, phase, all_logits=True) for phase in complete_graphs(spec)]
-    return [n for g in graphs for n in g.nodes]
+    return config.schemes(weights_of(spec), bool(spec.embedding)) if config else {}
 
 
 def quantise(program: Program, spec: Spec, config: QuantConfig | None, dtype: str) -> Program:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from g4ir.errors import InputError
 from g4ir.model.tensors import text_tensors, tower_tensors
@@ -255,10 +255,13 @@ class AbsentWeights(InputError):
         self.hub_id, self.revision = hub_id, revision
 
 
-def given_model(model: str) -> str:
+_Name = TypeVar("_Name", bound=str | Path)
+
+
+def given_model(model: _Name) -> _Name:
     """Return a model's name or path; InputError if it is empty: as a path, it would be the current
     folder."""
-    if not model:
+    if model == "":
         raise InputError("MODEL '': expected a variant, a hub id or a path")
     return model
 

@@ -280,8 +280,8 @@ static inline __m256i values_of(float first, float scale, float least) {
     return in_bf16(_mm512_fmsub_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(least)));
 }
 
-/* Same results as decode_blocks, six times as fast, by a lookup table of each group's sixteen
-values. */ static void decode_int4_bf16(const rows_to_decode *d, int64_t first, int64_t last) {
+/* Same results as decode_blocks, six times as fast: looks up each group's sixteen values in a table. */
+static void decode_int4_bf16(const rows_to_decode *d, int64_t first, int64_t last) {
     int64_t each = d->k / d->groups;
     for (int64_t g = first * d->groups; g < last * d->groups; g++) {
         float scale = load(d->scales, g, d->scales_dtype);

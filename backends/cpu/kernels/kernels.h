@@ -64,8 +64,8 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                 int64_t window, double scale, int threads);
 
 /* The same for a prefill chunk: queries attend to the cache, then to k and v[batch, queries, kv_heads,
- * width] of the chunk, up to position last[batch, queries]. The first function returns whether it supports
- * these dtypes and head sizes. */
+ * width] of the chunk, up to position last[batch, queries]. g4ir_takes_chunk returns whether these dtypes and head
+ * sizes are supported. */
 int g4ir_takes_chunk(int dtype, int held, int64_t d);
 int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
                       const int64_t *written, const void *k, const void *v, const void *fresh_k,

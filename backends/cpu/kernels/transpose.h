@@ -32,9 +32,8 @@ static void transpose_16(const uint32_t *from, int64_t from_row, uint32_t *to, i
 }
 #endif
 
-/* Writes words [rows, columns] as [columns, rows]; row strides are `from_row` and `to_row` words.
-*/ static void transpose(const uint32_t *from, int64_t from_row, uint32_t *to, int64_t to_row,
-int64_t rows,
+/* Writes words [rows, columns] as [columns, rows]; `from_row`, `to_row`: row strides in words. */
+static void transpose(const uint32_t *from, int64_t from_row, uint32_t *to, int64_t to_row, int64_t rows,
                       int64_t columns) {
     int64_t r = 0;
 #ifdef __AVX512F__
