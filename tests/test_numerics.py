@@ -9,6 +9,7 @@ say by name what they do not offer.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,18 @@ def agrees(got: torch.Tensor, want: torch.Tensor, oracle: Oracle) -> None:
     """Every row of logits within the tolerance."""
     error = relative(got, want).max().item()
     assert error <= oracle.budget, f"{error:.2e} of rms, budget {oracle.budget:.2e}"
+
+
+def test_every_kind_of_tensor_is_used() -> None:
+    """Each tensor of a layer, disturbed in all layers, changes the logits: none is inert."""
+    oracle = oracle_of("combined")
+    session = open_session(oracle, 2, 128, True)
+    kinds = {re.sub(r"layers\.\d+\.", "", k) for k in oracle.tensors} - {"lm_head.weight"}
+    for kind in sorted(kinds):
+        own = kind.removeprefix("model.")
+        changed = {k: v * 1.5 + 0.1 if k.endswith(own) else v for k, v in oracle.tensors.items()}
+        got = replace(session, tensors=changed).prefill(oracle.tokens, all_logits=True)
+        assert relative(got, oracle.logits).max().item() > 30 * oracle.budget, kind
 
 
 @pytest.mark.covering
