@@ -315,8 +315,10 @@ def bits(mask: Any, vocab: int) -> torch.Tensor:
     if t.dtype == torch.int32 and t.dim() == 1 and len(t) >= words:
         each = t[:words, None] >> torch.arange(32, dtype=torch.int32, device=t.device)
         return (each & 1).bool().reshape(-1)[:vocab]
-    fix = f"expected bool [{vocab}], or int32 [{words}] with a bit for each token"
-    raise InputError(f"mask: found {str(t.dtype).removeprefix('torch.')} {list(t.shape)}; {fix}")
+    expected = f"expected bool [{vocab}], or int32 [{words}] with a bit for each token"
+    raise InputError(
+        f"mask: found {str(t.dtype).removeprefix('torch.')} {list(t.shape)}; {expected}"
+    )
 
 
 def choose(

@@ -37,8 +37,10 @@ from .calibration import FOLDER, CalibrationText, InputProducts, Stages, cache_k
 #: range of --bits
 MIN_BITS, MAX_BITS = 2.5, 8.0
 #: candidate schemes; int6 with groups of 128, which divide the row length of most matrices
-CANDIDATES = [SCHEMES[name] for name in ("nl2", "nl3", "nl4", "int5", "int8")]
-CANDIDATES.append(Scheme("int6", 128, "f16"))
+CANDIDATES = (
+    *(SCHEMES[name] for name in ("nl2", "nl3", "nl4", "int5", "int8")),
+    Scheme("int6", 128, "f16"),
+)
 #: formats that are not measured, since their divergence is small -> int5's divergence divided by
 #: theirs (median over the matrices of Gemma 3 270M)
 FINER = {"int6": 5.4, "int8": 24.0}
@@ -80,10 +82,13 @@ def bits_config(
         costs[name] = [Measured(s, s.nbytes(t, c.dtype), d) for s, d in pairs]
     chosen = choose(costs, bits * sum(t.numel() for t in matrices.values()) / 8, bits)
     tables = {name: SCHEMES["int8"] for name in weights if name not in matrices}
-    names: dict[Scheme, list[str]] = {}
+    by_scheme: dict[Scheme, list[str]] = {}
     for name, scheme in {**tables, **chosen}.items():
-        names.setdefault(scheme, []).append(name)
-    rules = (Rule(tuple(n), s.form, None, s.group, s.scale or ENGINE) for s, n in names.items())
+        by_scheme.setdefault(scheme, []).append(name)
+    rules = (
+        Rule(tuple(names), s.form, None, s.group, s.scale or ENGINE)
+        for s, names in by_scheme.items()
+    )
     return QuantConfig(tuple(rules), MEASURED)
 
 

@@ -126,7 +126,9 @@ def load_published(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM")
         logging.enable_progress_bar()
 
 
-def text_model(spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attn: str) -> Any:
+def text_model(
+    spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attention: str
+) -> Any:
     """Return the transformers text model with these weights, and in eval mode; an EncoderModule for
     an encoder's spec. attn: its implementation, `eager` or `sdpa`."""
     import transformers
@@ -140,7 +142,7 @@ def text_model(spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, 
         raise MissingError(f"transformers {version} has no {kind}, which {spec.name} is; {fix}")
     with refusals_of_transformers(f"the config of spec {spec.name}"), torch.device("meta"):
         config = AutoConfig.for_model(**values)
-        config._attn_implementation = attn
+        config._attn_implementation = attention
         if spec.embedding:
             model: Any = EncoderModule(AutoModel.from_config(config), spec.embedding.dense)
         else:

@@ -325,7 +325,7 @@ class Comparison:
         got, want = valid(got), valid(want)
         if not want.is_floating_point():
             if maker.op == "router" and not got.equal(want):
-                self._check_experts(origin, got, want, _probabilities(step, maker, operand))
+                self._compare_experts(origin, got, want, _probabilities(step, maker, operand))
             else:
                 self.add(origin, 0.0 if got.equal(want) else math.inf, 0.0)
             return
@@ -361,9 +361,11 @@ class Comparison:
                 excused |= close.cpu().reshape(close.shape + (1,) * (errors.dim() - 2))
         return excused
 
-    def _check_experts(self, origin: Derivation, got: Tensor, want: Tensor, probs: Tensor) -> None:
+    def _compare_experts(
+        self, origin: Derivation, got: Tensor, want: Tensor, probabilities: Tensor
+    ) -> None:
         """Compare indices of experts by their probs."""
-        chosen, best = probs.gather(-1, got), probs.gather(-1, want)
+        chosen, best = probabilities.gather(-1, got), probabilities.gather(-1, want)
         error = float(((chosen - best).abs() / best).max())
         self.add(origin, error, CLOSE_EXPERTS[self.dtype])
 

@@ -90,13 +90,15 @@ class Prove(OnEngine):
         (path,) = first_use.engines([self.engine], drafts, all_logits=True)
         return path
 
-    def _parts(self, path: str, end: float, first: bool, progress: console.Progress) -> list[Part]:
+    def _parts(
+        self, path: str, deadline: float, first: bool, progress: console.Progress
+    ) -> list[Part]:
         from g4ir.check.prove import Prover, check_contexts, proof_cache
 
         with closing(self.load.engine(path, progress)) as engine:
             contexts = self.ctx or [min(4096, engine.limits.max_seq)]
             check_contexts(engine, contexts)
             checkpoint = self.first_use.checkpoint(self.engine, self.checkpoint)
-            prover = Prover(contexts, checkpoint, end, proof_cache(), progress)
+            prover = Prover(contexts, checkpoint, deadline, proof_cache(), progress)
             label = f"{engine.config.kv_dtype or engine.dtype} cache"
             return [*prover.parts(label, engine, first)]

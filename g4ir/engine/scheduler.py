@@ -452,10 +452,12 @@ class Scheduler:
         self._events.append(Event(handle, sequence.index, token, logprobs, finish, error))
         self.batch.drop(sequence, zero)  # last: no event is lost if this raises
 
-    def _finish_all(self, handle: RequestHandle, why: str, error: Exception | None = None) -> None:
+    def _finish_all(
+        self, handle: RequestHandle, finish: str, error: Exception | None = None
+    ) -> None:
         for s in handle.answers:
             if not s.finish:
-                self._finish_sequence(s, why, error=error)
+                self._finish_sequence(s, finish, error=error)
 
     def _can_admit(self) -> bool:
         return bool(self.waiting) and self.waiting[0].request.n <= self.max_batch - self.num_running

@@ -281,8 +281,10 @@ class OfflineEngine:
                     yield answer
                     continue
                 running = [b for b in pending if isinstance(b, Result) and not b.end]
-                free = len(running) < max_batch + AHEAD and len(pending) < MAX_UNSENT * max_batch
-                line = lines.next(wait=not pending) if free else None
+                has_capacity = (
+                    len(running) < max_batch + AHEAD and len(pending) < MAX_UNSENT * max_batch
+                )
+                line = lines.next(wait=not pending) if has_capacity else None
                 if line is not None:
                     pending.append(self._begin(line, source))
                 elif pending:

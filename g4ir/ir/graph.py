@@ -256,7 +256,7 @@ class Builder:
         self, op: str, *inputs: Value, name: str | Sequence[str] = (), **attrs: Attr
     ) -> tuple[Value, ...]:
         """Append a node and return its results."""
-        types = infer(op, inputs, attrs, at=str(name))
+        types = infer(op, inputs, attrs, where=str(name))
         names = [name] if isinstance(name, str) else list(name) or self._fresh(op, len(types))
         outputs = tuple(Value(n, t) for n, t in zip(names, types, strict=True))
         self.nodes.append(Node(op, inputs, outputs, attrs))
@@ -284,10 +284,12 @@ _INFERRED: dict[tuple[str, tuple[Type, ...], str], tuple[Type, ...]] = {}
 MAX_INFERRED = 1 << 16
 
 
-def infer(op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], at: str) -> tuple[Type, ...]:
+def infer(
+    op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], where: str
+) -> tuple[Type, ...]:
     """Return the result types of an op; VerifyError has `at` and the types of the inputs."""
     if op not in OPS:
-        raise VerifyError(f"{at}: unknown op {op!r}")
+        raise VerifyError(f"{where}: unknown op {op!r}")
     types = tuple(v.type for v in inputs)
     # `repr` tells True from 1 and 1 from 1.0, which are equal as keys.
     key = (op, types, repr(attrs))
@@ -299,4 +301,4 @@ def infer(op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], at: str) 
         return _INFERRED.setdefault(key, OPS[op].infer_types(types, attrs))
     except (ValueError, TypeError, LookupError, ArithmeticError) as e:
         operands = ", ".join(f"{v}: {v.type}" for v in inputs)
-        raise VerifyError(f"{at}: {op}({operands}): {e}") from e
+        raise VerifyError(f"{where}: {op}({operands}): {e}") from e

@@ -102,9 +102,9 @@ class BuildOptions:
 def flag_of(name: str) -> str:
     """Return the flag of an option of a build or of another argument."""
     f = BuildOptions.__dataclass_fields__.get(name)
-    how = f.metadata["flag"] if f else {}
-    dashed = f"--set {name}" if how.get("setting") else f"--{name.replace('_', '-')}"
-    return how.get("name") or dashed
+    metadata = f.metadata["flag"] if f else {}
+    default = f"--set {name}" if metadata.get("setting") else f"--{name.replace('_', '-')}"
+    return metadata.get("name") or default
 
 
 def options_text() -> str:

@@ -188,9 +188,10 @@ class Server:
         """Read the key file (again), and return the number of keys. InputError if it is wrong: the
         keys stay."""
         keys = read_keys(self.key_file) if self.key_file else {}
-        base = self.key_limits
+        default = self.key_limits
         both = (
-            (k, (n.requests or base.requests, n.tokens or base.tokens)) for k, n in keys.items()
+            (k, (n.requests or default.requests, n.tokens or default.tokens))
+            for k, n in keys.items()
         )
         self.limits.replace({salt_of(key): KeyLimits(*limits) for key, limits in both})
         self.gate = replace(self.gate, keys=keys)

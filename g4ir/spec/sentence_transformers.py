@@ -39,8 +39,8 @@ def read_modules(folder: Path) -> tuple[DenseLayer, ...] | None:
     kinds = [str(m.get("type")).rpartition(".")[2] for m in modules if isinstance(m, dict)]
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), "Normalize"]
     if len(kinds) < len(modules) or kinds != expected or modules[0].get("path"):
-        modules_text = ", ".join(kinds)[:200]
-        raise SpecError(f"{path}: expected the modules {', '.join(ORDER)}, found {modules_text}")
+        found = ", ".join(kinds)[:200]
+        raise SpecError(f"{path}: expected the modules {', '.join(ORDER)}, found {found}")
     _check_pooling(folder / _inside(path, modules[1]) / CONFIG)
     return tuple(_dense(folder, _inside(path, m)) for m in modules[2:-1])
 
