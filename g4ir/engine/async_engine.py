@@ -48,7 +48,7 @@ class AsyncEngine:
         #: exception that ended the thread
         self.error: BaseException | None = None
         self._inbox: deque[RequestHandle] = deque()
-        #: unfinished requests, in order
+        #: unfinished requests, in order of submission
         self._running: dict[RequestHandle, None] = {}
         self._lock = threading.Condition()
         self._closing = False
@@ -102,7 +102,8 @@ class AsyncEngine:
                 raise TimeoutError(f"the service did not end within {timeout} seconds")
 
     def _check_capacity(self, request: Request) -> None:
-        """Raise EngineError or BusyError if the request is refused; one may always wait."""
+        """Raise EngineError or BusyError if the request is refused; an empty queue takes any
+        request."""
         if self.error is not None:
             raise EngineError(
                 f"{self.engine.label}: the service ended: {self.error}; start another"

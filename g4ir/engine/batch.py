@@ -26,13 +26,13 @@ T = TypeVar("T", bound=HasSlot)
 
 
 def checked_buckets(buckets: Sequence[int] | None, max_batch: int) -> tuple[int, ...]:
-    """Return the sorted bucket sizes (default: 1, 2, 4, multiples of 8, max_batch), or raise
-    InputError."""
+    """Return the sorted bucket sizes (default: 1, 2, 4, multiples of 8, max_batch); InputError
+    unless all are positive and the largest is max_batch."""
     default = (n for n in (1, 2, 4, *range(8, max_batch, 8)) if n < max_batch)
     sizes = (*default, max_batch) if buckets is None else tuple(sorted({*buckets}))
     if not sizes or sizes[0] < 1 or sizes[-1] != max_batch:
         raise InputError(
-            f"buckets {list(sizes)}: expected numbers of rows from 1 on, the largest of which is "
+            f"buckets {list(sizes)}: expected batch sizes of 1 or more, the largest of which is "
             f"the engine's --max-batch {max_batch}"
         )
     return sizes
@@ -43,7 +43,7 @@ class Batch(Generic[T]):
 
     def __init__(self, engine: EngineParts, sizes: Sequence[int], patience: int) -> None:
         self.engine, self.sizes, self.patience = engine, sizes, patience
-        #: by rows
+        #: batch size -> session
         self.sessions: dict[int, Session] = {}
         self.slots: list[T | None] = []
         #: consecutive steps in which a smaller bucket would have been enough
@@ -80,8 +80,8 @@ class Batch(Generic[T]):
         return session
 
     def take(self, lent: Session, sequences: Sequence[T | None]) -> None:
-        """Move the sequences of a lent session into slots: by copy, or without one if the batch is
-        empty."""
+        """Move the sequences of a lent session (by row; None: a row without one, which is emptied)
+        into slots: by copy, or without one if the batch is empty."""
         alone = not self.sequences
         if alone:
             self.slots, self._oversized_calls = [*sequences], 0
@@ -95,7 +95,7 @@ class Batch(Generic[T]):
 
     def adopt(self, session: Session, sequence: T) -> bool:
         """Make a one-row session the batch, with its one sequence, without a copy; return False if
-        the batch is not empty or there is no bucket of size 1."""
+        the batch is not empty, or bucket 1 does not exist or has a session already."""
         if self.sequences or 1 not in self.sizes or 1 in self.sessions:
             return False
         self.sessions[1], self.slots, sequence.slot = session, [sequence], 0
@@ -133,8 +133,8 @@ class Batch(Generic[T]):
         self.sessions.clear()
 
     def _session_of(self, rows: int) -> Session:
-        """Return the session of a bucket. If memory is exceeded, drop the largest other sessions
-        first: recording a new one takes about the same time for any size."""
+        """Return the session of a bucket. If all sessions have more than 2 * max_batch slots, drop
+        the largest other ones first: recording a new one takes about the same time for any size."""
         self.sessions[rows] = session = self.sessions.get(rows) or Session(self.engine, rows)
         for other in sorted({*self.sessions} - {rows, len(self.slots)}, reverse=True):
             if sum(self.sessions) > 2 * self.sizes[-1]:

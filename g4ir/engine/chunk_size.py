@@ -23,7 +23,8 @@ MAX_CHANGE = 2.0
 
 
 class ChunkSize:
-    """`gap_s`: the bound in seconds, infinity for none; `max_tokens`: of a chunk."""
+    """Adapts the size of prefill chunks to measured times. `gap_s`: bound on the seconds between
+    two tokens of a running sequence, infinity for none; `max_tokens`: maximum size of a chunk."""
 
     def __init__(self, gap_s: float, max_tokens: int) -> None:
         self.gap_s, self.max_tokens, self.bounded = gap_s, max_tokens, gap_s < float("inf")
@@ -34,8 +35,8 @@ class ChunkSize:
         #: seconds of the last two decode steps without a chunk, 0 until measured; steps with one
         #: since
         self._steps_s, self._mixed_steps = (0.0, 0.0), 0
-        #: if requests wait behind this chunk's prompt: number of sequences that decode or have a
-        #: slot; else 0
+        #: if requests wait behind this chunk's prompt: number of sequences that decode or wait, at
+        #: most max_batch; else 0
         self.queued_rows = 0
 
     @property
@@ -52,7 +53,7 @@ class ChunkSize:
 
     @property
     def probes(self) -> bool:
-        """Whether the next step should run without a chunk."""
+        """Whether the next decode step should run without a chunk, so that it is measured alone."""
         return self.bounded and self._mixed_steps >= STEPS_TO_PROBE
 
     def start(self, now: float) -> None:

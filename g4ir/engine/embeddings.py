@@ -50,22 +50,22 @@ MAX_CHARACTERS = 64
 
 
 def need_decoder(spec: Variant, label: str) -> None:
-    """Raise InputError if the model of this name is an encoder."""
+    """Raise InputError, which begins with the engine's `label`, if the model is an encoder."""
     if spec.embedding:
         why = f"{spec.name} is an encoder: it embeds texts and generates none"
         raise InputError(f"{label}: {why}; use `g4ir embed`, or give a model that generates")
 
 
 def need_encoder(spec: Variant, label: str) -> None:
-    """Raise InputError if the model of this name is no encoder."""
+    """Raise InputError, which begins with the engine's `label`, if the model is no encoder."""
     if not spec.embedding:
         why = f"{spec.name} generates text and has no embeddings"
         raise InputError(f"{label}: {why}; give an encoder, such as embeddinggemma-300m")
 
 
 def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | None]:
-    """Return task -> text in front of a text, and the default task: the checkpoint's, else those
-    of the model_type. EngineError for an invalid file."""
+    """Return task -> text in front of a text, and the default task or None: the model_type's
+    prompts, overridden by the checkpoint's. EngineError for an invalid file."""
     path = folder / PROMPTS
     if not path.is_file():
         return FAMILIES[spec.model_type]["prompts"], None
@@ -190,8 +190,9 @@ class Embedder:
     def _read(
         self, text: EncoderInput, number: int, truncate: bool
     ) -> tuple[str | None, tuple[Soft, ...]]:
-        """Return a text, cut to the characters of the longest possible one (None for token ids),
-        with a placeholder for each of its media, and those."""
+        """Return an input's text with a placeholder for each of its media (None for token ids), and
+        the soft tokens of these. With `truncate` it is cut to MAX_CHARACTERS * max_seq characters,
+        which are an InputError otherwise."""
         name, limit, soft = f"text {number}", self.engine.limits.max_seq, tuple[Soft, ...]()
         if not isinstance(text, str):
             if not isinstance(text, Sequence | Mapping) or not text:
@@ -213,8 +214,8 @@ class Embedder:
         return text, soft
 
     def _content(self, parts: Sequence[Any], name: str) -> tuple[str, tuple[Soft, ...]]:
-        """Return the parts of an input as a text with a placeholder for each medium, and the media,
-        encoded; InputError names the part."""
+        """Return the parts of an input as a text with a placeholder for each medium, and the soft
+        tokens of the media; InputError names the part."""
         holders, text = placeholders(self.engine.spec.tokens), ""
         soft = list[Soft]()
         for i, value in enumerate(parts):
@@ -243,7 +244,7 @@ class Embedder:
         self, ids: Sequence[EncoderTokens], first: int = 0
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Yield the embeddings of texts chunk by chunk: their indices, float32 [n, size].
-        CheckError for one that is not finite; `first`: the number of text 0 in it."""
+        CheckError for one that is not finite, which numbers the texts from `first`."""
         engine = self.engine
         engine.check_process()
         for rows in pack(
@@ -252,7 +253,7 @@ class Embedder:
             vectors = self._run([ids[row] for row in rows])
             if not bool(vectors.isfinite().all()):
                 row = rows[int((~vectors.isfinite().all(-1)).nonzero()[0, 0])]
-                why = "its embedding is NaN or infinite, as weights are, or values beyond the dtype"
+                why = "its embedding is NaN or infinite: weights are, or a value exceeds the dtype"
                 raise CheckError(
                     f"text {first + row} ({len(ids[row])} tokens): {why}; try --dtype float32"
                 )
@@ -284,7 +285,8 @@ class Embedder:
 
 
 def packed_inputs(texts: Sequence[Sequence[int]], batch: int) -> dict[str, Tensor]:
-    """Return `tokens` and `positions` i64 [1, S] and `ends` i64 [batch] of a chunk of texts."""
+    """Return the inputs of a chunk of texts, one after another: `tokens` and `positions` i64 [1,
+    S], padded to MIN_TOKENS, and `ends` i64 [batch], the offset of each text's end."""
     lengths = [len(x) for x in texts]
     padding = [0] * (MIN_TOKENS - sum(lengths))
     positions = [i for n in lengths for i in range(n)] + padding
@@ -304,8 +306,8 @@ def _too_long(name: str, length: str, limit: int) -> InputError:
 
 
 def pack(lengths: Sequence[int], limit: int, count: int) -> Iterator[list[int]]:
-    """Yield the texts of each chunk, the longest first: at most `count`, with PACKED_TOKENS tokens
-    or one text of at most `limit`."""
+    """Yield the indices of the texts of each chunk, the longest first: at most `count`, with at
+    most min(limit, PACKED_TOKENS) tokens in total, or a single longer text. lengths: in tokens."""
     budget, chunk, size = min(limit, PACKED_TOKENS), list[int](), 0
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if chunk and (size + lengths[row] > budget or len(chunk) == count):

@@ -53,7 +53,8 @@ class Engine(EngineParts):
         self.close()
 
     def session(self, batch: int = 1, adapter: str = "") -> Session:
-        """Return empty KV caches for `batch` sequences, at most max_batch, which use an adapter."""
+        """Return a session with empty KV caches for `batch` sequences, at most max_batch;
+        `adapter`: name of the LoRA adapter that all use."""
         self.check_process()
         need_decoder(self.spec, self.label)
         return Session(self, batch, adapter)
@@ -103,7 +104,7 @@ class Engine(EngineParts):
 
         An answer ends with its stop id, which is part of the result, or after max_new_tokens.
         `on_token(token)` is called with each token of a single prompt, `on_token(row, token)` of
-        several. Prompt i draws with the seed + i.
+        several. Prompt i is sampled with seed + i.
 
         images, videos, audio: lists of what `encode` takes. They belong to the placeholders of
         their kind in order, row by row: one placeholder for each medium, or one for each soft
@@ -188,10 +189,11 @@ class Engine(EngineParts):
         truncate: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Any:
-        """Return the embeddings of a text or several, float32 [N, D] of length 1: the inner product
-        of two is their similarity. A text may be a list of token ids, and have media: an image is
-        {"type": "image", "image": PATH or pixels}, a text with it ["a red car", {...}], in a list
-        of such; `image_budget`, `frames`, `fps` and `audio_too_long` are keys of the object.
+        """Return the embeddings of a text or several, float32 [N, D], L2-normalised: the inner
+        product of two is their cosine similarity. A text may be a list of token ids, and have
+        media: an image is {"type": "image", "image": PATH or pixels}, a text with it ["a red car",
+        {...}], in a list of such; `image_budget`, `frames`, `fps` and `audio_too_long` are keys of
+        the object.
 
         `task`: whose prompt goes before each text (query, document, ...; default: the checkpoint's
         default, else none); `dims`: a smaller size that the model was trained for. `truncate` cuts
@@ -206,8 +208,8 @@ class Engine(EngineParts):
 
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
-        """Context manager that lends the idle scheduler of the last `generate`, or a new one with
-        this many slots, and caches it afterwards."""
+        """Context manager that lends the idle scheduler of the last `generate` if it has the same
+        config, else a new one with this many slots, and keeps it for the next call."""
         with self._lending:
             scheduler, self._idle = self._idle, None
         config = SchedulerConfig(

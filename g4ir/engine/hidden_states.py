@@ -38,8 +38,9 @@ class HiddenStates:
         return self.states[rows, at.to(rows.device)][:, None]
 
     def take(self, states: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Store the hidden states of a step, of all tokens or the last; None: it returned none.
-        Rows without a new token keep their state."""
+        """Store the hidden states of a step, [batch, S, hidden] of all tokens or [batch, 1, hidden]
+        of the last; None: it returned none. before, after: int64 [batch], lengths. Rows without a
+        new token keep their state."""
         if states is None and self.states is None:
             return
         unchanged = self.available(before) & (after == before)
@@ -65,7 +66,8 @@ class HiddenStates:
         self._after[row] = length[start] * source.available(length)[start]
 
     def copy(self, length: torch.Tensor) -> HiddenStates:
-        """Return a copy for a snapshot."""
+        """Return a copy of the newest tokens' states, for a snapshot of sequences of lengths int64
+        [batch]."""
         copy = HiddenStates(len(length))
         for row in range(len(length)):
             copy.copy_row(self, row, row, length)

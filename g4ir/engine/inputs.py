@@ -45,8 +45,8 @@ class SessionInputs:
         return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
     def single(self, length: torch.Tensor, next_tokens: Any, active: Any) -> TokenBatch:
-        """Return one token per row, int64 [batch], checked for the rows that are `active` (bool
-        [batch])."""
+        """Return the batch of one token per row, from int64 [batch]; rows that are not `active`
+        (bool [batch]) have none."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
         if tokens.shape != (self.batch,):
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
@@ -61,7 +61,8 @@ class SessionInputs:
     def drafted(
         self, length: torch.Tensor, tokens: Any, lengths: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [batch, S] to verify: at most --draft-tokens + 1."""
+        """Return tokens int64 [batch, S] to verify, S at most --draft-tokens + 1, and valid counts
+        [batch]."""
         tokens, lengths = self.tokens(length, tokens, lengths)
         width, max_tokens = tokens.shape[1], self.engine.draft_tokens + 1
         if width > 1 and max_tokens == 1:
@@ -83,7 +84,8 @@ class SessionInputs:
         return keep
 
     def rows(self, rows: Any, call: str) -> torch.Tensor:
-        """Return indices of rows, int64."""
+        """Return row indices as int64 [n]; InputError, which names the `call`, for one out of
+        range."""
         index = _integers(rows, f"{call} rows").reshape(-1)
         if bool((index < 0).any()) or bool((index >= self.batch).any()):
             raise InputError(f"{call} rows {index.tolist()}: the session has {self.batch} rows")
@@ -120,7 +122,8 @@ class SessionInputs:
 
 
 def row_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> TokenBatch:
-    """Return the prompt for an empty row; InputError if a session would refuse it."""
+    """Return the prompt for an empty session of one row; InputError if the session would refuse
+    it."""
     prompt = SessionInputs(engine, 1).prompt(torch.tensor([0]), [tokens], None, soft)
     prompt.pieces(engine.limits.prefill_chunk)  # raises for a block longer than a chunk
     return prompt
@@ -132,7 +135,7 @@ def _media(engine: EngineParts) -> Mapping[str, int]:
 
 def _check_ids(engine: EngineParts, tokens: torch.Tensor) -> None:
     vocab = engine.spec.text.readable_ids
-    for i in _media(engine).values():  # placeholders are not looked up in the tables
+    for i in _media(engine).values():  # placeholders are not looked up in embedding tables
         tokens = tokens.masked_fill(tokens == i, 0)
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
         row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
@@ -141,7 +144,8 @@ def _check_ids(engine: EngineParts, tokens: torch.Tensor) -> None:
 
 
 def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens by row as int64 [batch, S], right-padded with 0, and how many each row has."""
+    """Return tokens by row as int64 [batch, S], right-padded with 0, and valid counts int64
+    [batch]."""
     width = max(map(len, tokens.values()))
     rows, lengths = [[0] * width for _ in range(batch)], [0] * batch
     for row, ids in tokens.items():

@@ -48,12 +48,12 @@ def encode(
 ) -> Soft:
     """Return the soft tokens of one item.
 
-    `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
-    video (default 32, or all of a shorter one), or `fps` of each second, at most `frames`
-    (encoders: 1 and 32, without the frames' times);
+    `budget`: soft tokens of an image at most, one of those the engine was built for; `frames`:
+    number of frames of a video (default 32, or all of a shorter one); `fps`: frames per second
+    instead, at most `frames` (default of encoders: 1, at most 32, without the frames' times);
     `too_long`: whether audio beyond the limit is cut or refused. InputError for a kind that the
-    engine does not take, what is no such file, and in a forked process; MissingError where a
-    library for decoding is missing.
+    engine does not take, a file that cannot be read as that kind, and in a forked process;
+    MissingError where a library for decoding is missing.
     """
     engine.check_process()
     check_supported(kind, engine.media, engine.spec)
@@ -94,7 +94,7 @@ def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch
     grids = {image_settings(engine.spec, n).rows: n for n in engine.media.grids}
     if len(patches) not in grids:
         why = f"this engine was built for {', '.join(map(str, sorted(grids)))}"
-        raise InputError(f"an image of {len(patches)} rows of patches: {why}")
+        raise InputError(f"an image of {len(patches)} patches: {why}")
     feeds = {"patches": patches, "positions": positions}
     return _run(engine, vision_name(grids[len(patches)]), feeds)[:soft]
 
@@ -144,7 +144,7 @@ def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 def _checked(item: Any, kind: type, name: str) -> Any:
     if not isinstance(item, kind):
-        fix = f"give a path, {kind.__name__} or what was prepared of it"
+        fix = f"give a path, {kind.__name__} or a preprocessed one"
         raise InputError(f"{name}: found {type(item).__name__}; {fix}")
     return item
 
@@ -176,7 +176,7 @@ def read_local(engine: EngineParts, medium: Medium, **settings: Any) -> Soft:
     if path.startswith(_FILE):
         path = unquote(path.removeprefix(_FILE))
     elif "://" in path:
-        raise InputError(f"{source.where}: is neither a path nor a data URL; nothing is fetched")
+        raise InputError(f"{source.where}: no path, data URL or file URL; nothing is fetched")
     check_file(medium.kind, path)
     return encode(engine, medium.kind, path, **settings)
 

@@ -21,7 +21,7 @@ MIN_LOGPROB = -9999.0
 class AnswerStream:
     """Output stream of one answer. `take` returns the events that each token completes. Without a
     `reader` all text is content, ended by the strings of `stop` (a reader has its own). `single`:
-    the first tool call ends the answer; `silent`: it generates no tokens.
+    the first tool call ends the answer; `silent`: generated tokens are ignored (max_tokens 0).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AnswerStream:
         if self.over:
             return []
         if event.finish == FAILED:
-            raise event.error or EngineError("a row failed")
+            raise event.error or EngineError("the sequence failed")
         out: list[Said] = []
         asked = event.handle.request
         if not self.prompt and asked.prompt_logprobs is not None:
@@ -81,8 +81,8 @@ class AnswerStream:
         return out
 
     def entry(self, token: int, read: Logprobs | None) -> dict[str, Any]:
-        """Return a token's entry: its log-probability and the most likely tokens; None if it has
-        none."""
+        """Return a token's entry in OpenAI's format, with its log-probability and the most likely
+        tokens; both are None without `read` (first token of a prompt)."""
         if read is None:
             return self._entry(token, 0.0) | {"logprob": None, "top_logprobs": None}
         top = [self._entry(other, value) for other, value in read.top]

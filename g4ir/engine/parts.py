@@ -93,7 +93,7 @@ class EngineParts:
 
     @property
     def media(self) -> Media:
-        """Sizes of its towers."""
+        """Kinds of media that it takes, and the sizes of their towers."""
         return self.config.media
 
     @property
@@ -155,7 +155,7 @@ class EngineParts:
 
     @property
     def share(self) -> Share:
-        """The weights of rank 0."""
+        """Rank 0's shards of the weights."""
         return Share(self.config.sharding, 0)
 
     @cached_property
@@ -180,8 +180,8 @@ class EngineParts:
         return self.spec.tokens.eos if stop is None else stop
 
     def suppressed(self) -> tuple[int, ...]:
-        """Return ids never generated: the checkpoint's, and those beyond a smaller per-layer
-        embedding table."""
+        """Return token ids that are never generated: the checkpoint's suppress_tokens, and those
+        beyond a smaller per-layer embedding table."""
         text = self.spec.text
         return (*self.defaults().suppress, *range(text.readable_ids, text.vocab_size))
 
@@ -201,7 +201,8 @@ class EngineParts:
         return {d.type if d else "host" for d in devices} == {self.device}
 
     def embed_tokens(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Embed token ids: return the inputs of the text graphs, on the engine's device."""
+        """Embed token ids i64[B, S]: return inputs of the text graphs by name, [B, S, ...], on the
+        engine's device."""
         self.check_process()
         rows = self.runtime.embed(tokens, self.tables)
         if rows is None:

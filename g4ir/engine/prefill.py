@@ -109,8 +109,8 @@ class PrefixCache:
         return len(self._entries)
 
     def store(self, salt: str, keys: Keys, session: Session) -> bool:
-        """Store a snapshot of the session, which holds `keys`; return False if it is too large for
-        the memory."""
+        """Store a snapshot of the session, whose tokens have these keys; return False if it is too
+        large for the memory."""
         key = (salt, keys)
         if key in self._entries:
             self._entries.move_to_end(key)
@@ -137,8 +137,8 @@ class PrefixCache:
             self.disk.store(salt, keys, snapshot)
 
     def lookup(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
-        """Return length and snapshot of the longest cached proper prefix of `keys`, or on disk of
-        all; or 0, None."""
+        """Return length and snapshot of the longest cached prefix of `keys`, in memory always
+        shorter than `keys`; 0 and None if there is none."""
         with self._lock:
             prefixes = (k for s, k in self._entries if s == salt and len(k) < len(keys))
             match = max((k for k in prefixes if keys[: len(k)] == k), key=len, default=())
@@ -179,7 +179,8 @@ class Prefiller:
         self.prefixes = PrefixCache(max_bytes, disk)
 
     def _default_bytes(self) -> int:
-        """Return a quarter of the free memory, or MIN_PROMPTS long prompts if they fit in half."""
+        """Return the cache's default size: a quarter of the free memory, from MIN_BYTES to
+        MAX_BYTES, or more for MIN_PROMPTS long prompts, but at most half of the free memory."""
         rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two buckets
         free = max(free_on(self.engine.device) - rows, 0)
         requested = max(MIN_BYTES, MIN_PROMPTS * self.prompt_bytes, min(free // 4, MAX_BYTES))
@@ -344,8 +345,8 @@ class Prefiller:
         return length, common if common >= length + MIN_FORK else 0
 
     def _restore(self, request: Request, prompt: TokenBatch, keys: Keys, snapshot: Snapshot) -> int:
-        """Restore a snapshot of these keys, of all but the prompt's last token; return their
-        number."""
+        """Restore a snapshot of these keys, without the prompt's last token; return the number of
+        tokens restored, 0 if the snapshot does not fit this engine."""
         length = prompt.boundary(min(len(keys), len(request.tokens) - 1))
         try:
             self.session.restore(snapshot)

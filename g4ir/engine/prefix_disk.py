@@ -72,8 +72,8 @@ class PrefixDisk:
         self.root, self.max_bytes = private(cache_root() / "prefixes"), max_bytes
         machine = find_backend(engine.config.backend).machine(engine.device)
         self._engine = f"{__version__}\0{engine.facts.digest}\0{machine}"
-        #: counts: snapshots restored from disk; snapshots not written, since they were too large or
-        #: not worth it
+        #: number of snapshots not written (`too_large`), since they exceed max_bytes or TOKEN_BYTES
+        #: per token
         self.restored = self.too_large = 0
         #: why writing has stopped; empty: it has not
         self.failed = ""

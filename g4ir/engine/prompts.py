@@ -26,8 +26,9 @@ def checked_ids(ids: Sequence[int], vocab: int, name: str) -> list[int]:
 def checked_prompt(
     ids: Sequence[int], count: int, vocab: int, max_seq: int, name: str
 ) -> list[int]:
-    """Return a prompt's ids; InputError for an id that is no token, or if the prompt and `count`
-    new tokens do not fit into `room`. The last new token is never written to a cache."""
+    """Return a prompt's token ids; InputError for an id outside the vocabulary, an empty prompt, or
+    if the prompt and `count` new tokens exceed max_seq. The last new token is never written to a KV
+    cache, so it does not count."""
     out = checked_ids(ids, vocab, name)
     if not out:
         raise InputError(f"{name} is empty; give at least one token")
@@ -52,10 +53,10 @@ _OTHERS, _NEUTRAL = frozenset(TABLE["others"]), TABLE["neutral"]
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults from a checkpoint's generation_config.json. `stop` None: no stop ids. `sampling`:
-    the settings present, by names of SamplingParams; temperature, top_k, top_p and min_p apply only
-    with `do_sample`, without it decoding is greedy. `unused`: keys that affect generation and are
-    not supported.
+    """Defaults from a checkpoint's generation_config.json. `stop`: stop ids; None: the file has
+    none. `sampling`: the settings present, by names of SamplingParams; temperature, top_k, top_p
+    and min_p apply only with `do_sample`, without it decoding is greedy. `unused`: keys that affect
+    generation and are not supported.
     """
 
     stop: tuple[int, ...] | None = None
@@ -130,7 +131,8 @@ def _ids(
 
 
 def sampling_params(defaults: Defaults, settings: Mapping[str, Any]) -> SamplingParams:
-    """Return `settings` over the checkpoint's; seeds are taken modulo SEEDS."""
+    """Return sampling parameters: `settings`, else the checkpoint's defaults; seeds modulo
+    SEEDS."""
     values = {**defaults.sampling, **settings}
     if values.get("seed") is not None:
         values["seed"] %= SEEDS

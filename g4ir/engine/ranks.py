@@ -126,7 +126,8 @@ def slots_of(positions: range, cache: torch.Tensor) -> list[int]:
 
 def interpreted(engine: EngineParts, kind: str, run: Run | None = None) -> Runtime:
     """Return a runtime that interprets an engine's text graphs, on all its ranks; `kind` is one of
-    backends/reference.py's. `run` runs a node, of an engine without ranks."""
+    backends/reference.py's. `run`: callback that executes a node, for an engine of one rank
+    only."""
     runtime: Any = engine.runtime
     if isinstance(runtime, Led):
         return runtime.interpreter(kind)

@@ -184,8 +184,9 @@ class Event:
 
 @dataclass
 class Totals:
-    """Counts since start-up: decode `steps` by number of running sequences, `step_s` their seconds
-    by bucket; `ended` by finish reason."""
+    """Counts since start-up: prompt tokens `computed` or `cached` (reused), tokens `generated`;
+    prefill `chunks` and their seconds; decode `steps` by number of running sequences, `step_s`
+    their seconds by bucket; answers `ended` by finish reason."""
 
     computed: int = 0
     cached: int = 0

@@ -221,7 +221,7 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Those tokens as a share of max_batch x max_seq."""
+        """`kv_tokens` as a share of max_batch x max_seq."""
         return self.kv_tokens / (self.max_batch * self.engine.limits.max_seq)
 
     @property

@@ -24,7 +24,8 @@ from .parts import EngineParts
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a session: lengths, and the used part of each cache."""
+    """A copy of a session: lengths int64 [batch], the used part of each KV cache, and hidden
+    states."""
 
     length: torch.Tensor
     written: torch.Tensor
@@ -33,7 +34,8 @@ class Snapshot:
 
 
 class Session:
-    """KV cache of `batch` rows, each with its length. Not thread-safe."""
+    """KV caches of a batch: `batch` rows, one per sequence, each with its length. Not
+    thread-safe."""
 
     def __init__(self, engine: EngineParts, batch: int = 1, adapter: str = "") -> None:
         limit = engine.limits.max_batch
@@ -42,7 +44,7 @@ class Session:
         self.engine, self.batch = engine, batch
         self._inputs = SessionInputs(engine, batch)
         self.state = engine.runtime.new_state(batch)
-        #: int64 [batch]: tokens that each row holds
+        #: int64 [batch]: number of tokens in each row's KV cache
         self.length = torch.zeros(batch, dtype=torch.int64)
         #: maximum length of each row since it was last empty (tokens written to its rings)
         self._written = torch.zeros(batch, dtype=torch.int64)
@@ -77,7 +79,7 @@ class Session:
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
-                "all_logits: this engine was built without --all-logits; build it with"
+                "all_logits: this engine was built without --all-logits; build it again with it"
             )
         media = {"images": images, "videos": videos, "audio": audio}
         prompt = self._inputs.prompt(self.length, tokens, lengths, soft, **media)
@@ -232,8 +234,8 @@ class Session:
         pieces: Sequence[Piece] | None = None,
         on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Iterator[torch.Tensor | None]:
-        """Yield after each piece (default: chunk) the logits of the rows that have ended, or
-        None."""
+        """Yield after each piece (default: the prompt's chunks) the logits [B, vocab] of the rows
+        that have ended, or None before any has."""
         logits_of_rows: torch.Tensor | None = None
         for piece, ends, logits in self._chunks(prompt, pieces, on_logits is not None):
             if logits is not None and on_logits:
@@ -251,8 +253,8 @@ class Session:
     def _chunks(
         self, prompt: TokenBatch, pieces: Sequence[Piece] | None, all_logits: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        """Yield each piece, the rows that end in it, and its logits (of all tokens, or of the
-        last)."""
+        """Yield each piece, the rows that end in it (bool [B]), and its logits (of all tokens, or
+        of the last; None if they are not needed)."""
         for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             need_logits = all_logits or bool(ends.any())

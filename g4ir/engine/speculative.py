@@ -30,7 +30,7 @@ MIN_MATCH, MAX_MATCH = 2, 16
 COST = 0.12
 #: newest measurements per (batch, tokens) that count
 NEWEST = 9
-#: decay factor of earlier rounds in the acceptance rate
+#: decay factor, per verification step, of earlier draft tokens in the acceptance rate
 MEMORY = 0.7
 #: first and longest pause, in steps, after drafts that cost more than they saved
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
@@ -43,8 +43,8 @@ CREDIT, CREDIT_PER_STEP = 0.4, 0.015
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Source of drafts, and the maximum draft tokens per round. `proposer`: creates the proposer of
-    a prompt; default: the n-gram proposer."""
+    """Source of drafts, and the maximum draft tokens per verification step. `proposer`: creates the
+    proposer for a prompt's tokens; default: the n-gram proposer."""
 
     source: str = NONE
     tokens: int = 0
@@ -61,7 +61,7 @@ def resolve_draft(
     config: BuildConfig, label: str, source: str, tokens: int | None = None
 ) -> SpeculativeConfig:
     """Return the config of --draft and --draft-tokens; InputError if an engine of this config
-    cannot do it. `label`: its name in messages."""
+    cannot do it. `label`: the engine's name in errors."""
     if source not in DRAFTS:
         raise InputError(f"--draft {source!r}: expected one of {', '.join(DRAFTS)}")
     max_tokens = config.draft_tokens
@@ -99,8 +99,9 @@ class NgramProposer:
         self._count = end
 
     def propose(self, count: int) -> list[int]:
-        """Return up to `count` tokens that follow the longest earlier match of the text's end, the
-        latest of equal length; if the text ends first, the draft repeats."""
+        """Return the `count` tokens that follow the longest earlier match of the text's end, the
+        latest of equal length; if the text ends first, the draft repeats. Empty without a match of
+        MIN_MATCH tokens."""
         ids = self._ids[: self._count]
         ends = np.flatnonzero(ids[:-1] == ids[-1]) if len(ids) else ids
         size = min(1, len(ends))
@@ -157,7 +158,7 @@ class Pace:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = self._count = max_tokens
-        #: accepted and verified draft tokens; older rounds decay
+        #: accepted and verified draft tokens; those of older steps decay (MEMORY)
         self._right, self._tried = 1.0, 2.0
         #: credit: steps saved minus the cost of drafts, in steps; and the maximum that plain steps
         #: may earn
@@ -186,7 +187,8 @@ class Pace:
         return 1 + int(np.argmax(tokens[1:] / costs[1 : affordable + 1]))
 
     def record(self, drafted: int, accepted: int, costs: Sequence[float]) -> None:
-        """Record a round: tokens drafted and accepted."""
+        """Record a verification step: number of draft tokens, 0 for a plain step, and of accepted
+        ones; costs as in `count`."""
         self.record_plain_steps(1)
         if not drafted:
             return
@@ -235,14 +237,15 @@ class RowDrafts:
         )
 
     def record_plain_steps(self, steps: int) -> None:
-        """Record plain decode steps (one token each) in the acceptance stats."""
+        """Record plain decode steps (one token each) in the pace and the acceptance stats."""
         self.pace.record_plain_steps(steps)
         for entry in self._stats:
             for _ in range(steps):
                 entry.add(0, 1)
 
     def record(self, drafted: int, tokens: int, batch: int) -> None:
-        """Record a round: tokens drafted, and tokens it yielded (accepted + 1)."""
+        """Record a step of `batch` sequences: this one's draft tokens, and the tokens that it got
+        (accepted + 1)."""
         self.pace.record(drafted, tokens - 1, self._costs.of(batch, self.pace.max_tokens + 1))
         for entry in self._stats:
             entry.add(drafted, tokens)
@@ -257,8 +260,8 @@ class RowDrafts:
 
 @dataclass
 class AcceptanceStats:
-    """Rounds (plain steps included), tokens they yielded, and tokens drafted and accepted by
-    position in the draft."""
+    """Steps of sequences (`rounds`: verification and plain steps), the tokens they yielded, and
+    draft tokens proposed and accepted, by position in the draft."""
 
     rounds: int = 0
     tokens: int = 0
@@ -266,7 +269,8 @@ class AcceptanceStats:
     accepted: Counter[int] = field(default_factory=Counter)
 
     def add(self, drafted: int, tokens: int) -> None:
-        """Count a round of one sequence."""
+        """Count a step of one sequence: its draft tokens, and the tokens it yielded (accepted +
+        1)."""
         self.rounds += 1
         self.tokens += tokens
         self.drafted.update(range(drafted))
@@ -279,7 +283,8 @@ class AcceptanceStats:
         self.accepted.update(other.accepted)
 
     def to_dict(self) -> dict[str, object]:
-        """Return rounds, tokens per round, and the acceptance rate by draft position, as JSON."""
+        """Return steps (`rounds`), tokens per step, and the acceptance rate by draft position, as
+        JSON."""
         shares = [round(self.accepted[i] / n, 4) for i, n in sorted(self.drafted.items())]
         per_round = round(self.tokens / self.rounds, 4) if self.rounds else None
         return {"rounds": self.rounds, "tokens_per_round": per_round, "accepted": shares}

@@ -24,15 +24,17 @@ from g4ir.weights.tensorfile import FileTensor, map_file, read_header, tensor_fi
 from g4ir.weights.token_splits import BASE, HashedTokens, code_points
 
 INDEX = "tokenizer.index"
-#: maximum characters to encode by the index; for longer texts parsing the full file is faster
+#: maximum characters that one tokenizer encodes by the index, summed over its calls; beyond them
+#: parsing the full file is faster
 FEW = 1 << 13
-#: maximum split position within a token, in characters (stored in one byte)
+#: maximum characters of a token: a merge's split position within it is stored in one byte
 LONGEST = 255
 
 
 def index_file(raw: bytes, size: int) -> bytes | None:
     """Return the index file of a tokenizer.json; None if it has more than `size` tokens, if its
-    tokens need not be substrings of the text, or if the library may refuse it."""
+    tokens need not be substrings of the text, if two tokens have the same hash, or if the library
+    may refuse it."""
     try:
         arrays = index_of(json.loads(raw), size)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -47,13 +49,13 @@ def as_file(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
-    """Return the arrays of an index from the values of a tokenizer.json; raises KeyError, TypeError
-    or ValueError for invalid values.
+    """Return the arrays of an index from the values of a tokenizer.json, or None as `index_file`;
+    raises KeyError, TypeError or ValueError for invalid values.
 
     frame         JSON of the file without vocabulary and merges
     text, ends    UTF-8 of all tokens, concatenated, and the end of each in it
-    hashes, ids   of the tokens, sorted by (characters, hash)
-    lengths       number of tokens by characters
+    hashes, ids   of the tokens, sorted by (number of characters, hash)
+    lengths       number of tokens of 0, 1, 2, ... characters
     cuts, ranks   of the merges, sorted by the token that they yield: length of the left part in
                   characters, and rank
     merges        cumulative number of merges up to each token
@@ -87,8 +89,9 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
 
 
 def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether all tokens of a text are substrings of its normalised form: the normaliser rewrites
-    single characters, and BPE merges characters."""
+    """Whether the index can stand for this tokenizer: a BPE without dropout and affixes, whose ids
+    are 0 .. N - 1 and whose normaliser replaces a single character at most, so that all tokens of
+    a text are substrings of its normalised form."""
     model, normalizer, split = frame["model"], frame.get("normalizer"), frame.get("pre_tokenizer")
     pattern = ""
     if normalizer is not None:
@@ -137,8 +140,9 @@ AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 def _merge_results(
     merges: Sequence[Any], vocab: Mapping[str, int], tokens: HashedTokens, fallbacks: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return each merge's result token, and the length of its left part in characters; None if an
-    operand is not a token, or a token that stands for characters other than its string."""
+    """Return each merge's result token, and the length of its left part in characters; None if the
+    result or an operand is not a token, or an operand is a byte-fallback or unknown token, which
+    stands for other characters than its string."""
     kinds = {*map(type, merges)}
     if kinds == {str} and sum(m.count(" ") for m in merges) == len(merges):
         cuts = [m.index(" ") for m in merges]
@@ -298,4 +302,4 @@ def _check(arrays: Mapping[str, np.ndarray]) -> None:
         },
     }
     if wrong := next((name for name, holds in rules.items() if not holds), None):
-        raise ValueError(f"{wrong} does not fit")
+        raise ValueError(f"{wrong} of the index does not fit its other arrays")

@@ -108,7 +108,8 @@ class TextValues(WatchedRuntime):
 @dataclass(frozen=True)
 class Inspection:
     """Named values to compute for a text. `types`: value name -> its type for the whole text,
-    [1, tokens or draft steps, ...]; `chunk`: tokens per step; None: those of a prefill."""
+    [1, tokens or draft steps, ...]; `chunk`: tokens per decode or verification step; None: prefill
+    in the engine's chunks."""
 
     towers: TowerValues
     ids: Sequence[int]
@@ -162,8 +163,8 @@ def inspect_values(
 
 
 def _plain_graphs(engine: EngineParts, phase: str) -> dict[str, Graph]:
-    """Return the graph of each phase of a session. A decode step is a prefill chunk of one token,
-    whose token dim is named."""
+    """Return the graph of each phase of a session. Decode steps run the graph of `phase` too
+    (prefill or verification, with one token), since its token dim has a name."""
     hidden = engine.drafter is not None and phase == "prefill"
     build = partial(build_graph, engine.spec, all_logits=True, dtype=engine.dtype, hidden=hidden)
     graphs = dict.fromkeys((phase, "decode"), build("prefill" if phase == "prefill" else VERIFY))
@@ -175,7 +176,8 @@ def _plain_graphs(engine: EngineParts, phase: str) -> dict[str, Graph]:
 
 
 def _named_values(graph: Graph, count: int, steps: int) -> dict[str, tuple[Value, Type]]:
-    """Return name -> the graph's value, and its type for the whole text."""
+    """Return name -> the graph's value, and its type for the whole text: `count` tokens, or `steps`
+    draft steps."""
     out, drafts = dict[str, tuple[Value, Type]](), graph.name == DRAFT
     head = (1, steps if drafts else count)
     for v in (*graph.inputs, *(v for n in graph.nodes for v in n.outputs)):
