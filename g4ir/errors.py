@@ -57,7 +57,7 @@ class InputError(G4Error):
 
 
 class BusyError(G4Error):
-    """A queue is full; has its length and the seconds after which to retry."""
+    """A queue is full (the message has its length and limit), or the server is shutting down."""
 
     exit_code = 1
 

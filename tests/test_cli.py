@@ -401,7 +401,7 @@ def test_a_tokenizer_that_would_cut(checkpoint: Path, tmp_path: Path) -> None:
 
 ERRORS = [
     (KeyboardInterrupt(), 130, "g4ir: interrupted\n"),
-    (MemoryError(), 3, "g4ir: error: not enough memory; build for fewer rows"),
+    (MemoryError(), 3, "g4ir: error: not enough memory; build with a smaller --max-batch"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "g4ir: error: not enough"),
     (PermissionError(13, "Permission denied", "x"), 2, "g4ir: error: x: Permission denied\n"),
     (ValueError("odd\nmore"), 70, "g4ir: internal error: ValueError: odd; run again with --trace"),

@@ -621,7 +621,7 @@ def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
         few.session(2).verify(some_tokens(2, 10))
     with pytest.raises(InputError, match="build it again with --draft-tokens 9 for more"):
         few.generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
-    with pytest.raises(InputError, match=r"has no drafter; .* with --drafter"):
+    with pytest.raises(InputError, match=r"has no draft model; .* with --drafter"):
         few.generate([2, 5, 7], 4, draft="mtp")
     told = refused("run", few.path, "--tokens", "2,5", "--draft", "ngram", "--draft-tokens", "-1")
     assert "draft-tokens -1: expected 1 to 8, which this engine was built for" in told
@@ -649,7 +649,7 @@ def test_the_steps_are_verified_in_rounds(checked: Engine) -> None:
 def test_each_pass_is_seen_in_rounds(checked: Engine) -> None:
     report = verify_each_pass(checked)
     assert report.ok and report.rounds == (5, 4), report.text()
-    assert "also in rounds of 5, 4" in report.text()
+    assert "also in verification steps of 5, 4" in report.text()
     assert report.to_dict()["rounds"] == (5, 4) and not report.media
 
 

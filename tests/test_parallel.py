@@ -586,7 +586,7 @@ def test_a_rank_without_memory(engine_of_two: Path, tmp_path: Path) -> None:
     """It says so, and the others name it."""
     with started(2, engine_of_two, "memory", tmp_path / "out") as ranks:
         assert ranks.ended() == [4, 3]
-        assert "error: not enough memory; build for fewer rows" in ranks.said(1)
+        assert "error: not enough memory; build with a smaller --max-batch" in ranks.said(1)
         assert "error: rank 0: rank 1 (process " in ranks.said(0)
 
 

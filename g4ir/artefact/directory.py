@@ -64,7 +64,7 @@ LARGEST = 16 << 20
 WEIGHT_FILES = ".safetensors"
 #: maximum number of towers of one kind
 MAX_TOWERS = 64
-#: engine that was built on first use -> the user's name of its model
+#: directory of an engine that was built on first use -> the name by which the user gave its model
 LABELS: dict[Path, str] = {}
 
 Seed = Annotated[int, Range(0, (1 << 63) - 1)]
@@ -76,7 +76,7 @@ FileName = Annotated[str, Shaped(r"(?a:\w[\w.+-]*/){0,3}(?a:\w[\w.+-]*)", "progr
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the directory."""
+    """SHA-256 and size in bytes of a file of the directory."""
 
     sha256: Digest
     bytes: Count
@@ -158,8 +158,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Notes:
-    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; the text
-    that 4-bit weights were calibrated on."""
+    """Tensors of the checkpoint that are not used, and why; missing ones, and their default value;
+    the texts on which quantised weights were calibrated."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
@@ -508,8 +508,8 @@ def _first_difference(one: bytes, two: bytes) -> int:
 def _stored_params(
     path: Path, m: Manifest, packing: packings.Packing
 ) -> list[packings.StoredParams]:
-    """Return the packed params of each rank, if there are any; EngineError if the graphs take
-    others."""
+    """Return the packed params of each rank, an empty list if weights are not packed; EngineError
+    if the graphs have other params."""
     files = [path / n for n in sorted(m.files) if n.endswith(WEIGHT_FILES)]
     packed = isinstance(m.weights, PackedWeights)
     if packed != bool(files):
@@ -525,7 +525,8 @@ def _stored_params(
 
 
 def rebuild(path: Path, m: Manifest) -> str:
-    """Return the command that builds an engine again, with its own settings."""
+    """Return the hint of an error message, `build it again: g4ir build ... --out NEW`, with the
+    settings of this engine."""
     c, seed = m.config, m.seed
     linked = m.weights if isinstance(m.weights, LinkedWeights) else None
     options = c.as_options() | {

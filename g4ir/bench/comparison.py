@@ -33,7 +33,7 @@ from .text import plot_bars, stat_text
 
 #: text that is scored by default
 SAMPLE = Path(__file__).with_name("sample.txt")
-#: maximum tokens of the default workload, output and in the KV cache
+#: maximum output tokens of the timed workload
 MAX_OUTPUT = 32
 ROUNDS = 3
 MIB = 1 << 20
@@ -52,8 +52,9 @@ Load = Callable[[str], Engine]
 
 @dataclass(frozen=True)
 class Format:
-    """A row of the table: directories of an engine with all_logits and of one without; or a GGUF
-    file, run by llama.cpp. `other`: the row may be another model, with another tokenizer."""
+    """A row of the table: directories of an engine with all_logits (`scored`) and of one without
+    (`timed`); or a GGUF file, run by llama.cpp. `other`: the row may be another model, with another
+    tokenizer."""
 
     name: str
     scored: str = ""

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stat:
-    """A value; each round's lies within value - spread and value + spread."""
+    """A statistic and its spread: 95 % of further rounds are expected within value ± spread."""
 
     value: float
     spread: float

@@ -83,7 +83,7 @@ def run_bench(
     if any(MODES[name][2] for name in {*peers} & {*MODES}):
         check_all(*find_device(engines[0].device).needs())
     if peers:
-        progress("loading the peer")
+        progress("loading the baseline")
     file = gguf_file(engines[0], checkpoint) if LLAMA in peers else None
     model = peer_model(engines[0], checkpoint) if {*peers} & {*MODES} else None
     reports, agreements = list[Values](), dict[Workload, list[Values]]()

@@ -49,7 +49,8 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """Return the commit of the checkout that runs; `unknown` outside of one."""
+    """Return the commit of the checkout that runs; `unknown` outside of a checkout, `uncommitted`
+    if git names none."""
     root = Path(__file__).resolve().parents[2]
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--match=-"]
     with contextlib.suppress(OSError):

@@ -201,8 +201,8 @@ def plot_bench(path: str | Path, reports: Sequence[Values]) -> None:
 
 def compare_reports(a: Values, b: Values) -> dict[str, Any]:
     """Compare the runs that are in both reports, by the metrics of the text. Return `notes`,
-    differences of workload and machine; `rows`, one a metric in both, which `differs` if the
-    distance exceeds the sum of the spreads; and how many `differ`."""
+    differences of workload and machine; `rows`, one per metric that both have, which `differs` if
+    the distance exceeds the sum of the spreads; and how many `differ`."""
     runs, rows = {r["role"]: r for r in b["runs"]}, []
     for one, two in ((r, runs[r["role"]]) for r in a["runs"] if r["role"] in runs):
         stats, others = metrics(one), metrics(two)

@@ -256,7 +256,7 @@ def choose(
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
     if fewest > budget:
         have = bits * fewest / budget
-        raise InputError(f"--bits {bits:g}: the smallest formats of these weights have {have:.2f}")
+        raise InputError(f"--bits {bits:g}: the smallest formats of these weights need {have:.2f}")
 
     def at(price: float) -> dict[str, Measured]:
         return {

@@ -227,7 +227,7 @@ def _with_recipe(
         why = "the checkpoint is quantised already"
         raise InputError(f"--bits {bits:g}: {why}; add --set requantize=on, or give its original")
     if dtype != OFF and not quant and bits is None:
-        why = "no weight is quantised, and only products with such weights round what they take"
+        why = "no weight is quantised, and only matmuls with such weights quantise their input"
         fix = "give --quant int8, int4 or fp8 too"
         raise InputError(f"--quant-activations {dtype}: {why}; {fix}")
     return replace(config, quant=quant)
@@ -270,7 +270,8 @@ def _fitted(
 def _weights(
     checkpoint: Checkpoint | None, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
 ) -> Any:
-    """Return the kind of weights (one of directory.WEIGHTS); None without weights."""
+    """Return the manifest's record of the weights (one of directory.WEIGHTS); None in a dry run
+    without weights."""
     seed = o.random_weights
     if adapters:
         merged = (
@@ -297,7 +298,7 @@ def _check_range(config: BuildConfig, source: Checkpoint) -> None:
     reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
     worst = max(reach, key=reach.__getitem__)
     if reach[worst] > max_value:
-        message = "--kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it"
+        message = "--kv-dtype float8: K may reach %.0f in %s, and values beyond %.0f are clamped"
         log.warning(f"{message}; int8 has no such limit", reach[worst], worst, max_value)
 
 

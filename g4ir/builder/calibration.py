@@ -65,7 +65,8 @@ def read_default_text() -> str:
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """The first tokens of calibration texts, equally many of each, and their records."""
+    """The first tokens of each calibration text, at most MAX_TOKENS in total, and the texts'
+    records for the manifest."""
 
     records: tuple[Calibration, ...]
     ids: tuple[int, ...]
@@ -95,7 +96,7 @@ class CalibrationText:
             digest = _digest(read_default_text()) if default else sha256(Path(path))
             records.append(Calibration(name, digest, len(tokens)))
         if len(ids) < MIN_TOKENS:
-            problem = f"{len(ids)} tokens, and {MIN_TOKENS} are the least that say something"
+            problem = f"{len(ids)} tokens, and {MIN_TOKENS} are needed at least"
             raise InputError(f"--calibrate {named}: {problem}; give a longer text")
         return cls(tuple(records), tuple(ids))
 
@@ -236,7 +237,7 @@ class InputProducts:
 
 
 def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[Tensor]:
-    """Return the inputs of each expert's down projection."""
+    """Return the inputs [tokens of the expert, K] of each expert's down projection."""
     hidden = []
     for e, w in enumerate(gate_up):
         gate, up = (rows[(index == e).any(-1)] @ w.mT).chunk(2, -1)
@@ -301,8 +302,8 @@ def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -
 def cache_key(
     spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: Any
 ) -> str:
-    """Return a digest of everything that affects the result: weights, text, options, and this
-    package's source code."""
+    """Return a digest of what affects the result: spec, weight files, tokens of the text, `facts`
+    (options), and the source of compensation.py and of this file."""
     method = [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(h.path, h.identity) for h in source.headers]
     if not files and source.directory.exists():  # random weights have no files

@@ -112,13 +112,13 @@ def export(
 
     model: an engine or its directory, which need not run here; or a checkpoint directory, GGUF
     file, or Hugging Face id or variant whose weights are in the local cache, with the adapters and
-    towers that `adapter` and `mmproj` give it, and a `spec` where it does not say all.
+    towers that `adapter` and `mmproj` give it, and a `spec` if its config is incomplete.
     format: `hf`, a directory that transformers loads, or `gguf`, a file of the text model, in the
     directory if `out` is one.
     media: kinds whose towers are written too: `all` that are there, `none`, or a list.
     dtype: of weights, by default the engine's, or the checkpoint's config's; of a GGUF file F32,
     F16, BF16 (default), Q8_0 or Q4_0.
-    Quantised weights are dequantised, but for codes that the type of a GGUF file has too.
+    Quantised weights are dequantised, except those whose codes the GGUF type has too.
     Raises a G4Error before anything is left at `out`.
     """
     if format not in FORMATS:
@@ -178,7 +178,7 @@ def _written(exported: Exported, out: Path, format: str, kind: str, progress: Pr
 
 
 def _differences(spec: Spec, side_files: Mapping[str, bytes], file: GgufFile) -> Iterator[str]:
-    """Yield the generation defaults that the exported file cannot express."""
+    """Yield a text for each generation default that the exported GGUF file cannot express."""
     want = _settings(spec, side_files)
     got = _settings(file.spec(), file.side_files())
     for name in dict.fromkeys((*want, *got)):

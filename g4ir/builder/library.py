@@ -66,7 +66,7 @@ KERNELS = ".kernels"
 FILES = ("checkpoint", "mmproj", "adapter", "drafter", "quant", "calibrate")
 #: whether to download missing weights, or a function that decides
 Consent = bool | Callable[[Download], bool]
-#: shared locks of the engines that this process uses, by path
+#: engine directory -> descriptor of its record, with the shared lock of this process
 _in_use: dict[Path, int] = {}
 
 
@@ -255,7 +255,7 @@ def _of_folder(
 def _downloaded(absent: origin.AbsentWeights, download: Consent) -> None:
     """Download weights if the user agrees, else raise MissingError."""
     if download is False:
-        raise MissingError(f"{absent}; --download does so on the way")
+        raise MissingError(f"{absent}; --download downloads it first")
     model_download = look_up(absent.hub_id, absent.revision)
     if not (download is True or download(model_download)):
         raise MissingError(f"{absent.hub_id} is absent, and its download was declined")
@@ -435,7 +435,8 @@ def _open_record(path: Path) -> int:
 
 
 def _locked(path: Path, how: int, progress: Progress) -> int:
-    """Return the record of an engine, open and locked; waits for a process that builds it."""
+    """Return the descriptor of an engine's record, locked; waits for a process that builds the
+    engine."""
     while True:
         record = _open_record(path)
         try:
@@ -449,8 +450,8 @@ def _locked(path: Path, how: int, progress: Progress) -> int:
 
 
 def _locked_at_once(path: Path) -> int | None:
-    """Return the record of an engine, open and locked; None if a process uses, builds or removes
-    it."""
+    """Return the descriptor of an engine's record, locked; None if a process uses, builds or
+    removes the engine."""
     record = _open_record(path)
     with suppress(BlockingIOError):
         flock(record, EXCLUSIVE | AT_ONCE)

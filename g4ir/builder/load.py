@@ -42,7 +42,7 @@ from g4ir.weights.lora import Slots, with_slots
 from g4ir.weights.origin import Origin, find_origin
 from g4ir.weights.random import random_weights
 
-#: default ranks of adapters' slots, and limits
+#: ranks that adapter slots are rounded up to, and maximum rank and number of slots
 ADAPTER_RANKS, MAX_RANK, MAX_SLOTS = (8, 16, 32, 64, 128), 1024, 1024
 
 
@@ -99,7 +99,8 @@ def load_engine(
 def _adapter_slots(
     artefact: Artefact, adapters: Mapping[str, str | Path], count: int | None, rank: int | None
 ) -> Slots | None:
-    """Return the program with slots for adapters; None if none are requested."""
+    """Return the slots for adapters, with the program that reads them; None if none are
+    requested."""
     c, min_slots = artefact.config, 4 if count is None else 0
     if not (adapters or count or rank):
         return None
@@ -130,7 +131,7 @@ def _check_huge_pages(artefact: Artefact) -> None:
         why = f"{c.backend} on {c.device} has no huge pages"
         raise EngineError(f"{artefact.label}: {why}; leave huge_pages out")
     if sys.platform != "linux":
-        raise EngineError(f"{artefact.label}: huge pages are Linux's alone; leave huge_pages out")
+        raise EngineError(f"{artefact.label}: huge pages need Linux; leave huge_pages out")
 
 
 def described(artefact: Artefact) -> Engine:
@@ -224,7 +225,7 @@ def _backend_of(artefact: Artefact) -> Backend:
         "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
     }
     if broken := next((key for key, holds in rules.items() if not holds), None):
-        raise EngineError(f"{where}: {broken} is none of backend {c.backend}; build it again")
+        raise EngineError(f"{where}: {broken} does not fit backend {c.backend}; build it again")
     return backend
 
 

@@ -130,7 +130,7 @@ def text_model(
     spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attention: str
 ) -> Any:
     """Return the transformers text model with these weights, and in eval mode; an EncoderModule for
-    an encoder's spec. attn: its implementation, `eager` or `sdpa`."""
+    an encoder's spec. attn: attention implementation, `eager` or `sdpa`."""
     import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -219,7 +219,7 @@ class EncoderModule(torch.nn.Module):
         """Return None: there is no LM head."""
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> torch.Tensor:
-        """Return embeddings f32 [B, size] of length 1. input_ids: i64 [B, S]; attention_mask:
+        """Return embeddings f32 [B, size], L2-normalised. input_ids: i64 [B, S]; attention_mask:
         [B, S], 0 for padding, which is at the end of a text."""
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -235,7 +235,8 @@ class EncoderModule(torch.nn.Module):
         return self.pooled(hidden, torch.ones_like(input_ids))
 
     def pooled(self, hidden: Any, mask: Any) -> torch.Tensor:
-        """Return the embeddings of texts by their hidden states [B, S, hidden_size]."""
+        """Return the embeddings f32 [B, size] of texts from their hidden states [B, S,
+        hidden_size]; mask: [B, S], 0 for padding."""
         weights = mask.to(upcast(hidden).dtype).unsqueeze(-1)
         x = ((upcast(hidden) * weights).sum(1) / weights.sum(1)).to(hidden.dtype)
         for layer in self.model.dense:

@@ -127,7 +127,7 @@ def _check_exclusive(spec: Spec | None, o: BuildOptions) -> None:
     """Raise InputError for mutually exclusive weight options."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.mmproj is not None and (checkpoint is None or spec is None):
-        why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
+        why = "it goes with --checkpoint FILE.gguf and, since no GGUF file has a tower's config"
         raise InputError(f"--mmproj {o.mmproj}: {why}, with --variant or --spec")
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
@@ -160,7 +160,8 @@ def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
 
 
 def shipped_variant(origin: Origin) -> Spec | None:
-    """Return the shipped variant with towers whose text model is a file's; None if not one."""
+    """Return the shipped variant with a vision tower whose text model is that of `origin`; None
+    unless there is exactly one."""
     how = origin.spec(), ("text.",), origin.spec_only
     variants = (load_spec(name) for name in spec_names())
     fitting = [v for v in variants if v.vision and not _differing(v, *how)]
@@ -199,7 +200,7 @@ def _drafter(
         fix = "give its checkpoint's directory, or --random-weights SEED"
         raise InputError(f"--drafter {o.drafter}: a spec has no weights; {fix}")
     if random and not (is_spec or default):
-        why = "beside --random-weights the drafter's are random too"
+        why = "with --random-weights the draft model's weights are random too"
         raise InputError(f"--drafter {o.drafter}: {why}; give `default` or its spec FILE.yaml")
     spec = resolve.drafter_spec(model, o.drafter)
     if random or is_spec:
@@ -210,7 +211,8 @@ def _drafter(
 
 
 def _check_vocabulary(model: Origin, drafter: Origin) -> None:
-    """Raise InputError if a draft model's tokenizer has another id for a token of the model's."""
+    """Raise InputError if a draft model's tokenizer has another id for a token of the model's, or
+    lacks most of its tokens."""
     ours, theirs = model.vocabulary(), drafter.vocabulary()
     other = next((t for t, i in theirs.items() if t in ours and ours[t] != i), None)
     if other is not None:

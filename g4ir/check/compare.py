@@ -37,9 +37,9 @@ from .stage_report import Difference, OpError, StageReport
 from .stages import BACKEND, GraphStep, Recording, Series, Stage, StageRun, Trace, stored_stage
 
 Tensor = torch.Tensor
-#: (node, input) -> tensor
+#: input of a node -> its tensor
 Operand = Callable[[Value], Any]
-#: a call of `prefill` or `decode` of a session
+#: calls `prefill`, `decode` or `verify` of a session
 Step = Callable[[Session], Any]
 #: a value out of tolerance is accepted up to this many times its own rounding error, measured
 #: against float64 on the same inputs. Each of the two computations has such an error; rounding
@@ -364,7 +364,8 @@ class Comparison:
     def _compare_experts(
         self, origin: Derivation, got: Tensor, want: Tensor, probabilities: Tensor
     ) -> None:
-        """Compare indices of experts by their probs."""
+        """Compare chosen experts (indices i64[B, S, top_k]) by their probabilities f32[B, S,
+        experts]."""
         chosen, best = probabilities.gather(-1, got), probabilities.gather(-1, want)
         error = float(((chosen - best).abs() / best).max())
         self.add(origin, error, CLOSE_EXPERTS[self.dtype])

@@ -34,7 +34,7 @@ from .tokens import chosen_tokens, random_ids, window_of
 
 Tensor = torch.Tensor
 Texts = Sequence[Sequence[int]]
-#: tokens of random texts, at most; the longest are a little longer than the window
+#: maximum total tokens of the random texts, some of which exceed the window if that permits
 MAX_TOKENS = 600
 #: tokens of text before a medium, and after it
 AROUND = 5
@@ -166,7 +166,7 @@ def _embeddings(engine: Engine, company: bool = True, towered: bool = False) -> 
 
 
 def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
-    """Return a reference's embeddings of texts, those of its other mode, and those in float64."""
+    """Return functions that embed texts by the reference, by its other mode, and in float64."""
     if isinstance(peer, EnginePeer):
         engine = peer.engine
         return _embeddings(engine), _embeddings(engine, False), _embeddings(float64_engine(engine))

@@ -49,7 +49,7 @@ class EnginePeer:
         return self.engine.device
 
     def logits(self, turns: Turns) -> Tensor:
-        """Return f32[N, vocab]."""
+        """Return the logits f32[N, vocab] after the tokens `turns.where`."""
         session = self.engine.session()
         parts = turns.ids.split([*turns.sizes])
         rows = [session.prefill(t[None], all_logits=turns.every)[0] for t in parts]
@@ -92,8 +92,8 @@ class EnginePeer:
 
 @dataclass(frozen=True)
 class HfPeer:
-    """A transformers text model: one pass without a cache, greedy tokens with one. `caches` is the
-    constructor of a cache that rounds K and V, for both."""
+    """A transformers text model: logits in one forward pass, greedy tokens with a KV cache.
+    `caches`: constructor of a cache that rounds K and V, which both then use."""
 
     name: ClassVar = "hf"
     model: Any

@@ -217,7 +217,7 @@ def read_context(
 ) -> Result:
     """Read a document; return perplexity by position, and whether each needle is found at its end.
     The interpreter reads it too, unless that would exceed the deadline: then nothing is compared.
-    OutOfTimeError if the engine alone would take longer."""
+    OutOfTimeError if the deadline passes before the engine has read the document."""
     sessions = [engine.session(), reference_engine(engine).session()]
     rows, done, start = list[Tensor](), 0, time.monotonic()
     for chunk in _scored(engine, sessions, text.ids):

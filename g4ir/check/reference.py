@@ -116,7 +116,7 @@ def unquantised(
         source = source.dequantised()
         packing = plain_packing(engine)
         needed = sum(v.type.nbytes() for v in packing.program.params().values())
-        text = "the weights as they were take {} beside what is loaded"
+        text = "the original weights take {} in addition to what is loaded"
         short = refusal(text, needed, engine.device, param_bytes(engine))
         yield short or plain_engine(engine, MadeParams(packing, source))
     finally:

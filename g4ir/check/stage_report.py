@@ -13,7 +13,8 @@ from g4ir.parallel.shard import split_name
 
 @dataclass(frozen=True)
 class OpError:
-    """The largest error of an op (or of several in a row), at `value`, and its tolerance."""
+    """The largest error of an op, or of several consecutive ones, its tolerance (`budget`), and the
+    name of the value that has it."""
 
     ops: str
     error: float
@@ -54,8 +55,9 @@ class Difference(OpError):
 @dataclass
 class StageReport:
     """One pass, or the backend: the tensors compared, and the worst of each op. A pass that changes
-    values by design (`meant`) is not compared; later passes are compared with its output. `phases`:
-    the graphs that ran in a session, and whether the backend exposed values inside."""
+    values by design (`meant`) is not compared; later passes are compared with its output.
+    `excused`: rows out of tolerance after a near tie of a router. `phases`: graph that ran in a
+    session -> whether the backend exposed its intermediate values."""
 
     name: str
     values: int = 0
@@ -81,9 +83,9 @@ class StageReport:
     def text(self) -> str:
         moved = [w for w in self.worst if w.error != 0]
         result = f"{self.values} values" if self.values else "changes nothing"
-        result = "rounds what caches hold, as asked: not compared" if self.meant else result
+        result = "rounds values by design: not compared" if self.meant else result
         result += "" if moved or not self.values else ", bit for bit"
-        more = f", {self.excused} rows left to close calls of a router" if self.excused else ""
+        more = f", {self.excused} rows excused by near ties of a router" if self.excused else ""
         lines = [f"  {self.name:20} {'ok' if self.ok else 'FAILED'}, {result}{more}"]
         lines += [f"    {w.ops:32} {w.error:8.1e} of {w.budget:.1e}  %{w.value}" for w in moved]
         return "\n".join(lines)
@@ -91,9 +93,9 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """All stages up to the first that fails. rounds: tokens of each verification step; media:
-    graphs for media that ran; left_out: those that did not; unknown: those whose unpacked weights
-    cannot be recovered."""
+    """All stages up to the first that fails. rounds: number of tokens of each verification step;
+    media: graphs for media that ran; left_out: those that did not; unknown: those whose unpacked
+    weights cannot be recovered."""
 
     engine: str
     tokens: int
@@ -125,7 +127,7 @@ class StagesReport:
         sizes = ", ".join(map(str, self.chunks))
         lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
         for label, names in (
-            ("also in rounds of", self.rounds),
+            ("also in verification steps of", self.rounds),
             ("also", self.media),
             ("not checked:", self.left_out),
             ("not checked without --checkpoint DIR:", self.unknown),

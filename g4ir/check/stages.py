@@ -185,8 +185,8 @@ class Recording:
 
 @dataclass(frozen=True)
 class Stage:
-    """The graphs after a pass, and their params by graph. traces: the last ones of these steps, of
-    an earlier stage at first."""
+    """The graphs after a pass, and their params by graph. traces: step -> its last trace, at first
+    an earlier stage's, whose values are reused where node and inputs are equal."""
 
     name: str
     packing: Packing

@@ -40,7 +40,7 @@ class Session:
     def __init__(self, engine: EngineParts, batch: int = 1, adapter: str = "") -> None:
         limit = engine.limits.max_batch
         if not 1 <= batch <= limit:
-            raise InputError(f"batch {batch}: this engine was built for 1 to {limit} rows")
+            raise InputError(f"batch {batch}: this engine was built for 1 to {limit} sequences")
         self.engine, self.batch = engine, batch
         self._inputs = SessionInputs(engine, batch)
         self.state = engine.runtime.new_state(batch)

@@ -71,7 +71,7 @@ def resolve_draft(
         return NO_DRAFT
     again = "build the engine again with"
     if source == MTP and config.drafter is None:
-        raise InputError(f"--draft {MTP}: {label} has no drafter; {again} --drafter DIR")
+        raise InputError(f"--draft {MTP}: {label} has no draft model; {again} --drafter DIR")
     if not max_tokens:
         why = f"{label} verifies no drafted tokens"
         raise InputError(f"--draft {source}: {why}; {again} --draft-tokens K")

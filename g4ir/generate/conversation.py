@@ -52,7 +52,7 @@ OnEvent = Callable[[Said], None]
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer: `message` in OpenAI's form, why it ended, tokens and seconds."""
+    """An answer: `message` in OpenAI's format, why it ended, token counts and times."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -74,11 +74,12 @@ class Turn:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The calls of tools, in OpenAI's form."""
+        """The tool calls, in OpenAI's format."""
         return list(self.message.get("tool_calls", ()))
 
     def output(self) -> dict[str, Any]:
-        """Return it as values of JSON."""
+        """Return the answer as JSON values: text, tool calls, finish reason, token counts and
+        times."""
         return {
             "reasoning": self.message.get("reasoning_content", ""),
             "content": self.content,
@@ -161,7 +162,7 @@ class ChatSession:
         count. InputError for a file that is missing, not UTF-8 or too long."""
         check_file("text", path)
         path, max_seq = Path(path), self.engine.limits.max_seq
-        min_characters = path.stat().st_size // 4  # characters of UTF-8
+        min_characters = path.stat().st_size // 4  # a character has at most 4 bytes
         self.vocabulary.check_length(min_characters, max_seq, str(path))
         text = "".join(read_text(path))
         fence = "`" * max((3, *(len(run) + 1 for run in re.findall("`+", text))))
@@ -247,7 +248,7 @@ class ChatSession:
 
     @property
     def open_calls(self) -> list[dict[str, Any]]:
-        """The calls of the last answer that have no answer yet."""
+        """The tool calls of the last answer that have no result yet."""
         return check_pairs(self.messages, may_wait=True) if self.messages else []
 
     def answer_call(self, text: str) -> None:
@@ -370,7 +371,8 @@ class ChatSession:
 
 
 class Bounded:
-    """Logits mask that ends reasoning after its budget; `inner` masks all other tokens."""
+    """Logits mask that ends reasoning after its token budget; while it forces no token, `inner`
+    decides."""
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
@@ -381,7 +383,7 @@ class Bounded:
         return Bounded(copy(self.budget), self.size, copy(self.inner))
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Return the mask of allowed tokens; None: all."""
+        """Return the mask of allowed tokens, bool [size] (or in the form of `inner`); None: all."""
         for token in generated[self._seen :]:
             self.budget.push(token)
         self._seen = len(generated)

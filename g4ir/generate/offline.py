@@ -32,15 +32,16 @@ from .tokenizer import Codec
 MAX_NEW_TOKENS = 64
 
 RAW = (
-    "the checkpoint has a chat template; the prompt is taken raw, without the marks of turns "
-    "(`g4ir run --chat` makes them)"
+    "the checkpoint has a chat template; the prompt is encoded as it is, without turn tokens "
+    "(`g4ir run --chat` adds them)"
 )
 
 #: sampling settings of a request or a flag
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
 #: requests admitted beyond the batch size, so that a free slot never waits for input
 AHEAD = 2
-#: finished answers per slot that may wait for an earlier line's answer
+#: maximum requests per slot that are read and not yet returned: finished ones wait for the answers
+#: of earlier lines
 MAX_UNSENT = 64
 
 
@@ -150,7 +151,7 @@ class Result:
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Raise InputError for settings that no engine takes."""
+    """Raise InputError for values of sampling settings that are invalid for any engine."""
     _sampling(flags)
     check_minimums(flags, max_new_tokens=1)
 
@@ -189,7 +190,7 @@ class OfflineEngine:
     ) -> OfflineRequest:
         """Return a checked request out of fields as in FIELDS, with (kind, path) of more media;
         InputError begins with `where`. The media are read by `answer`. Requests of JSON lines
-        (`line`) use the prefix cache."""
+        (`line`) use the prefix cache, others only one on disk."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
         files = (*((k, p, f"--{k}") for k, p in media), *lists)
         fields = {**self.defaults.sampling, **self.flags, **fields}
@@ -256,9 +257,9 @@ class OfflineEngine:
     def answer(
         self, request: OfflineRequest, on_token: Callable[[int], None] = lambda token: None
     ) -> Result:
-        """Generate one answer without the prefix cache. on_token: callback for each token.
-        InputError or MissingError for media that cannot be read; CheckError if logits are NaN or
-        infinite. The engine stays usable."""
+        """Generate one answer. on_token: callback for each token. InputError or MissingError for
+        media that cannot be read; CheckError if logits are NaN or infinite. The engine stays
+        usable."""
         one = self._submit(request)
         for event in self.scheduler.run(one.handle):
             one.take(event)

@@ -29,7 +29,7 @@ PERIOD_S = 1.0  # seconds between two lines of one stage
 INTERNAL, INTERRUPTED, PIPE_CLOSED = 70, 130, 141
 #: signals that end a command after it has cleaned up; Windows has no SIGHUP
 ENDING = tuple(s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP"))
-#: logger of warnings on legal specs
+#: logger of warnings about specs that are valid but unusual
 SPEC_RULES = logging.getLogger("g4ir.spec.rules")
 #: torch's messages of failed allocations
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
@@ -300,7 +300,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return PIPE_CLOSED, ""
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         return 3, (
-            "error: not enough memory; build for fewer rows (--max-batch), a shorter --max-seq or "
+            "error: not enough memory; build with a smaller --max-batch, a shorter --max-seq or "
             "a smaller --dtype, or use a machine with more"
         )
     if isinstance(error, OSError):

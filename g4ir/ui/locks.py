@@ -20,8 +20,8 @@ else:
     LOCK_VIOLATION, IO_PENDING = 33, 997
 
     class Overlapped(ctypes.Structure):
-        """Offset of a Windows lock: after the file's content, since locked bytes cannot be read by
-        others."""
+        """Win32's OVERLAPPED, of which a lock uses the offset. It lies beyond the file's content,
+        since other processes cannot read locked bytes."""
 
         _fields_ = [
             ("internal", ctypes.c_void_p),
@@ -32,8 +32,9 @@ else:
         ]
 
     def flock(file: int, kind: int) -> None:
-        """Lock an open file until it is closed. BlockingIOError if another process has it
-        `AT_ONCE`; OSError if it cannot be locked."""
+        """Lock an open file until it is closed; `kind`: SHARED or EXCLUSIVE, with AT_ONCE it does
+        not wait: BlockingIOError if another process's lock excludes it. OSError if the file cannot
+        be locked."""
         flags = (kind & EXCLUSIVE and EXCLUSIVE_LOCK) | (kind & AT_ONCE and FAIL_IMMEDIATELY)
         handle, begin = wintypes.HANDLE(msvcrt.get_osfhandle(file)), Overlapped(offset_high=1 << 30)
         if not KERNEL.LockFileEx(handle, flags, 0, 1, 0, ctypes.byref(begin)):

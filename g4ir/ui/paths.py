@@ -1,5 +1,6 @@
-"""User folders: caches, trust decisions, downloads; and environment variables. Only this module
-reads the environment (https://specifications.freedesktop.org/basedir-spec).
+"""User folders: caches, trust decisions, downloads, by the variables of
+https://specifications.freedesktop.org/basedir-spec; and access to environment variables for other
+modules.
 
 Files there are trusted and programs there are run, so a folder that other users own or may write to
 is refused.
@@ -28,14 +29,15 @@ GROUP_WORLD_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_root() -> Path:
-    """Return the cache of compiled programs; losing it costs only time."""
+    """Return the cache folder: engines built on first use, compiled programs, prefix caches; losing
+    it costs only time."""
     return _base(CACHE, ".cache") / "g4ir"
 
 
 def state_root() -> Path:
-    """Return the folder of trust decisions: engines that this user built or trusts, and digests of
-    the cache's files. If cache and state are the same folder it is a subfolder, since both have
-    files of the same names."""
+    """Return the folder of state: trust decisions (engines that this user built or trusts), digests
+    of checked files, and locks. If cache and state are the same folder it is a subfolder, since
+    both have files of the same names."""
     root = _base(STATE, ".local/state") / "g4ir"
     return root / "state" if root == cache_root() else root
 

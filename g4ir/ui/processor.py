@@ -101,7 +101,7 @@ def select_set(machine: str, flags: Collection[str], name: str = "") -> Instruct
     if not usable:
         raise MissingError(
             f"the CPU kernels are compiled for {', '.join(s.name for s in SETS)}, of which this "
-            f"{machine} has none: use --backend reference"
+            f"{machine} CPU supports none: use --backend reference"
         )
     for s in usable:
         if s.name == (name or s.name):

@@ -1,4 +1,4 @@
-"""Python subprocesses."""
+"""Command lines of Python subprocesses."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_what_a_session_is_not_made_for(engine: Engine, last: Engine) -> None:
     with pytest.raises(InputError, match="found int32"):
         engine.session(2).prefill(torch.ones(2, 1, dtype=torch.int32))
     for batch in (0, 4, -1):
-        with pytest.raises(InputError, match="built for 1 to 3 rows"):
+        with pytest.raises(InputError, match="built for 1 to 3 sequences"):
             engine.session(batch)
     with pytest.raises(InputError, match="all-logits"):
         last.session().prefill(some_tokens(1, 3), all_logits=True)
