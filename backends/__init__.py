@@ -1,4 +1,5 @@
-"""Backends: from the optimised graph to something that runs."""
+"""Backends: each compiles a program (its optimised graphs) into an engine directory, and runs it
+from there."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ BACKENDS = {
 
 
 def find_backend(name: str) -> Backend:
-    """Return the backend of this name; InputError lists them."""
+    """Return the backend of this name; an unknown name raises InputError, which lists the known
+    ones."""
     if name not in BACKENDS:
         raise InputError(f"unknown backend {name!r}; one of {', '.join(BACKENDS)}")
     return importlib.import_module(BACKENDS[name]).BACKEND

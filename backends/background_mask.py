@@ -23,8 +23,8 @@ from g4ir.errors import InputError
 PATIENCE_S = 0.02
 #: CPU seconds after which a mask's thread gets a low priority, and maximum per mask
 LOW_S, MAX_S = 0.1, 1.0
-#: niceness of a low-priority thread: about a tenth of a normal thread's CPU time. Not less, since
-#: the thread may hold the GIL
+#: niceness of a low-priority thread: about a tenth of a normal thread's CPU time. Not a smaller
+#: share, since a thread that holds the GIL stalls all others
 NICE = 10
 
 
@@ -37,8 +37,8 @@ def lower_priority(thread: int) -> None:
 
 
 class LogitsMask(Protocol):
-    """Returns the tokens allowed at the next position of one answer, before each sampling step; for
-    example a grammar. Each answer has its own shallow copy of the mask in its settings."""
+    """Returns the tokens allowed at the next position of one sequence, before each sampling step;
+    for example a grammar. Each sequence's sampler makes its own shallow copy of the mask."""
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
@@ -54,7 +54,7 @@ class _Computation:
         #: time until which decode steps wait for this mask
         self.patience_end = time.monotonic() + PATIENCE_S
         self._lock, self._arrived = threading.Lock(), threading.Event()
-        #: the thread's CPU-time clock and its reading at the start; CPU seconds, set at the end
+        #: the thread's CPU-time clock and its value at the start; total CPU seconds, set at the end
         self._clock: tuple[int, float] | None = None
         self._cpu_s: float | None = None
         self._lowered = False
@@ -80,8 +80,9 @@ class _Computation:
         return self._arrived.wait(timeout)
 
     def cpu_s(self) -> float:
-        """Return its processor time so far; lower the priority of a slow thread."""
-        with self._lock:  # the thread is busy with it meanwhile, so that its clock exists
+        """Return the CPU seconds of the computation so far; lowers the thread's priority once they
+        exceed LOW_S."""
+        with self._lock:  # the thread cannot end meanwhile, so its clock exists
             if self._cpu_s is not None or self._clock is None:
                 return self._cpu_s or 0.0
             clock, begin = self._clock
@@ -94,8 +95,8 @@ class _Computation:
 
 @dataclass
 class BackgroundMask:
-    """A logits mask whose computations run in threads. `named`: the field of the request that asks
-    for it."""
+    """A logits mask whose computations run in threads. `named`: the request's field that set the
+    mask, for errors."""
 
     inner: LogitsMask
     named: str
@@ -118,7 +119,8 @@ class BackgroundMask:
         return newest.wait(max(timeout, remaining, 0.0)) or newest.cpu_s() > MAX_S
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Wait for the mask; InputError if it took more than MAX_S of CPU time."""
+        """Return the mask once it is computed, or raise its error; InputError if it took more than
+        MAX_S of CPU time."""
         newest = self.start(generated)
         while not self.ready(generated, PATIENCE_S):
             pass

@@ -1,4 +1,5 @@
-"""A backend compiles a program into an engine directory and runs it from there."""
+"""Interfaces of a backend, which compiles a program into an engine directory, and of the runtime
+that runs it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import Packing, ParamSource, local_params
 
 Tensors = Mapping[str, "torch.Tensor"]
-#: token ids -> the feeds of a text graph
+#: token ids i64[B,S] -> the inputs of a text graph that depend on them (embeddings)
 Embed = Callable[["torch.Tensor"], "dict[str, torch.Tensor]"]
 #: callback(name, value) for the values that a graph computes
 Watch = Callable[[str, "torch.Tensor"], None]
@@ -42,7 +43,8 @@ class GraphRun:
     watch: Watch | None = None
 
     def take(self, outputs: Tensors) -> Tensors | None:
-        """Return the outputs of a runtime that exposes no other values, if they are needed."""
+        """For runtimes that expose no values but the outputs: call `watch` with each output; return
+        the outputs, or None unless `logits`."""
         if self.watch:
             for name, t in outputs.items():
                 self.watch(name, t)
@@ -65,14 +67,15 @@ class Nothing:
 
 @dataclass(frozen=True, eq=False)
 class CacheSnapshot:
-    """A copy of the cache slots that `context` tokens use."""
+    """Copies of the KV cache slots that sequences of at most `context` tokens use, by cache
+    name."""
 
     context: int
     tensors: Tensors
 
 
 class State(Protocol):
-    """The caches of one session."""
+    """KV caches of one session."""
 
     #: i64 [batch]: slot of each sequence's adapter, -1 for none. None: not supported
     adapters: Any = None
@@ -114,8 +117,9 @@ class State(Protocol):
 
 
 class Runtime(Protocol):
-    """A loaded engine. `decode` takes chunks of one token, `prefill` of any length. By default the
-    host samples and drafts, and weights are in the runtime's private layouts."""
+    """A loaded engine. The graph `decode` takes one token per sequence, `prefill` a chunk of any
+    length. By default the host embeds and samples tokens, and no params are exposed: their layouts
+    are the runtime's own."""
 
     #: source of its params
     source: ParamSource
@@ -194,7 +198,7 @@ class Backend(PlannedBackend, ABC):
 
     @property
     def location(self) -> str:
-        """Where its engines run, for messages."""
+        """Where its engines run, as text for error messages."""
         return "where it was built"
 
     def has_device(self, device: str) -> bool:
@@ -263,7 +267,7 @@ class Prepared:
     config: BuildConfig
     backend: Backend
     packing: Packing
-    #: rewrites of each pass
+    #: number of rewrites by each pass
     acted: PassCounts
     source: Checkpoint
     #: one of artefact.WEIGHTS; None in a dry run without any

@@ -1,4 +1,5 @@
-"""The cache tensors of a session: allocated once, used by prefix."""
+"""The KV caches of a session: allocated once at full size; a step gets views of the slots in
+use."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class CaptureCache:
 
 
 class Caches(State):
-    """Zeroed caches, slot-major; `views` cuts full-length ones to the slots in use."""
+    """KV caches [slots, B, n, d], zeroed; `views` cuts full-length ones to the slots in use."""
 
     def __init__(self, program: Program, batch: int, max_seq: int, device: str) -> None:
         self.capacity, self.adapters = capacity(max_seq), torch.full((batch,), -1)

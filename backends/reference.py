@@ -64,8 +64,8 @@ class ReferenceRuntime(Runtime):
         return outputs if step.logits else None
 
     def _run_node(self, n: Node, operands: list[Any]) -> tuple[Any, ...]:
-        """Run a node; dequantised weights, nearly all work of a step, are cached within the
-        budget."""
+        """Run a node. Outputs that depend on params alone (dequantised weights: nearly all work of
+        a step) are cached, as long as all together stay within MAX_CACHED_BYTES."""
         names = [v.name for v in n.inputs]
         if n.definition.fold or not self.params.keys() >= {*names}:
             return self._run(n, operands)
@@ -178,7 +178,8 @@ def _to_float64(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resident:
-    """Params of a runtime, without copies."""
+    """A source of a runtime's params: the tensors that it has in memory, without copies; the
+    engine's files for params that it does not expose."""
 
     runtime: Runtime
 
@@ -223,7 +224,7 @@ def interpreter(
 
 
 class ReferenceBackend(Backend):
-    """`--backend reference`."""
+    """`--backend reference`: compiles nothing; interprets the graphs."""
 
     name = "reference"
     devices = ("cpu", "cuda")

@@ -26,9 +26,10 @@ from .background_mask import LogitsMask as LogitsMask  # re-exported
 
 #: upper bound of seeds; a request without a seed gets a random one
 SEEDS = 1 << 63
-#: number of candidates that a step selects and sorts; larger values of top_k sort all logits
+#: max top_k of the method TOP, which selects and sorts as many logits
 CANDIDATES = 64
-#: for top_p alone, the host sorts this many logits first: they nearly always hold enough
+#: for top_p without top_k, the host sorts this many logits first: nearly always their probabilities
+#: add up to top_p
 FEW = 1024
 #: up to SHORT logits, a full sort is the fastest top-k; tokens per group of an argmax on a CPU
 SHORT, GROUP = 4096, 512
@@ -41,7 +42,8 @@ METHODS = (GREEDY, TOP, UNSORTED, SORTED)
 TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
 #: top_p that keeps every token, even if the cumulative sum rounds to less than 1
 ALL = 2.0
-#: (min, max, text for errors) of a bias, and of each setting
+#: (min, max, text for errors) of biases and additive penalties; then of each setting, after its
+#: name
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),
@@ -181,7 +183,8 @@ class Sampler:
         self._biases = [torch.tensor(column) for column in zip(*params.logit_bias)]
         self._suppressed = torch.tensor(params.suppress, dtype=torch.int64)
         self._stopping = torch.tensor(sorted(self.stops), dtype=torch.int64)
-        #: on the logits' device: count of each generated token; tokens of prompt or answer
+        #: [vocab], on the device of the logits: count of each generated token; whether a token is
+        #: in prompt or answer
         self._counts: torch.Tensor | None = None
         self._followed = 0
         #: whether only `suppress`, temperature, top_k and top_p matter, so that a device can choose
@@ -213,7 +216,8 @@ class Sampler:
         return len(self.generated) < self.params.min_tokens
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return processed float32 logits [vocab]. InputError if no token is allowed."""
+        """Return float32 logits [vocab] after all processors except temperature, top_k and top_p.
+        InputError if no token is allowed; errors of the logits mask."""
         if self.plain and not self._never:
             return logits.float()
         s, row = self.params, logits.to(torch.float32, copy=True)
@@ -253,7 +257,8 @@ class Sampler:
 
 
 def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
-    """Sample a token for some rows of logits [B, vocab] and append it to their samplers."""
+    """Sample a token for the sequences of `samplers` (row of the logits [B, vocab] -> sampler), and
+    append it to their generated tokens."""
     # A sum is finite if all of its terms are; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((greatest(logits).double(), sums.double())).tolist()
@@ -367,7 +372,7 @@ def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.is_cuda or not k:
         index = _first(logits, k)
         return logits.gather(-1, index), index
-    # Only k groups of neighbours can hold them: those whose own largest are the k largest.
+    # The k largest logits are in the k groups with the largest maxima.
     each = 1 << (vocab // k).bit_length() // 2
     groups = _groups(logits, each)
     nearby = _first(groups.amax(-1), k).sort(-1).values

@@ -1,2 +1,1 @@
-"""The CPU: step programs, C kernels, and the torch ops that call these kernels from Inductor
-programs."""
+"""The CPU: C kernels, step programs that run them, and weights in tiles."""

@@ -11,24 +11,28 @@ import torch
 
 Tensor = torch.Tensor
 
-#: max rows of a step; matmuls of more rows go to a library
+#: rows (batch x tokens) up to which steps share an arena; verification steps of more are split
 ROWS = 8
-#: alignment of a value's memory
+#: alignment of a value's memory, in bytes
 LINE = 64
 
 
 class Arena:
-    """Memory for the values of steps, reused after their last use and by every step of a session.
+    """Memory for the values of steps: reused after a value's last use, and by every step of a
+    session.
 
-    A block has the size of its value in a step of ROWS rows, or in the largest step: `max_sizes`,
-    in the order of allocation. So steps of any number of rows share the blocks, and a value has the
-    same address in all of them: the first free block. Untouched memory never becomes resident."""
+    A block is as large as its value in a step of ROWS rows, or in the largest step: `max_sizes`, in
+    bytes, in the order of allocation. So steps of any number of rows share the blocks, and since
+    the first free block is taken, a value has the same address in all of them. Memory that no step
+    touches never becomes resident.
+    """
 
     def __init__(self, device: str, max_sizes: Sequence[int] = ()) -> None:
         self.device, self.rows, self.max_sizes = device, ROWS, max_sizes
         #: bytes of this step's values, in the order of allocation
         self.sizes: list[int] = []
-        #: free blocks, a heap per size; block index of each storage in use
+        #: size -> heap of free blocks (number, memory); storage -> its block while in use; storage
+        #: -> users
         self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         self._lent: dict[int, tuple[int, Tensor]] = {}
         self._users: Counter[int] = Counter()

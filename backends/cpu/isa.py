@@ -1,10 +1,11 @@
-"""Which ops the C kernels of this process's instruction set support."""
+"""Weight formats of the C kernels, and which of them this process's instruction set multiplies as
+integers."""
 
 from __future__ import annotations
 
 from g4ir.ui.processor import instruction_set
 
-#: min elements of a weight for which the C kernels are faster than torch
+#: min elements of a weight that is tiled; for smaller ones the C kernels are no faster than torch
 FROM = 1 << 16
 #: dtype of a quantised weight -> its format, in the order of the ids in kernels/kernels.h
 KERNEL_FORMATS = {
@@ -34,7 +35,7 @@ _FORMAT_EXTENSIONS = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512
 
 
 def multiplies_integers(fmt: str) -> bool:
-    """Whether bf16 rows are multiplied with tiles of a format by integer dot products
-    (kernels/digits.h); otherwise in fp32."""
+    """Whether bf16 rows of x are multiplied with tiles of a format by integer dot products (fp8: by
+    bf16 ones; kernels/digits.h); otherwise in fp32."""
     flags = instruction_set().flags
     return any(need <= flags for need in _FORMAT_EXTENSIONS.get(fmt, _EXTENSIONS))

@@ -44,7 +44,7 @@ KERNEL_FLAGS = (
 )
 #: sys.platform -> suffix of a shared library, linker flags, libraries
 LINKING: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    # several may be loaded: symbols bind locally
+    # several libraries may be loaded: -Bsymbolic binds symbols within each
     "linux": (".so", ("-shared", "-s", "-pthread", "-Wl,-Bsymbolic"), ("-lm",)),
     "darwin": (".dylib", ("-dynamiclib",), ()),
     "win32": (".dll", ("-shared", "-s"), ("-lapi-ms-win-core-synch-l1-2-0",)),
@@ -69,7 +69,8 @@ COMPILERS = ("gcc", "cc", "clang", "g++")
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library of C sources. `system`: the target, a key of LINKING."""
+    """A shared library of C sources: (source, options) of each object, and options for all.
+    `system`: `sys.platform` of the target, a key of LINKING."""
 
     name: str
     objects: tuple[tuple[str, ...], ...]
@@ -107,8 +108,7 @@ class Library:
 
     @contextmanager
     def opened(self, progress: Progress = no_progress) -> Iterator[Path]:
-        """Context with the library's path: prebuilt, cached, or compiled now (some ten seconds on
-        two cores)."""
+        """Context with the library's path: prebuilt, cached, or compiled now."""
         if (ready := READY / self.file).is_file():
             yield ready
             return

@@ -1,5 +1,5 @@
-"""The op `quantize` for 4-bit weights, and the compensation of errors, by C kernels
-(kernels/packing.c)."""
+"""Quantisation at build by C kernels (kernels/packing.c): the op `quantize` for int4, the fit of
+nonuniform levels, and error compensation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from g4ir.ui.processor import architecture
 from . import pyops
 from .pyops import DTYPES
 
-#: dtypes of which the kernels have panels
+#: ids of the dtypes of x that the C kernel of `added_products` takes
 PANEL_DTYPES = (DTYPES[torch.bfloat16], DTYPES[torch.float32])
 
 
 def quantized(
     w: torch.Tensor, *, form: str, group: int, scale: str, moments: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
-    """Quantise a weight bit-identically to `quantize.reference`, the fallback for other formats,
-    weights beyond 4096, infinities, NaN, and machines without the kernel."""
+    """Return the codes and scales of a weight, bit-identical to `quantize.reference`, the fallback
+    for other formats, weights beyond 4096, infinities, NaN, and machines without the kernel."""
     size, dtype, threads = group or w.shape[-1], DTYPES.get(w.dtype), torch.get_num_threads()
     if form == "int4" and scale == "bf16" and w.is_cpu and _has_kernel(dtype, size):
         codes = torch.empty(*w.shape[:-1], w.shape[-1] // 2, dtype=torch.uint8)
@@ -47,7 +47,8 @@ def quantized(
 def fitted_groups(
     x: torch.Tensor, levels: tuple[int, ...], shift_by: int, moments: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fit_groups` by the C kernel; falls back to it as `quantized` does."""
+    """Return the scales and shifts of groups [.., GROUP] as `fit_groups` does, by the C kernel;
+    falls back to it as `quantized` does."""
     if x.is_cpu and x.dtype == torch.float32 and _has_kernel(DTYPES[x.dtype], GROUP):
         x, weights = x.contiguous(), None if moments is None else moments.contiguous()
         scales, shifts = (x.new_empty(x.shape[:-1]) for _ in range(2))
@@ -74,8 +75,8 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 
 
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
-    """`add_products` by the C kernel, if there is one; bf16 inputs are multiplied as bf16. Sums do
-    not depend on the number of threads."""
+    """Add x^T x to `total`, as `add_products` does, by the C kernel if there is one; bf16 inputs
+    are multiplied as bf16. Sums do not depend on the number of threads."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)
@@ -85,14 +86,14 @@ def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
         raise MemoryError(f"no memory for the packed inputs {list(x.shape)} of a matmul")
 
 
-#: kernels of a build
+#: the functions above, for a build
 KERNELS = Kernels(quantized, quantized_columns, added_products)
 
 
 @cache
 def _has_kernel(dtype: int | None, size: int) -> bool:
-    """Whether the kernel packs groups of this size; not on systems where torch sums in another
-    order."""
+    """Whether packing.c takes this dtype (an id) and group size; only on Linux on x86-64, where
+    torch sums in the order that it reproduces."""
     if dtype is None or sys.platform != "linux" or architecture() != "x86_64":
         return False
     try:

@@ -51,7 +51,8 @@ _GROUPS = {
 
 
 def load_kernels(library: Library | None = None, progress: Progress = no_progress) -> None:
-    """Load a kernel library for the ops (once); default: that of this process's instruction set."""
+    """Load the kernel library of this process's instruction set, once; or `library`, which then
+    replaces it."""
     if _kernels and library is None:
         return
     loaded = _open_library(library or kernels(), progress)
@@ -89,13 +90,13 @@ def run_instructions(
     instructions: Any, operands: Any, scratch: Tensor, threads: int, pace: Tensor | None = None
 ) -> None:
     """Run instructions of a step program (step_program.py) once; or with `pace` i64[3], run steps
-    until those done (pace[1]) equal those requested (pace[0])."""
+    until as many are done (pace[1]) as are requested (pace[0]). MemoryError if memory runs out."""
     arguments = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
     run = "run_instructions" if pace is None else "run_steps"
     arguments += [] if pace is None else [pace.data_ptr()]
     if failed := _kernels[run](*arguments, scratch.data_ptr(), threads):
-        reason = "no memory for its products" if failed == 1 else "an instruction is unknown"
-        raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {reason}")
+        reason = "out of memory" if failed == 1 else "unknown instruction"
+        raise (MemoryError if failed == 1 else RuntimeError)(f"a step program failed: {reason}")
 
 
 def request_steps(pace: Tensor, more: int) -> bool:

@@ -37,9 +37,9 @@ class CpuRuntime(ProgramRuntime):
     """A loaded engine on the CPU."""
 
     def __init__(self, task: Task) -> None:
-        #: created at the first use
+        #: step programs of the embed graph; created at the first use
         self.embedding: Embedding | None = None
-        #: the thread that runs steps while the host reads the tokens of others
+        #: the thread that runs steps while the host reads the tokens of earlier ones
         self.worker = StepThread()
         pyops.load_kernels(progress=task.progress)
         super().__init__(task, {})
@@ -49,7 +49,8 @@ class CpuRuntime(ProgramRuntime):
         return dict.fromkeys(v.name for g in graphs for v in g.params)
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
-        """Memory-map the engine's files, unless they are copied to huge pages."""
+        """Return the source of params and a function that places one in memory: memory-mapped where
+        its alignment permits, or copied to huge pages if the task asks for that."""
         params = task.params
         source = params.apart() if isinstance(params, StoredParams) else params
         if task.huge_pages:
@@ -80,14 +81,14 @@ class CpuRuntime(ProgramRuntime):
         return self._program(step, state).run(step.feeds, step.watch, step.logits)
 
     def _program(self, step: GraphRun, state: Caches) -> StepProgram:
-        """Return the program of a step; more than three tokens: extrapolated from those of two and
-        three, except with a watch."""
+        """Return the program of a step. One of more than three tokens per sequence is extrapolated
+        from the programs of two and of three, unless values are watched."""
         phase, feeds = step.phase, step.feeds
         batch, tokens = feeds["positions"].shape
         batch = len(feeds["ends"]) if phase == ENCODE else batch
         graph, captured = self.program.graphs[phase], state.captured
         views, dim = state.views(self.limits.max_seq), str(TOKENS.get(phase, CHUNK))
-        # steps of few rows share one arena
+        # decode and verification steps of at most ROWS sequences share one arena
         max_tokens = 0 if phase not in CHUNKS and batch <= ROWS else self._max_tokens(phase, tokens)
 
         def memory() -> Arena:
@@ -135,15 +136,16 @@ class CpuRuntime(ProgramRuntime):
         choice: DeviceChoice,
         tables: Mapping[str, Any],
     ) -> StepLoop | None:
-        """Return a loop of steps that sample on this thread; None if the host has to embed or
-        sample. It is cached with the session's caches."""
+        """Return a loop of steps that also embed and sample, on the engine's step thread; None if
+        the host has to do that. It is cached with the session's caches."""
         make: Any = partial(self._step_loop, state, batch, choice.suppress, tables)
         return state.captured.get(StepLoop, choice.suppress, make)
 
     def _step_loop(
         self, state: Caches, batch: int, suppress: tuple[int, ...], tables: Mapping[str, Any]
     ) -> StepLoop | None:
-        """Return a loop of step programs; None if the host has to embed tokens."""
+        """Return a loop of step programs; None with several ranks, or if a table cannot be
+        memory-mapped or an op has no instruction."""
         mapped = mapped_tables(self.program, tables)
         if mapped is None or self.group:
             return None

@@ -37,7 +37,7 @@ STOPS = 32
 LOOK_S = 1e-2
 #: max steps between two reads, and steps whose tokens are stored
 STEPS, HISTORY = 32, 128
-#: `pace` of a program that has ended, and steps done after a failure: see kernels/step.c
+#: pace[0] of a program that has ended, and pace[1] after a failure (kernels/step.c)
 ENDED, FAILED = -1, 1 << 62
 
 
@@ -93,7 +93,7 @@ def record_loop(
     never = torch.tensor(suppress, dtype=torch.int64)
     chosen, flaws = r.greedy(logits, never)
     if r.torch_ops:
-        raise NoInstruction("an op that torch runs")
+        raise NoInstruction("an op without an instruction, which torch runs")
     end = len(r.instructions)
     r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, history, pace)
     code = r.code(())  # weights and tables too: steps may still run when their engine is dropped
@@ -140,8 +140,8 @@ class StepLoop:
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
         self._drawn: tuple[int, ...] = ()
         self._unread: deque[int] = deque()
-        #: recent calls of the worker, more than may be unread; number of steps read, and the time
-        #: of it
+        #: the worker's latest calls, more than may be unread; steps read so far, and the time of
+        #: the last read
         self._calls: deque[Future[None]] = deque(maxlen=8)
         self._read, self._read_at = 0, 0.0
         #: seconds per step at the last read
@@ -167,7 +167,7 @@ class StepLoop:
     ) -> None:
         """Set the batch: input tokens, lengths, bool mask of active sequences, sampling settings,
         and stop tokens of each sequence."""
-        wait(self._calls)  # steps of an earlier scheduler
+        wait(self._calls)  # steps that an earlier scheduler started
         self._calls.clear()
         self._unread.clear()
         p = self.program

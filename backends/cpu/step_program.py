@@ -61,9 +61,9 @@ STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "e
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
 STRIDED |= {"greedy": 1, "end_step": 0, "attend_chunk": 0, "last_row": 0, "last_seen": 0}
 STRIDED |= {"cluster_head": 0, "pick_id": 0, "attend_texts": 0, "mean_texts": 1, "lora": 0}
-#: the graphs of chunks
+#: graphs whose steps are chunks of many tokens
 CHUNKS = ("prefill", BLOCKS, ENCODE)
-#: codes of weights without a kernel -> their values
+#: codes of a quantised weight without a C kernel -> the dense weight
 _DENSE: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 _DENSE_LOCK = Lock()
 #: ops that return views
@@ -81,7 +81,7 @@ def _recorded(g: Graph, **dims: int) -> Recorder:
     r, env = Recorder(Arena("meta")), {}
     for v in g.sources():
         shape, dtype = _sizes(v)
-        in_arena = v in g.inputs  # like `record_step`
+        in_arena = v in g.inputs  # as in `record_step`
         env[v.name] = r.arena.empty(shape, dtype) if in_arena else _empty(shape, dtype)
     r.record(g, env)
     return r
@@ -92,7 +92,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def step_arena(g: Graph, dims: Mapping[str, int], tokens: str, max_tokens: int) -> Arena:
-    """Return the memory of steps whose dim `tokens` is 1 to `max_tokens`."""
+    """Return an arena for steps whose dim `tokens` is at most `max_tokens`; the other dims are
+    bound by `dims`."""
     two, three = (_recorded(g, **dims, **{tokens: n}).arena.sizes for n in (2, 3))
     sizes = [a + (max_tokens - 2) * (b - a) for a, b in zip(two, three, strict=True)]
     return Arena("cpu", sizes)
@@ -114,7 +115,7 @@ def _dense(value: Any) -> Any:
     return fake_quantize_values(value.x, value.fmt) if isinstance(value, Rounded) else dense(value)
 
 
-#: in a program: the next instruction, and the next op that torch runs
+#: in a program: (index of the next instruction, index of the next torch op)
 Position = tuple[int, int]
 
 
@@ -165,7 +166,8 @@ class Code:
 
 
 class Recorder:
-    """Turns the nodes of a graph, all dims bound, into instructions; `run` runs other nodes."""
+    """Records the nodes of a graph, all dims bound, as instructions; torch runs nodes without one,
+    by `run`."""
 
     def __init__(self, arena: Arena, run: Run = run_node) -> None:
         self.arena, self._run = arena, run
@@ -281,7 +283,7 @@ class Recorder:
         return operands[-1]
 
     def copy(self, x: Tensor, y: Tensor) -> None:
-        """Append a copy, unless it is of no values (a null pointer)."""
+        """Append a copy of x to y; none of an empty tensor, whose address is null."""
         if x.numel():
             self.emit("copy", x, y)
 
@@ -316,7 +318,8 @@ class Recorder:
         )
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """Return x, or a contiguous copy of it for the next instruction that is no copy."""
+        """Return x if it is contiguous, else a copy, whose memory is reused after the next
+        instruction other than `copy`."""
         if x.is_contiguous():
             return x
         self._copies.append(self.like(x))
@@ -440,7 +443,7 @@ def _attention(
         return r.emit("attention", r.contiguous(q), positions, written, *kv, out, **how)
     (k, v, *fresh), ids = kv[:4], kv[4:]
     if q.shape[-1] % 2:
-        raise NoInstruction(f"attention over a chunk of heads of {q.shape[-1]}")
+        raise NoInstruction(f"attention over a chunk with an odd head dim, {q.shape[-1]}")
     last = r.like(positions) if ids else positions
     if ids:
         r.emit("last_seen", r.contiguous(positions), r.contiguous(ids[0]), last)
@@ -470,8 +473,9 @@ def _attention_latent(
     cache: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend to rows that are both keys and values, with the query of `latent_query`
-    (inductor/attention.py): q * w with zeros on K's rotated dims, then q's rotated dims."""
+    """Attend over a latent cache, whose rows are both keys and values, with the query of
+    `latent_query` (inductor/attention.py): q * w with zeros on K's rotated dims, then q's rotated
+    dims."""
     _computes(q)
     pairs, d, fresh = n.integer("pairs"), q.shape[-1], chunk[:1]
     half, weighted, query = d // 2, r.like(q), r.like(q, d + 2 * pairs)
@@ -493,7 +497,7 @@ def _attention_latent(
 def _packed_attention(r: Recorder, n: Node, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Any:
     _computes(q)
     if q.shape[-1] % 2:
-        raise NoInstruction(f"attention of heads of {q.shape[-1]}")
+        raise NoInstruction(f"attention with an odd head dim, {q.shape[-1]}")
     rows, how = map(r.contiguous, (q, k, v)), (q.shape[1], n.integer("window"), k.shape[2])
     return r.emit("attend_texts", *rows, ends, r.like(q), n=how, f=n.number("scale"))
 
@@ -538,8 +542,8 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
 
 
 def _dense_weight(w: Coded) -> Tensor:
-    """Return the values of a weight without a kernel, at one address in all programs: in torch's
-    matmul of codes a row's bits would depend on the other rows."""
+    """Return the dense weight of codes without a C kernel, at one address in all programs. It is
+    multiplied by our kernels: in torch's matmul a row's result would depend on the other rows."""
     with _DENSE_LOCK:
         if w.codes not in _DENSE:
             _DENSE[w.codes] = dense(w)
@@ -612,7 +616,7 @@ def _experts(
 ) -> Tensor:
     _computes(x)
     if weights.dtype != torch.float32:
-        raise NoInstruction(f"weights of experts in {weights.dtype}")
+        raise NoInstruction(f"router weights in {weights.dtype}")
     choices, inner = index.numel(), int(n["down"].type.shape[2])
     d, y = x.shape[-1], r.like(x)
     sizes = (d, 2 * inner, inner, d)
@@ -637,7 +641,7 @@ def _weight(w: Tensor | Coded) -> tuple[Tensor, Tensor | None]:
 def _concat(r: Recorder, n: Node, *parts: Tensor) -> Tensor:
     x, at = parts[0], 0
     if n.integer("axis") != x.dim() - 1:
-        raise NoInstruction("concat of anything but rows")
+        raise NoInstruction("concat along an axis other than the last")
     y = r.like(x, sum(t.shape[-1] for t in parts))
     for t in parts:
         r.copy(t, y[..., at : at + t.shape[-1]])
@@ -697,7 +701,7 @@ def _encoder_attention(r: Recorder, n: Node, q: Any, *rest: Any) -> Tensor:
     return r.by_torch(attend, [q, *rest], r.like(q))[0]
 
 
-#: op -> (recorder, node, *inputs) -> outputs; other ops are views or expanded
+#: op -> (recorder, node, *inputs) -> outputs; other ops are views, expanded, or run by torch
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "clip": _clip,
     "encoder_attention": _encoder_attention,

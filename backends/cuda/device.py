@@ -42,15 +42,16 @@ class Cuda(Compiler):
         return find_target(rows)
 
     def stored(self, program: Program) -> Program:
-        """Return the program without the quantised weights that kernels do not read."""
+        """Return the program in which weights of formats that the kernels do not read are converted
+        to int8 or dequantised, at build."""
         return program.map(lambda g: simplify_formats(g, lambda n: bool(codes_of(n))))
 
     def byte_params(self, g: Graph) -> frozenset[str]:
         return byte_params(g)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
-        """Return a function from limits to the scratch bytes of weights that matmuls of many rows
-        dequantise, one node at a time."""
+        """Return a function from limits to scratch bytes: the most bytes of weights that a step
+        dequantises for one node, with the kernels of that batch size."""
 
         @cache
         def of_rows(rows: int) -> int:
@@ -62,7 +63,7 @@ class Cuda(Compiler):
 
     def notes(self, target: Target) -> Iterator[str]:
         if not has_large_blocks(target.gpu):
-            yield "attention on this GPU is the library's: our kernels need Hopper's shared memory"
+            yield "attention on this GPU is torch's: our kernels need Hopper's shared memory"
 
     def lowered(self, g: Graph, target: Target) -> Any:
         from .lowerings import lowered

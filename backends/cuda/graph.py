@@ -23,8 +23,8 @@ _RECORDING = threading.Lock()
 class Captured(Generic[T]):
     """A captured step with its static input and output tensors.
 
-    Warm-up and capture write the same values to the same cache slots, so repeating a step changes
-    nothing.
+    The warm-up writes to the same cache slots, and the same values, as the first replay, so running
+    the step twice changes nothing.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ Tensor = torch.Tensor
 
 
 def lowered(s: Schedule) -> Lowered:
-    """Return a graph with the kernels of its schedule; other nodes have lowerings."""
+    """Return the schedule's graph with a lowering for each node: its kernel, else LOWERINGS; for
+    ops in neither, the reference."""
 
     def lowering(n: Node) -> Lowering | None:
         if (choice := s.find(n)) is None:
@@ -36,7 +37,7 @@ def lowered(s: Schedule) -> Lowered:
 
 
 def _dequantize(n: Node, codes: Tensor, scales: Tensor) -> Any:
-    """Return the quantised weight if kernels read it, otherwise dense."""
+    """Return the weight quantised (PackedWeight) if kernels read its format, else dequantised."""
     weight = PackedWeight(codes.view(torch.uint8), scales, torch_dtype(n.word("to")), form=_form(n))
     return weight if codes_of(n) else dequantize_codes(_typed(n, codes), scales, weight.dtype)
 
@@ -70,7 +71,8 @@ def grouped_experts(
     first: Tensor | None = None,
 ) -> Tensor:
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
-    products, fp32 weighting and sum in rank order."""
+    matmuls, weighting and sum in fp32 in top-k order. `first`: index of this rank's first
+    expert."""
     experts = gate_up.shape[0]
     local = (
         index if first is None else local_expert_index(index, first, experts)

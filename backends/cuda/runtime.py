@@ -83,8 +83,8 @@ class CudaRuntime(ProgramRuntime):
         choice: DeviceChoice,
         tables: Mapping[str, Any],
     ) -> TokenLoop | None:
-        """Return a loop of steps that sample on the device; None if steps depend on the number of
-        slots in use. It is cached with the session's caches."""
+        """Return a loop of steps that sample on the device; None without CUDA graphs, or if a
+        step's cost depends on the slots in its views. It is cached with the session's caches."""
         if self.record is None or not self.any_length:
             return None
         record = self.record

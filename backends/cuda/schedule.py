@@ -1,8 +1,8 @@
 """Selection of our kernels for a graph's nodes on a GPU, with launch settings, and the table of
 `g4ir kernels`. Needs no torch.
 
-Other nodes go to libraries and the compiler: matmuls of many rows, anything in fp32, everything
-between the blocks.
+Other nodes go to libraries and torch's compiler: matmuls of large batches, all nodes in fp32, and
+ops without a kernel, such as norms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Key = tuple[str, str, Pairs, Pairs, int]
 
 
 def schedule(g: Graph, target: Target) -> Schedule:
-    """Return the kernels of a graph on a target."""
+    """Choose kernels for the nodes of a graph on a target; none without a GPU."""
     choices: dict[str, Choice] = {}
     if target.gpu:
         _choose_all(g, g.nodes, target, choices)
@@ -85,7 +85,8 @@ def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
 
 @dataclass(frozen=True)
 class Row:
-    """Nodes of one op that launch the same kernel; one row per kernel of an op."""
+    """Row of the table: the nodes of one op with the same kernel, shape and launch settings; an op
+    with several kernels has a row for each."""
 
     op: str
     kernel: str
@@ -104,8 +105,8 @@ def _keys(n: Node, choice: Choice | None) -> list[_Key]:
 
 
 def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row]:
-    """Count the nodes that compute, in order of appearance; `moved`: bytes by a node's first
-    output."""
+    """Return the table's rows for nodes that compute, in order of appearance; `moved`: bytes by a
+    node's first output."""
     counted: Counter[_Key] = Counter()
     nbytes: Counter[_Key] = Counter()
     for n in s.graph.nodes:

@@ -48,7 +48,7 @@ class TokenLoop:
         self.uniforms = torch.zeros(batch, dtype=torch.float64, device=device)
         #: settings of the draws (sampling.py), f64[B,4]
         self.draws = torch.ones(batch, 4, dtype=torch.float64, device=device)
-        #: f32[B]: 0, or NaN once an active row has had logits that are not finite
+        #: f32[B]: 0, or NaN once an active sequence has had logits that are not finite
         self.flaws = torch.zeros(batch, device=device)
         self._record = record
         self._replay: Callable[[], None] | None = None
@@ -71,8 +71,8 @@ class TokenLoop:
         for target, t in zip(state, values, strict=True):
             target.copy_(t)
         if self._replay is None:
-            # Capture runs the step. It writes to the cache slots that the first real step writes
-            # again, with the same values.
+            # The warm-up before the capture runs the step. It writes to the cache slots that the
+            # first real step writes again, with the same values.
             self._replay = self._record(self._once)
             for target, t in zip(state, values, strict=True):
                 target.copy_(t)
@@ -110,7 +110,7 @@ class TokenLoop:
         return len(self._unread)
 
     def read(self) -> list[list[int | None]]:
-        """Return each row's oldest unread token; None: its logits were not finite."""
+        """Return each sequence's oldest unread token; None: its logits were not finite."""
         tokens, finite = self._unread.popleft().read()
         return [[token if good else None] for token, good in zip(tokens, finite, strict=True)]
 

@@ -18,7 +18,8 @@ OLDEST = (8, 0)
 def toolchain(otherwise: str = "") -> tuple[Callable[[], object], ...]:
     """Return checks for compiling: a C++ compiler, triton, CUDA's headers, a GPU. Each raises
     MissingError; `otherwise` is appended to the error of a missing or unsupported GPU."""
-    # Without a GPU only its own error is of use: a CUDA build of torch brings the other parts.
+    # Without a GPU only the error of the GPU check helps: a CUDA build of torch brings the other
+    # parts.
     parts = (_check_triton, check_toolkit) if torch.cuda.is_available() else ()
     return (cpp_compiler, *parts, partial(_check_gpu, otherwise))
 

@@ -25,7 +25,8 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend by torch's grouped attention."""
+    """Attend by torch's SDPA, with the query heads of a KV head as rows (`_grouped`); with a
+    softcap by the op's reference."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     fresh, block_ids = split_chunk(chunk, 2)
@@ -37,7 +38,8 @@ def attention(
 def attention_latent(
     n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *operands: Tensor
 ) -> Tensor:
-    """Attend over rows that are both keys and values (MLA latents)."""
+    """Attend over a latent cache, whose rows are both keys and values (as in MLA); with a softcap
+    by the op's reference."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, w, *operands)
     cache, *chunk = operands
@@ -88,7 +90,7 @@ def _mask(
 def _joined(
     caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Dequantise each cache to a dtype and append the chunk's rows."""
+    """Append the chunk's rows to each cache, and dequantise the result to a dtype."""
     return tuple(dequantize_rows(rows, dtype) for rows in _with_chunk(caches, fresh))
 
 

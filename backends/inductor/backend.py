@@ -52,7 +52,8 @@ class TorchBackend(Backend):
         return find_device(device).machine()
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
-        """An engine without programs is weights and graphs, the same for every CPU."""
+        """Return the instruction set of compiled programs; an engine without programs, which has
+        weights and graphs only, runs on any CPU."""
         return self.machine(device) if self.has_native_code(compiled) else "any"
 
     def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
@@ -90,7 +91,7 @@ class TorchBackend(Backend):
         return find_device(device).scratch_bytes(program)
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """Count program calls and distinct programs."""
+        """Report the number of program calls, and of distinct programs."""
         config = prepared.config
         if not _compiles(config.device, config.settings):
             return {}

@@ -20,8 +20,9 @@ def cache_write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Ten
 
 
 def write_list(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write slots start .. start + lengths - 1 of each row of the cache [C,B,n,d]. Padding rewrites
-    the old contents of further slots: no chunk is longer than the cache."""
+    """Write the tokens of each sequence to slots start .. start + lengths - 1 of the cache
+    [C,B,n,d]. Padding writes back the old contents of the slots after these; no slot is written
+    twice, since no chunk is longer than the cache."""
     torch._check(new.shape[1] <= cache.shape[0])
     tokens = torch.arange(new.shape[1], device=new.device)[:, None]
     rows = torch.arange(new.shape[0], device=new.device)[None].expand(new.shape[1], -1)

@@ -46,7 +46,8 @@ INDUCTOR = {
 }
 #: torch's environment variable: optimisation level of wrappers (default: O1)
 WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
-#: only torch's profiler reads it, and it is more than half of a program's bytes
+#: options that are turned off: only torch's profiler reads what they add, more than half of a
+#: program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
 
@@ -59,7 +60,8 @@ def program_name(text: str, target: Target) -> str:
 
 
 def _sources(device: Compiler) -> str:
-    """Return a hash of the source code of the compiler."""
+    """Return a hash of the sources that compiled programs depend on: of this package, the device
+    and the ops."""
     package = Path(__file__).resolve().parent
     ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
     files = [*(package / name for name in SOURCES), *device.sources()]
@@ -77,7 +79,7 @@ def compile_program(text: str, target: Target, path: Path) -> None:
     except Exception as e:
         raise without_space(e, path) or LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
-            f"its first node: {first_node(text)}"
+            f"it ends with: {first_node(text)}"
         ) from None
 
 
@@ -92,7 +94,8 @@ def _compiling() -> Iterator[None]:
 
 
 def without_space(error: Exception, path: Path) -> LowerError | None:
-    """Return a LowerError if an error, ours or a compiler's, is a full disk."""
+    """Return a LowerError with advice if an error (ours or a compiler's) means that a disk is full;
+    else None."""
     if not any(words in str(error) for words in FULL):
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir as compiler_dir
@@ -184,12 +187,14 @@ def check_program(path: Path, text: str) -> None:
         comment = file.read()
     if comment != expected:
         raise EngineError(
-            f"{path} was made for another segment than {first_node(text)}; build the engine again"
+            f"{path} was compiled from another segment than the one that ends with "
+            f"{first_node(text)}; build the engine again"
         )
 
 
 def first_node(text: str) -> str:
-    """Return the node that names a segment in a message."""
+    """Return a line near the end of a segment's text (its last node, or an output), which
+    identifies it in messages."""
     return (text.splitlines()[-3:] or [text])[0].strip()
 
 

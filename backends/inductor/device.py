@@ -36,7 +36,8 @@ class Device(ABC):
 
     @abstractmethod
     def machine(self) -> str:
-        """Return the instruction set of compiled code, to compare and to print."""
+        """Return the instruction set of compiled code, as text that is stored, compared and
+        printed."""
 
     @abstractmethod
     def stored(self, program: Program) -> Program:
@@ -86,10 +87,10 @@ class Compiler(Device):
 
 
 def find_device(name: str) -> Device:
-    """Return the record of a device."""
+    """Return the Device of this name, a key of DEVICES."""
     return importlib.import_module(DEVICES[name]).DEVICE
 
 
 def find_compiler(name: str) -> Compiler:
-    """Return the record of a device for compiled programs."""
+    """Return the Compiler of this name, for engines with compiled programs."""
     return importlib.import_module(DEVICES[name]).COMPILER

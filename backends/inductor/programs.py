@@ -1,4 +1,5 @@
-"""The programs that an engine has: the segments of each phase."""
+"""The steps of an engine's graphs: segments, each compiled to a program, and eager nodes between
+them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from g4ir.plan.engine_limits import Limits
 
 from .segment import Step, graph_steps
 
-#: graphs that append tokens; `verify` is present with speculative decoding only, `prefill_media`
-#: with media only
+#: graph of embedding lookups; graphs of the text model's layers: `verify` with speculative decoding
+#: only, `prefill_media` with media only, `encode` of text encoders only
 EMBED = "embed"
 PHASES = ("prefill", "decode", "verify", "prefill_media", "encode")
 
@@ -20,13 +21,13 @@ Steps = Mapping[str, Sequence[tuple[Step, str | None]]]
 
 
 def phases(program: Program) -> list[str]:
-    """Return the graphs of a program that append tokens."""
+    """Return the names of a program's graphs in PHASES."""
     return [p for p in PHASES if p in program.graphs]
 
 
 def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
-    """Return the steps of each phase and tower, and of lookups in quantised tables. At max_batch 1
-    the batch dim is a constant."""
+    """Return the steps of each graph, without lookups in tables that are not quantised (the host
+    gathers these). At max_batch 1 the batch dim is a constant."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     return {
         name: graph_steps(bind(g, **fixed))

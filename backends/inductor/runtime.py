@@ -53,7 +53,8 @@ class BoundStep:
 
 
 class ProgramRuntime:
-    """A loaded engine of compiled programs. Devices subclass it."""
+    """A loaded engine whose graphs run as steps: compiled programs and eager nodes. Devices
+    subclass it."""
 
     #: torch's index of the device for programs; -1: default
     device_index = -1
@@ -95,7 +96,7 @@ class ProgramRuntime:
         return dict.fromkeys(name for s in many for name in s.params)
 
     def _operands(self, params: Mapping[str, Any]) -> Tensors:
-        """Return params as programs take them."""
+        """Return params in the dtypes that programs take."""
         return dict(params)
 
     def _load_params(self, names: Iterable[str], task: Task) -> dict[str, Tensor]:

@@ -16,9 +16,9 @@ from g4ir.ir.graph import RESULT, Graph, Node, Value
 from g4ir.ir.names import split_name
 from g4ir.ir.text import print_graph
 
-#: a layer of the text model or of a tower
+#: key of a group of nodes: (stage, level), or (ALONE, index of the node)
 Key = tuple[str, int]
-#: group of a node that is its own step
+#: first part of the key of a node that is a step of its own
 ALONE = "alone"
 
 
@@ -58,8 +58,9 @@ def state_steps(steps: Sequence[Step]) -> list[Step]:
 
 
 def _group(g: Graph) -> dict[str, Key]:
-    """Map each node (by its first output) to (stage, level). Eager ops separate levels within a
-    stage."""
+    """Map each node (by its first output) to its key. A stage is a layer, "pre" or "post" for nodes
+    before or after all layers, or "write CACHE" for late writes. Eager (`glue`) nodes have keys of
+    their own; a node that depends on one is a level higher within each stage."""
     producers = g.producers
     stage: dict[str, str] = {}
     after_layers: set[str] = set()
@@ -137,7 +138,7 @@ def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key])
         ready = next((k for k in groups if k not in done and needs[k] <= done.keys()), None)
         if ready is None:
             stuck = [k for k in groups if k not in done]
-            raise LowerError(f"torch: graph {g.name}: stages {stuck} wait for each other")
+            raise LowerError(f"torch: graph {g.name}: groups {stuck} depend on each other")
         done[ready] = None
     return list(done)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Target:
     """The device; on CUDA the GPU and the maximum batch size.
 
-    `gpu` is empty if kernels are not used: on the CPU, and on GPUs before Hopper.
+    `gpu` is empty on the CPU, where no Triton kernels are used.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""The C++ compiler that torch takes."""
+"""Check of the C++ compiler that torch's compiler runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from g4ir.ui.paths import setting
 
 
 def cpp_compiler() -> str:
-    """Return the C++ compiler that torch uses; MissingError if there is none."""
+    """Return the C++ compiler of torch; MissingError if there is none, and on systems other than
+    Linux."""
     if sys.platform != "linux":
         raise MissingError(
             "programs of torch's compiler are compiled on Linux alone: use Docker "

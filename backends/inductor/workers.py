@@ -30,7 +30,7 @@ def compile_all(
 ) -> dict[str, str]:
     """Compile each distinct text of a program into `out`; return text -> file name.
 
-    Raises LowerError with the backend's message and the segment's first line.
+    Raises LowerError with the compiler's message, which names a node of the segment.
     """
     files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
     if files:

@@ -1,4 +1,5 @@
-"""`--backend onnx`: an ONNX model that runs on the CPU here, and anywhere ONNX runs."""
+"""`--backend onnx`: exports an ONNX model, which onnxruntime runs here on the CPU, and other
+runtimes elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ NEEDS = ("onnx", "onnxruntime")
 
 @dataclass(frozen=True)
 class Exported:
-    """The manifest's record of an export."""
+    """The manifest's record of an export: ONNX opset, and number of nodes of model.onnx."""
 
     opset: int
     nodes: int

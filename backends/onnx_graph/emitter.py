@@ -81,7 +81,8 @@ class OnnxEmitter(Emitter):
         return Operand(t, self._constant(t, tensor))
 
     def _constant(self, t: Type, tensor: torch.Tensor) -> str:
-        """Return an initialiser; equal small constants share one."""
+        """Return the name of an initialiser; equal small constants share one, large ones are
+        external data."""
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         name = f"const/{t.dtype}_{len(self.initializers)}"
         if len(data) > INLINE_BYTES:
@@ -100,7 +101,8 @@ class OnnxEmitter(Emitter):
         return self._constant(Type("i64", (len(values),)), torch.tensor(values))
 
     def output(self, name: str, x: Operand) -> None:
-        """Rename a tensor to the output's name, unless it already has another IR name."""
+        """Name a tensor after an output. An initialiser, an input, or a tensor that already has an
+        output name is passed through Identity."""
         self.results[name] = x.type
         fixed = x.handle in self.initializers or x.handle not in self.types
         if fixed or x.handle in self.renamed:
@@ -130,8 +132,8 @@ class OnnxEmitter(Emitter):
         return Operand(t, self._node(op, names, t, **attrs))
 
     def _once(self, key: Any, make: Callable[[], str]) -> str:
-        """Return a cached tensor, created on first use; not cached within a branch, whose tensors
-        are invisible outside."""
+        """Return the name of a cached tensor, created on first use. Not cached within a branch of
+        an If, whose tensors are invisible outside."""
         if key in self._cache:
             return self._cache[key]
         with self.shared_scope():
@@ -159,7 +161,7 @@ class OnnxEmitter(Emitter):
         one = self._once(("one", dim), lambda: self._is_one(self._length(x, axis)))
         first, second = self._branch("then", then), self._branch("otherwise", otherwise)
         if first[1] != second[1]:
-            raise ValueError(f"branches of {first[1]} and {second[1]}")
+            raise ValueError(f"branches of different types: {first[1]} and {second[1]}")
         return self._op("If", [one], first[1], then_branch=first[0], else_branch=second[0])
 
     def _is_one(self, length: str) -> str:

@@ -1,12 +1,12 @@
 """A program as ONNX files in an engine directory.
 
 model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
-draft.onnx      a step of the drafter, if there is one
-embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
-                tables
+draft.onnx      a step of the draft model, if there is one
+embed.onnx      token ids -> the embeddings that model.onnx takes; g4ir itself gathers them from
+                the tables
 vision_N.onnx   an image, or a frame of a video, of at most N soft tokens -> its soft tokens
 audio_N.onnx    an audio clip of at most N soft tokens -> its soft tokens
-constants.bin   tables of angles, and others that are large
+constants.bin   RoPE tables and other large constants
 weights-*.safetensors   hold the initialisers: the models point into them, and nothing is stored
                 twice. Models and these files stay in one directory.
 """

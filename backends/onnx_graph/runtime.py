@@ -34,13 +34,13 @@ from .export import DRAFT_FILE, MODEL, tower_file
 
 #: metadata key of the model: caches that it updates in place
 IN_PLACE = "g4ir.in_place"
-#: fp32 accumulation: by default onnxruntime quantises the activations of a quantised matmul to
-#: int8. And the largest block that its kernels support, for per-row scales
+#: compute quantised matmuls in fp32: by default onnxruntime quantises their activations to int8.
+#: And take the largest block that its kernels support, for per-row scales
 PRODUCTS_OF_CODES = {
     "session.qdq_matmulnbits_accuracy_level": "1",
     "session.qdq_matmulnbits_block_size": "-1",
 }
-#: onnxruntime's log level: above errors, since these are raised as well
+#: onnxruntime's log level (fatal): errors are not logged, since they are raised as well
 SEVERITY = 4
 
 
@@ -153,7 +153,7 @@ class OnnxRuntime(Runtime):
         slots, batch = self._count(state.slots(context)), len(feeds["written"])
         inputs = {**feeds, **state.caches, SLOTS: slots, TURNED: state.turned}
         outputs = {v.name: _empty(v.type.bind({"B": batch})) for v in self.graphs[DRAFT].outputs}
-        self._run(DRAFT_FILE, self.mapped, inputs, outputs, f"in a draft of {batch} rows")
+        self._run(DRAFT_FILE, self.mapped, inputs, outputs, f"in a draft step of {batch} sequences")
         return outputs
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:

@@ -27,8 +27,8 @@ ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
 def rope_rows(
     net: Network, attrs: Mapping[str, Any], positions: Operand
 ) -> tuple[Operand, Operand]:
-    """Gather cos, sin [..., dim] at positions from precomputed tables, since a target's sine of a
-    large angle may be inexact. Pairs that are not rotated have cos 1 and sin 0."""
+    """Gather cos and sin [..., dim] at positions from precomputed tables, since a target's sine of
+    a large angle may be inexact. Pairs of dims that are not rotated have cos 1 and sin 0."""
     e = net.e
     tables = net.shared(
         ("rope", *(attrs[a] for a in (*ROTATION, "dim"))), lambda: _rope_tables(net, attrs)
@@ -39,7 +39,8 @@ def rope_rows(
 
 
 def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
-    """Return tables of [positions, dim / 2] each: the second half of a row repeats the first."""
+    """Return the cos and sin tables, [positions, dim / 2] each: the second half of a row would
+    repeat the first."""
     reference = OPS["rope_table"].reference
     assert reference
     tables = reference(torch.arange(full_slots(net.limits))[None], **attrs)
@@ -104,7 +105,8 @@ def first_slot(net: Network, cache: Value, start: Value) -> Operand:
 
 
 def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
-    """Return i32[B, slots]: each ring slot's position after i32[B] tokens; negative if empty."""
+    """Return i32[B, slots]: the position of the token in each slot of a ring after `written` i32[B]
+    tokens; negative for an empty slot."""
     e = net.e
     newest = e.sub(written, 1)
     ahead = e.add(newest, e.cast(net.env[TURNED], "i32"))
@@ -147,7 +149,8 @@ def _last_seen(net: Network, positions: Value, block_ids: Value) -> Operand:
 
 
 def cached_rows(net: Network, n: Node, caches: tuple[Operand, ...]) -> list[Operand]:
-    """Return the cache rows that an attention reads, including the chunk's (graph.py)."""
+    """Return the parts of the KV caches [B,n,T,d] that an attention reads; they contain the chunk's
+    tokens too (graph.py)."""
     chunk, _ = split_chunk(n.chunk, len(n.caches))
     assert not chunk, f"{n.out}: a chunk beside its caches"
 
@@ -252,7 +255,7 @@ def attention_latent(
 
 
 def _keys_values(net: Network, n: Node, row: Operand, w: Operand) -> tuple[Operand, Operand]:
-    """Return K and V: K's unrotated dims are V * w, rounded once."""
+    """Return K and V [B,n,T,d] of a latent cache: K's unrotated dims are V * w, rounded once."""
     e, d = net.e, int(w.shape[0])
     half, pairs = d // 2, n.integer("pairs")
     v = e.slice(row, 3, 0, d)

@@ -167,9 +167,9 @@ class Emitter(ABC):
         return self._dequantize(codes, scales, axis, t)
 
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
-        """Return codes times a power of two (distinct per reader), and the factor that remains to
-        be applied to the matmul's output with the row scales; None if matmuls accept codes with
-        scales."""
+        """For weights with one scale per row, on targets whose matmuls take no codes with such
+        scales: return the codes times a power of two (distinct per reader), and the factor by which
+        the row scales, applied to the matmul's output, are multiplied. None on other targets."""
         return None
 
     def bits(self, codes: Operand) -> Operand:
@@ -242,12 +242,12 @@ class Emitter(ABC):
         return self.concat([self.slice(x, last, i, i + half) for i in (half, 0)], last)
 
     def prefix(self, x: Operand, axis: int, like: Operand) -> Operand:
-        """Slice the first n entries of an axis, for `like` [n]."""
+        """Return the first n entries of an axis, n being the size of `like` [n]."""
         shape = (*x.shape[:axis], like.shape[0], *x.shape[axis + 1 :])
         return self._prefix(x, axis, like, x.type.with_shape(*shape))
 
     def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
-        """Slice entries first .. first + count - 1 of an axis of dynamic size, clipped to it
+        """Return entries first .. first + count - 1 of an axis of dynamic size, clipped to it
         (possibly empty)."""
         name = f"{x.shape[axis]}@{first}+{count}"
         shape = (name if i == axis else d for i, d in enumerate(x.shape))
@@ -262,7 +262,8 @@ class Emitter(ABC):
         return self._gather(x, index, axis, x.type.with_shape(*shape))
 
     def stack(self, x: Operand) -> Operand:
-        """Return stacked weights in the layout of a batched matmul."""
+        """Return stacked weights [E, ..] as an operand of a batched matmul; as they are unless the
+        target overrides it."""
         return x
 
     def gather_rows(self, x: Operand, index: Operand) -> Operand:

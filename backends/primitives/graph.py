@@ -1,4 +1,6 @@
-"""attention(q, positions, start, old, chunk, *ids)  ->  attention(q, positions, end, written, *ids)
+"""Builds the graph of a network, in which attention reads KV caches that contain the chunk:
+
+attention(q, positions, start, old, chunk, *ids)  ->  attention(q, positions, end, written, *ids)
 
 A network's ring caches have prefill_chunk more slots than the graph's (network.py): after the chunk
 is written, the ring still contains all keys visible to the chunk's first queries. So attention
@@ -21,8 +23,8 @@ from g4ir.passes.fuse_cache_write import fuse_cache_write
 
 from .network import ROWS
 
-#: graphs that append tokens (the network is built from the first one), and those that compute a
-#: chunk's embeddings. All other graphs are towers.
+#: graphs of which the first that a program has becomes the network; and all text graphs: those that
+#: are not named here are towers
 MEDIA = "prefill_media"
 PREFILL = (ENCODE, MEDIA, "prefill")
 TEXT = ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA, ENCODE)
@@ -38,8 +40,7 @@ def network_graph(program: Program) -> Graph:
     a chunk of one token. With bidirectional image attention it is prefill_media, where chunks
     without images have block ids of -1: a second network would store the weights twice. Its mask is
     computed once for all layers, and is tiny for a single token. With speculative decoding it also
-    serves verification steps; `rows` selects the rows with logits.
-    """
+    serves verification steps; the input `rows` selects the tokens whose logits are computed."""
     g = text_graph(program)
     if VERIFY in program.graphs:
         g = _pick_logit_rows(g)
@@ -64,8 +65,8 @@ def network_graph(program: Program) -> Graph:
 
 
 def _pick_logit_rows(g: Graph) -> Graph:
-    """last_row(x, lengths) -> pick_rows(x, rows) with the input rows i64[B,R]; unchanged without
-    last_row (all_logits)."""
+    """Replace last_row(x, lengths) by pick_rows(x, rows), with the new input rows i64[B,R]: indices
+    of tokens in the chunk. A graph without last_row (all_logits) is returned unchanged."""
     if not any(g.find("last_row")):
         return g
     rows, b = Value(ROWS, Type("i64", ("B", "R"))), Builder()
@@ -83,7 +84,8 @@ def tower_graphs(program: Program) -> dict[str, Graph]:
 
 
 def _old_caches(g: Graph, n: Node) -> tuple[Value, ...]:
-    """Return an attention's caches as they were before its chunk."""
+    """Return an attention's caches as they are before its chunk is written; () if it reads none or
+    no chunk."""
     old = n.definition.cache_range and n.chunk and all(v in g.state for v in n.caches)
     return n.caches if old else ()
 

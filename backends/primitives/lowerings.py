@@ -1,6 +1,6 @@
-"""Lowers each op to tensor primitives; other ops are lowered by their expansion. Rounds like the
-ops' references: casts to fp32 and back, every other primitive rounds to its dtype.
-"""
+"""Lowers ops to tensor primitives (rule N: docs/semantics.md); ops without an entry are lowered by
+their expansion. Rounds like the ops' references: casts to fp32 and back, every other primitive
+rounds to its dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> O
 
 
 def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
-    """Split the last dim."""
+    """Split the last dim into parts of these sizes."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [net.e.slice(x, x.rank - 1, end - n, end) for n, end in zip(sizes, ends, strict=True)]
 
@@ -44,7 +44,8 @@ def _limit(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
-    """Gather the row of each sequence's last token; the first row for sequences without tokens."""
+    """Gather the last valid token of each sequence, [B,1,..]; the first token of a sequence without
+    valid ones."""
     e = net.e
 
     def index() -> Operand:
@@ -62,7 +63,7 @@ def _greedy(net: Network, n: Node, logits: Operand) -> Operand:
 def _cluster_head(
     net: Network, n: Node, x: Operand, heads: Operand, rows: Operand, order: Operand
 ) -> tuple[Operand, Operand]:
-    """Gather the best clusters' rows; return their logits and token ids."""
+    """Return the logits and token ids of the tokens in the best clusters, [B,S,total] each."""
     e, (b, s, _), (count, size, width) = net.e, x.shape, rows.shape
     total = n.outputs[0].type.shape[-1]
     _, best = e.topk(e.linear(x, heads), n.integer("top_k"))

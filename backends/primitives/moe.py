@@ -38,9 +38,9 @@ def experts(
     *,
     mode: str = "auto",
 ) -> Operand:
-    """Return the experts' weighted sum, with the chosen weights gathered per token: three times
-    their bytes, so for single tokens only; else all experts on all tokens. `mode`: gather, all, or
-    auto, by the number of tokens."""
+    """Return the experts' weighted sum. The chosen weights are gathered per token, which moves
+    their bytes three times, so for single tokens only; else all experts multiply all tokens.
+    `mode`: gather, all, or auto, by the number of tokens."""
     e, act, both = net.e, n.word("act"), (gate_up, down)
     if first is not None:
         weights, index = local_choices(e, weights, index, first, int(gate_up.shape[0]))

@@ -1,7 +1,7 @@
 """Lowers an IR graph into an emitter: one network for prefill and decode.
 
 The network is the prefill graph, whose chunk may be a single token. Its caches have the layout [B,
-n, slots, d], so that a chunk is written in place at once. Padding's rows are never visible, and
+n, slots, d], so that a chunk is written in place at once. Padding tokens are never visible, and
 overwritten by the next chunk. A full-length cache has max_seq + prefill_chunk slots. A ring has R,
 prefill_chunk more than in the graph, so that a chunk overwrites nothing visible to its first token.
 Caches are inputs `NAME` and outputs `NAME.next`. In addition to the graph's inputs the caller feeds
@@ -39,7 +39,8 @@ SLOTS = "slots"
 TURNED = "turned"
 #: input i64[B,S] for bidirectional image attention: equal within an image, else NO_BLOCK
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
-#: input i64[B,R] of verification steps: rows of the chunk with logits
+#: input i64[B,R] of a network that also serves verification steps: indices of the tokens in the
+#: chunk whose logits are returned
 ROWS = "rows"
 
 Lowering = Callable[..., Any]
@@ -117,8 +118,8 @@ class Network:
 
 
 def logit_rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return i64[B,R]: the rows of a chunk with logits: all in a verification step, else each
-    sequence's last valid one."""
+    """Return i64[B,R]: indices of the tokens in the chunk whose logits are returned: all in a
+    verification step, else the last valid one of each sequence."""
     if phase == VERIFY:
         positions = feeds["positions"]
         index = torch.arange(positions.shape[1], device=positions.device)
@@ -148,17 +149,17 @@ def stored_type(cache: Type, limits: Limits) -> Type:
 
 
 def stored_bytes(g: Graph, limits: Limits) -> int:
-    """Count the bytes of the caches of a session, all of which are written in place."""
+    """Count the bytes of the KV caches of a session of max_batch sequences; none is
+    double-buffered."""
     dims = {"B": limits.max_batch}
     return sum(stored_type(v.type, limits).bind(dims).nbytes() for v in g.state)
 
 
 def turn(positions: torch.Tensor, turned: torch.Tensor, rings: Sequence[torch.Tensor]) -> None:
-    """Rotate ring caches [B,n,R,d] and update `turned`, so that this chunk i64[B,S] does not wrap.
-    Single tokens never wrap. A rotation copies the rings once per about R tokens. Splitting the
-    chunk instead would cost a second step, which reads all weights, and a bidirectional image
-    cannot be split.
-    """
+    """Rotate ring caches [B,n,R,d], and update `turned` i64[B], so that the chunk at positions
+    i64[B,S] does not cross the end of a ring. Single tokens never do. A rotation copies the rings
+    once per about R tokens. Splitting the chunk instead would cost a second step, which reads all
+    weights, and a bidirectional image cannot be split."""
     if not rings or positions.shape[1] == 1:
         return
     size, ends = positions.shape[1], {t.shape[2] for t in rings}
@@ -184,5 +185,6 @@ def as_in_ir(
 
 
 def full_slots(limits: Limits) -> int:
-    """Return the slots of a full-length cache: max_seq, and padding of a chunk."""
+    """Return the slots of a full-length cache: max_seq, and as many as the padding of a chunk may
+    need."""
     return limits.max_seq + limits.prefill_chunk

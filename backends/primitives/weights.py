@@ -86,7 +86,8 @@ class Weight:
 
 
 def read_weight(e: Emitter, w: Operand, reader: int = 0) -> Weight:
-    """Return a weight for a matmul, dequantised once per reader if it is quantised."""
+    """Return a weight for a matmul. A quantised one is dequantised once for each reader of it;
+    `reader`: index of the reader."""
     if not isinstance(w, QuantizedWeight):
         return Weight(w)
     per_row = not w.columns and int(w.scales.shape[-1]) == 1
@@ -113,7 +114,7 @@ def gathered_weight(net: Network, w: Operand, index: Operand) -> Weight:
 
 
 def linear(e: Emitter, x: Operand, w: Operand, reader: int = 0) -> Operand:
-    """Return x w^T."""
+    """Return x w^T for a dense or quantised weight; `reader` as in `read_weight`."""
     weight = read_weight(e, w, reader)
     y = e.linear(x, weight.matrix, weight.turned)
     if weight.factors is None:

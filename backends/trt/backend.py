@@ -178,8 +178,8 @@ class TrtBackend(Backend):
         return KernelCache(api, file, key, task.progress)
 
     def _check_plans(self, manifest: Mapping[str, Any], api: Api, task: Task) -> None:
-        """Raise EngineError if plans are for another GPU or another TensorRT version; patch
-        versions count too."""
+        """Raise EngineError if plans were built with other settings, for another GPU, or by another
+        TensorRT version; patch versions count too."""
         folder, settings = task.folder, manifest["settings"]
         if any(settings.get(n) not in s.choices for n, s in self.settings.items()):
             why = "settings of its compiled files are not those of this backend; build it again"

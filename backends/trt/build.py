@@ -41,7 +41,7 @@ WRAPPER = "wrap_attention"
 NO_DRIVER = "CUDA driver version is insufficient"
 #: part of the refused layer's name, or of the error message -> remedy
 REMEDIES: Mapping[str, str] = {
-    WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
+    WRAPPER: "--set attention=plain, which TensorRT does not fuse",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq",
     "attn": "--set attention=plain, whose attention is products and the plainest layers",
@@ -51,7 +51,7 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A complete INetworkDefinition and its interface."""
+    """A complete INetworkDefinition, and what its build needs."""
 
     builder: Any
     network: Any
@@ -214,7 +214,7 @@ def build_plan(
 
 
 class RefusedError(LowerError):
-    """The builder accepts every layer, but not the network."""
+    """The builder fails on a network that the parser accepted."""
 
 
 def _begin_with(config: Any, timing: Path) -> None:

@@ -87,7 +87,7 @@ def compiled(
     if len(kernels) != len(names) or len(scratch) != len(names):
         raise ValueError(
             f"the builder's log lists kernels of {len(kernels)} profiles and scratch memory of "
-            f"{len(scratch)}, the network has {len(names)}: no verbose log of one build"
+            f"{len(scratch)}, the network has {len(names)}: not the verbose log of one build"
         )
     return {
         name: CompiledProfile(len(launched), _copied_bytes(launched, caches), scratch_bytes)
@@ -96,7 +96,7 @@ def compiled(
 
 
 def summary(profiles: Mapping[str, CompiledProfile]) -> list[str]:
-    """Return a line for each profile."""
+    """Return a line for each profile: kernels, bytes of copied KV caches, and scratch memory."""
     return [
         f"{name}: {m.kernels} kernels, {size_text(m.copied_bytes)} of caches copied, "
         f"{size_text(m.scratch_bytes)} of scratch memory"

@@ -1,7 +1,7 @@
 """Emits the tensor primitives for NVIDIA's ONNX parser: ONNX, with three of NVIDIA's operators.
 
-- `TRT_Attention`: of ONNX's `Attention` the parser multiplies queries and keys by a scale, of 1
-  too, so that an engine would copy each KV cache in every step.
+- `TRT_Attention`: for ONNX's `Attention` the parser multiplies queries and keys by a scale, even
+  of 1, so that an engine would copy each KV cache in every step.
 - `TRT_Slice`, with a start and a size: the ends of a `Slice` do not bound the size of a block, and
   its scratch memory would be that of the whole axis.
 - `DistCollective`: ONNX has no collectives.

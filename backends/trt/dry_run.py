@@ -26,13 +26,13 @@ MAX_COMPILED_BYTES = 3 * build.GIB
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
-    """Return the network's part of `g4ir build --dry-run`'s report."""
+    """Return the keys of `g4ir build --dry-run`'s report about networks, time and memory."""
     require("onnx", backend="trt")
     start = time.monotonic()
     progress("writing the network at full size")
     report = full_size(p)
     if installed(RTX):
-        progress("asking TensorRT-RTX")
+        progress("checking the network with TensorRT-RTX")
         report |= by_library(require_library(RTX), p)
     return {
         **report,
@@ -66,9 +66,9 @@ def full_size(p: Prepared) -> dict[str, Any]:
     sizes = {name: f"{len(e.nodes)} nodes" for name, (e, _) in written.items()}
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     dense_note = (
-        f"{dense} quantised weights are made dense at build: gates of per-layer embeddings, and "
-        f"what TensorRT does not take: it takes 8 bits with a scale for each row, in the engine's "
-        f"dtype, and 4 bits with scales of groups"
+        f"{dense} quantised weights are dequantised at build: gates of per-layer embeddings, and "
+        f"formats that TensorRT does not support: it supports 8 bits with a scale per row in the "
+        f"engine's dtype, and 4 bits with a scale per group"
     )
     io = interface(graphs[ENGINE], p.config.limits)
     report = {

@@ -1,13 +1,14 @@
-"""Routed experts (MoE): for single tokens gathers the chosen experts' weights, for a chunk sorts
-tokens by expert.
+"""Routed experts (MoE): gathers the chosen experts' weights for single tokens, and sorts the tokens
+of a chunk by expert.
 
 Multiplying a chunk with every expert costs E / K times the routed work, and a network has no
-conditionals (dialect.py). So shapes are sized for the worst case. The first `most` tokens of each
-expert, at least four times as many as it has on average, are a block of one product of all experts,
-which reads the weights in place (4-bit ones gathered, see `Emitter.stack`). Further tokens are in
-spare blocks, as many as a chunk can need: an expert of n tokens needs floor((n - 1) / most), and
-all n are K S. Their weights are gathered, all at once: several gathers of one weight would make a
-builder write all of it dense. Token positions are found by comparisons: no sort, no scatter.
+conditionals (dialect.py). So shapes are sized for the worst case. The first tokens of each expert,
+up to its capacity (at least four times the average), are one block of a batched matmul over all
+experts, which reads the weights in place (4-bit ones gathered, see `Emitter.stack`). Overflow
+tokens are in spare blocks, as many as a chunk can need: an expert of n tokens needs floor((n - 1) /
+capacity), and all n add up to K S. The weights of spare blocks are gathered, all at once: several
+gathers of one weight would make a builder write all of it dense. Token positions are computed by
+comparisons: no sort, no scatter.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def gathers(limits: Limits, top_k: int, count: int) -> bool:
 def _later_tokens(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
-    """Return the sum for all tokens but the first: sorted by expert, if that is less than half of
-    the dense work."""
+    """Return the experts' sum for all tokens of a chunk but the first: sorted by expert if that is
+    at most half of the dense work, else by all experts."""
     e, chunk, count = net.e, net.limits.prefill_chunk, int(params[0].shape[0])
     capacity = block_rows(chunk, int(index.shape[2]), count)
     chunked = x.shape[1] == net.env["positions"].shape[1]
@@ -69,21 +70,24 @@ def _later_tokens(
 
 
 def block_rows(chunk: int, top_k: int, count: int) -> int:
-    """Return the tokens per block, a power of two: four times the average per expert. Smaller
-    blocks would need more spare ones, whose gathered weights take the most memory."""
+    """Return an expert's capacity, the tokens per block: four times the average, rounded up to a
+    power of two, at least MIN_BLOCK_ROWS and 2 * top_k. A smaller one would need more spare blocks
+    for overflow, whose gathered weights take the most memory."""
     mean = -(-chunk * top_k // count)
     return max(MIN_BLOCK_ROWS, 1 << (4 * mean - 1).bit_length(), 2 * top_k)
 
 
 def sorted_rows(chunk: int, top_k: int, count: int) -> int:
-    """Count the rows of all blocks of a chunk."""
+    """Count the tokens of all blocks of a chunk: one block per expert, and the most spare
+    blocks."""
     capacity = block_rows(chunk, top_k, count)
     return capacity * (count + chunk * top_k // capacity)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Token positions [B,N,R] of N blocks of R rows, zero-padded; and each block's weights."""
+    """Indices [B,N,R] of the tokens of N blocks of R, padded with 0; and the weights of each block
+    (gate_up, down)."""
 
     tokens: Operand
     first: Weight
@@ -150,11 +154,12 @@ class Sorted:
         return e.reshape(tokens, tokens.shape[0], *tokens.shape[2:])
 
     def _spare(self, params: tuple[Operand, ...]) -> Blocks:
-        """Return the spare blocks, S - most + K of them, but at most chunk K / most.
+        """Return the spare blocks: S - C + K of them, but at most chunk K / C, with capacity C.
 
-        They are enough: an expert of n tokens needs floor((n - 1) / most), no n is above S, and all
-        n together are at most K S. So none is needed up to S = most; for S > most all experts need
-        at most K (S - 1) / most <= S - 1 - most + K, since K <= most."""
+        They are enough: an expert of n tokens needs floor((n - 1) / C), no n is above S, and all n
+        together are at most K S. So none is needed up to S = C; for S > C all experts need at most
+        K (S - 1) / C <= S - 1 - C + K, since K <= C.
+        """
         e, k = self.e, int(self.choices.shape[2])
         offset, count = self.capacity - k, self.net.limits.prefill_chunk * k // self.capacity
         at = e.unsqueeze(e.sub(e.block(self.position, 1, offset, count), float(offset)), 2)
@@ -171,7 +176,7 @@ class Sorted:
         return Blocks(self._tokens(ranks, e.unsqueeze(target, 1)), *weights)
 
     def _computed(self, x: Operand, act: str, some: Blocks) -> Operand:
-        """Run the experts on the tokens of blocks; return [B,N R,H]."""
+        """Run the experts on the tokens of blocks [B,N,R]; return their outputs [B,N R,H]."""
         e, (b, n, r) = self.e, some.tokens.shape
         at = e.cast(e.reshape(some.tokens, b, f"{n}*{r}"), "i64")
         rows = e.reshape(e.gather_rows(x, at), b, n, r, x.shape[2])
@@ -180,8 +185,8 @@ class Sorted:
 
 
 def _token_positions(net: Network, chunk: int) -> tuple[Operand, Operand]:
-    """Return the positions f32[1,S] of a chunk's tokens after the first, from 0 on; and f32[1,S,S],
-    1 where the second is before the first."""
+    """Return f32[1,S]: the index of each token of a chunk after the first, from 0 on; and
+    f32[1,S,S]: 1 where the token of the last dim is before the other."""
     e = net.e
     at = e.slice(net.env["positions"], 0, 0, 1)
     position = e.sub(e.block(at, 1, 1, chunk - 1), e.add(e.slice(at, 1, 0, 1), 1))

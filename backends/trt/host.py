@@ -1,6 +1,6 @@
 """The machine and its TensorRT library; the only module with differences between versions.
 
-Versions from 11 (the first whose ONNX parser has NVIDIA's attention) up to, but not including, 12.
+TensorRT from 11 (the first whose ONNX parser has NVIDIA's attention) up to, but not including, 12.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ def installed(library: Library) -> str:
 def require_target(version: str) -> None:
     """Raise MissingError that lists the targets this machine, without a GPU, can build for."""
     raise MissingError(
-        f"--backend trt: this torch sees no CUDA device to build for; give the GPUs of the engine: "
-        f"--target {', '.join(ANYWHERE)}, which {RTX.name} {version} builds here (rtx: one engine "
-        f"for all from compute capability 8.0 but H100 and H200)"
+        f"--backend trt: this torch sees no CUDA device; name the GPUs of the engine by --target, "
+        f"one of {', '.join(ANYWHERE)}, for which {RTX.name} {version} builds without a GPU (rtx: "
+        f"one engine for compute capability 8.0, 8.6, 8.9, and 12.0 or later)"
     )
 
 
 def gpu_capability() -> tuple[int, ...]:
-    """Return the compute capability of the current GPU; "" if there is none."""
+    """Return the compute capability of the current GPU, such as (9, 0); () if there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else ()
 
 
@@ -163,7 +163,7 @@ def logger(trt: Any, file: Path | None = None) -> Any:
 
 
 def joined(errors: Sequence[str]) -> str:
-    """Return each error once, on one line."""
+    """Return all errors on one line, equal ones once; at most 2000 characters."""
     return " | ".join(dict.fromkeys(errors))[:2000]
 
 
@@ -230,7 +230,8 @@ HANDLE = b"ncclComm_t"
 
 
 def capsule(address: int) -> Any:
-    """Wrap an address in a PyCapsule for TensorRT's binding."""
+    """Wrap the address of an NCCL communicator in a PyCapsule, as the Python binding of TensorRT
+    takes it."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]

@@ -45,7 +45,7 @@ class KernelCache:
         others use shape-generic kernels: kernels specialised in the background would make results
         depend on timing."""
         trt = self.api.trt
-        self.progress(f"finishing kernels for this GPU: {label}")
+        self.progress(f"compiling kernels for this GPU: {label}")
         config = engine.create_runtime_config()
         managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         config.set_execution_context_allocation_strategy(managed)
@@ -112,6 +112,6 @@ class KernelCache:
         return hashlib.sha256(self._key + b"\0" + kernels).digest()
 
     def _drop(self, why: str) -> None:
-        self.progress(f"{self.file} is not used, since {why}: kernels are finished again")
+        self.progress(f"{self.file} is not used, since {why}: kernels are compiled again")
         with suppress(OSError):
             self.file.unlink()

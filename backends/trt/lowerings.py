@@ -47,7 +47,7 @@ def row_bytes(n: Node, limits: Limits) -> int:
 
 
 def block_rows(n: Node, limits: Limits) -> int:
-    """Return the number of queries per block."""
+    """Return the queries per block, so that its scores need at most MAX_SCORE_BYTES."""
     return min(max(1, MAX_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
@@ -134,8 +134,8 @@ def of_one(
 
 
 def plain_softmax(e: Emitter, x: Operand) -> Operand:
-    """Softmax of the last dim from five layers: TensorRT's attention fusion matches its softmax
-    layer, and fails at some masks."""
+    """Softmax over the last dim from five layers: TensorRT's attention fusion looks for its softmax
+    layer, and fails with some masks."""
     last = x.rank - 1
     powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
     return e.div(powers, e.reduce("sum", powers, last))
@@ -232,7 +232,8 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
 
 def attend(net: Network, n: Node, q: Operand, k: Operand, v: Operand, visible: Operand) -> Operand:
     """Fused attention: one IAttention over q [B,S,heads,d], k and v [B,n,T,d], with a mask
-    broadcastable to [B,heads,S,T]; also for towers. It has no scale input, so q is multiplied."""
+    broadcastable to [B,heads,S,T]; also for towers. It has no scale input, so q is multiplied by
+    the scale; with a softcap attention is explicit (`in_blocks`)."""
     e = net.e
     if n.attrs.get("softcap"):
         net.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
@@ -314,9 +315,9 @@ SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
         (AUTO, *ATTENTION_KINDS),
         AUTO,
-        "TensorRT's own attention layer in bf16 for heads of at most 256, else products and a "
-        "softmax (auto); these alone; these with the softmax in plain layers; or TensorRT's own "
-        "layer alone, in towers too",
+        "auto: fused in bf16 for head dims up to 256, else explicit; explicit: matmuls and a "
+        "softmax; plain: explicit, with the softmax in elementwise layers; fused: TensorRT's "
+        "attention layer, in towers too",
     )
 }
 

@@ -1,4 +1,5 @@
-"""Builds all plans of an engine; retries with simpler attention if TensorRT fails."""
+"""Builds all plans of an engine; retries with a simpler attention kind if the builder refuses a
+network."""
 
 from __future__ import annotations
 
@@ -80,8 +81,9 @@ class Make:
         self.task.progress(text)
 
     def _or_simpler(self, work: Callable[[], None]) -> None:
-        """Run `work`; if the builder refuses the network, or its attention fusion fails, retry with
-        the fallback kind of attention."""
+        """Run `work`. If the builder refuses the network, retry with the next simpler kind of
+        attention: if `auto` was requested, or if TensorRT's attention fusion failed and the kind is
+        not `fused`."""
         while True:
             kind = self.settings["attention"]
             try:

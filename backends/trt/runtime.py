@@ -165,7 +165,7 @@ class TrtSteps:
 
     @contextmanager
     def _lent(self, profile: str) -> Iterator[None]:
-        """Give a profile's context scratch memory for the duration of a context."""
+        """Context manager that lends scratch memory to the execution context of a profile."""
         scratch = self._scratch(profile)
         lend(self.contexts[profile], scratch)
         yield
@@ -261,7 +261,7 @@ class TrtSteps:
 
 
 def lend(context: Any, scratch: torch.Tensor) -> None:
-    """Set a context's scratch memory, which the caller keeps alive."""
+    """Set an execution context's scratch memory, which the caller keeps alive."""
     context.set_device_memory(scratch.data_ptr(), scratch.numel())
 
 

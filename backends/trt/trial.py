@@ -1,4 +1,5 @@
-"""Trial compilation of a network, for the builder's log only; the plan is discarded."""
+"""Trial compilation of a network with fake weights, for the builder's log; the plan is
+discarded."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ STRIDE = 64
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial: layers, profiles, and the plan's bytes."""
+    """Result of a trial: number of layers, costs of the profiles, and bytes of the plan."""
 
     layers: int
     profiles: Mapping[str, CompiledProfile]

@@ -246,7 +246,7 @@ def test_kernels_are_finished_once(tmp_path: Path) -> None:
     before = (tmp_path / FILE).stat().st_mtime_ns
     assert finished(tmp_path, told) == 0
     assert (tmp_path / FILE).stat().st_mtime_ns == before
-    assert {*told} == {"finishing kernels for this GPU: decode"}
+    assert {*told} == {"compiling kernels for this GPU: decode"}
 
 
 def _damaged(file: Path) -> None:
@@ -414,7 +414,7 @@ def test_dry_run_of_what_is_made_dense() -> None:
     options = BuildOptions(backend="trt", quant="int8", media="none", dtype="float32")
     p = prepare(load_spec("tiny-ple"), options, dry=True)
     notes = dry.full_size(p)["notes"]
-    assert "8 quantised weights are made dense at build: gates of per-layer" in str(notes)
+    assert "8 quantised weights are dequantised at build: gates of per-layer" in str(notes)
 
 
 def test_dry_run_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:

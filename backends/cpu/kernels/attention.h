@@ -3,8 +3,8 @@
 #include "cache_rows.h"
 #include "dense.h"
 
-/* Keys per block: a multiple of the rows of a dot product, small enough that their values stay in the core's
- * private cache. Also the minimum keys per thread. */
+/* Keys per block: a multiple of the keys that a dot product takes at once, small enough that their values stay in the
+ * core's private cache. Also the minimum keys per thread. */
 #define KEYS 96
 #define KEYS_LEAST 48
 
@@ -14,7 +14,7 @@ typedef int32_t whole_eight __attribute__((vector_size(32)));
 _Static_assert(sizeof(sums) == sizeof(eight), "scores of a key are one vector");
 
 typedef struct {
-    const void *q, *kept[2]; /* keys and values */
+    const void *q, *kept[2]; /* kept: K and V caches */
     const int64_t *positions, *written;
     void *out;
     int dtype, held; /* dtype of queries and output; of cache rows */
@@ -24,7 +24,7 @@ typedef struct {
     int64_t parts, group;       /* splits of the keys (split-KV); query heads per KV head */
     int64_t rows, padded;       /* query rows in total; rows of one query, padded to a multiple of TOGETHER */
     int64_t wide;               /* elements of a row as computed */
-    int as_held;                /* whether rows are used as stored, else converted to fp32 */
+    int as_held;                /* whether cache rows are used as stored, else converted to fp32 */
     float *partial;
     uint32_t *made; /* completed splits of each KV head */
 } attention;
@@ -32,14 +32,14 @@ typedef struct {
 /* Keys or values at a constant stride. */
 typedef struct {
     const char *at;
-    int64_t stride, count; /* elements between rows, and rows */
+    int64_t stride, count; /* elements from one row to the next; number of rows */
 } row_run;
 
 /* Scratch memory of a thread. */
 typedef struct {
     char *q;
-    float *made;   /* rows in fp32 */
-    sums *scores;  /* of a block of keys, by groups of rows */
+    float *made;   /* cache rows converted to fp32 */
+    sums *scores;  /* [groups of TOGETHER query rows][keys of a block] */
     uint32_t *two; /* softmax weights of pairs of keys, in bf16 */
 } room;
 
@@ -68,7 +68,8 @@ static keys_left keys_of(const attention *a, int64_t b, int64_t s, int64_t part)
     return (keys_left){first + count * part / a->parts, first + count * (part + 1) / a->parts};
 }
 
-/* Reads up to KEYS keys (0) or values (1) of a head. */
+/* Returns the next at most KEYS keys (0) or values (1) of a head in the cache; the run ends at the last slot of a
+ * ring. */
 static row_run run_of(const attention *a, int value, int64_t b, int64_t h, keys_left left) {
     int64_t slot = left.from % a->slots, row = (slot * a->batch + b) * a->kv_heads + h;
     const char *rows = a->kept[value];
@@ -76,7 +77,7 @@ static row_run run_of(const attention *a, int value, int64_t b, int64_t h, keys_
                      least(KEYS, least(left.end - left.from, a->slots - slot))};
 }
 
-/* Converts rows to fp32, zero-padded to the vector width. */
+/* Converts cache rows to fp32 in `to`, zero-padded to the vector width. */
 static row_run widened(const attention *a, row_run from, float *to) {
     for (int64_t i = 0; i < from.count; i++) {
         const char *row = from.at + i * from.stride * held_bytes(a);
@@ -91,7 +92,7 @@ static int64_t query_bytes(const attention *a) {
     return a->wide * (a->as_held && a->dtype == BF16 ? (int64_t)sizeof(bf16_row) : 4);
 }
 
-/* Lays out the queries of a head for the dot products. */
+/* Copies the query rows of a KV head in the layout of the dot products: as stored, permuted (pair_bf16), or in fp32. */
 static void formed_queries(const attention *a, int64_t b, int64_t h, char *to) {
     int64_t size = a->dtype == F32 ? 4 : 2;
     for (int64_t r = 0; r < a->rows; r++, to += query_bytes(a)) {
@@ -166,7 +167,7 @@ static int weigh(any_eight *scores, int64_t count, float scale, any_eight *most,
     return (any[0] | any[1] | any[2] | any[3]) != 0;
 }
 
-/* Accumulates weighted values in as many registers as the CPU has. */
+/* Query rows per pass over the values: as many sums as the CPU has registers for. */
 #ifdef __AVX512F__
 #define ADDED 8
 #else
@@ -276,8 +277,8 @@ static void add_values(const attention *a, row_run values, const sums *weights, 
     }
 }
 
-/* Attends to the next block of keys of one query (rows `q`, `out`, `most`, `total`). Returns the number of
- * keys. */
+/* Attends to the next block of keys of one query (rows `q`, `out`, `most`, `total`: its heads in the group). Returns
+ * the number of keys. */
 static int64_t attend_keys(const attention *a, int64_t b, int64_t h, keys_left left, room *own,
                            const char *q, float *out, float *most, float *total) {
     row_run keys = run_of(a, 0, b, h, left), values = run_of(a, 1, b, h, left);
@@ -331,7 +332,7 @@ static inline void interleave(float *x) {
     for (int j = 0; j < PAIR / 2; j++) x[2 * j] = halves[j], x[2 * j + 1] = halves[PAIR / 2 + j];
 }
 
-/* Merges the splits of one query row. */
+/* Merges the splits of one query row, `at` of [batch, queries, heads], and stores it. */
 static void join_parts(const attention *a, int64_t at) {
     int64_t b = at / a->heads / a->queries, s = at / a->heads % a->queries, head = at % a->heads;
     int64_t r = s * a->group + head % a->group, size = partial_size(a);

@@ -12,7 +12,7 @@ static inline float widen_fp8(uint8_t c) {
     return (c & 0x7f) == 0x7f ? NAN : f;
 }
 
-/* Dequantises a row (format: g4ir/ops/kv_quant.py). */
+/* Converts a cache row of d values, stored as `held`, to fp32 (quantised rows: g4ir/ops/kv_quant.py). */
 static void widen_row(const char *row, int held, float *to, int64_t d) {
     if (held == ROWS_INT8)
         for (int64_t j = 0; j < d; j++) to[j] = (int8_t)row[j] * load(row + d, j / 32, BF16);

@@ -28,7 +28,7 @@
 #define ALWAYS INLINED void
 #define UNROLLED _Pragma("GCC unroll 8")
 
-/* Values of codes: themselves, those of IQ4 and NL4, of FP4, of NL3, and of NL2 (g4ir/ops/codecs.py). */
+/* Tables of the values of codes: the codes themselves; IQ4 and NL4; FP4; NL3; NL2 (g4ir/ops/codecs.py). */
 #define TABLE_OF(form)                                                                          \
     ((form) == IQ4 || (form) == NL4 ? 1 : (form) == FP4 ? 2 : (form) == NL3 ? 3 : (form) == NL2 ? 4 : 0)
 static const int8_t TABLE[5][16] = {

@@ -68,7 +68,7 @@ static inline void read_halves(const half_block *halves, float *to) {
     read_int8(codes, to);
 }
 
-/* 4-bit values minus `zero`; IQ4 and FP4: the table's. */
+/* Decodes a block of 4-bit codes: minus `zero`, or table values (IQ4, FP4). */
 static inline void read_int4(const int form, const uint8_t *p, uint8_t zero, float *to) {
     half_block codes[2];
     memcpy(codes, p, HALF);
@@ -91,7 +91,7 @@ static inline void read_int5(const uint8_t *p, uint8_t zero, float *to) {
     read_halves(codes, to);
 }
 
-/* Blocks of INT2, or with `high` of INT3. */
+/* Decodes a block of INT2, or with `high` of INT3. */
 static inline void read_fourths(const int high, const uint8_t *p, float *to) {
     uint32_t words[3] = {0};
     uint8_t codes[BLOCK];
@@ -107,7 +107,7 @@ static inline void read_fourths(const int high, const uint8_t *p, float *to) {
 typedef uint32_t block_words __attribute__((vector_size(BLOCK)));
 typedef uint8_t block_bytes __attribute__((vector_size(BLOCK)));
 
-/* Block b of a group of four: values times the integer scale of their half block (4 bits of UINT2's bytes). */
+/* Block b of a super-block of four: values times the integer scale of their half block (4 bits of UINT2's bytes). */
 static inline void read_in_halves(const int form, const uint8_t *p, int b, float *to) {
     const int8_t *shared = (const int8_t *)p + SHARED_OF(form) + 2 * b;
     block_words low, high = {0};
@@ -130,7 +130,7 @@ static inline void read_in_halves(const int form, const uint8_t *p, int b, float
     for (int j = 0; j < BLOCK; j++) to[j] *= j < HALF ? first : second;
 }
 
-/* Block b of two: values times the e4m3 scale of their half block. */
+/* Block b of a super-block of two: values times the e4m3 scale of their half block. */
 static inline void read_fp4(const uint8_t *p, int b, float *to) {
     float scales[BLOCK];
     uint8_t shared[BLOCK] = {p[FP4_SHARED + 2 * b], p[FP4_SHARED + 2 * b + 1]};
@@ -139,7 +139,7 @@ static inline void read_fp4(const uint8_t *p, int b, float *to) {
     for (int j = 0; j < BLOCK; j++) to[j] *= scales[j / HALF];
 }
 
-/* Block b of a group of four: levels times the integer of the block. */
+/* Block b of a super-block of four: levels times the integer of the block. */
 static inline void read_nonuniform(const int form, const uint8_t *p, int b, float *to) {
     int8_t levels[BLOCK], shared = p[BYTES_OF(form) - 4 + b];
     for (int j = 0; j < BLOCK; j++) {
@@ -151,7 +151,8 @@ static inline void read_nonuniform(const int form, const uint8_t *p, int b, floa
     for (int j = 0; j < BLOCK; j++) to[j] *= shared >> 1;
 }
 
-/* Address of the codes of block i of a row. */
+/* Decodes block i of a row: codes minus zero point, or table values, times the integers stored in the block; scales
+ * and minima are applied by the caller. */
 static inline void read_block(const int form, const uint8_t *row, int64_t i, float *to) {
     const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
     if (form == INT4 || form == IQ4 || form == MIN4) read_int4(form, p, form == INT4 ? 8 : 0, to);
@@ -164,8 +165,8 @@ static inline void read_block(const int form, const uint8_t *row, int64_t i, flo
     else read_int8(p, to);
 }
 
-/* Even, then odd values of a block in a format with minima. `high` (compile-time constant): whether codes have
- * a fifth bit. */
+/* Codes of block b of a UINT4 or UINT5 super-block: the even ones to to[0], the odd ones to to[1]. `high`
+ * (compile-time constant): whether codes have a fifth bit. */
 static inline void numbers_above(const int high, const uint8_t *p, int b, half_block *to) {
     half_words low, upper;
     memcpy(&low, p + b * HALF, HALF);
@@ -272,7 +273,7 @@ static void decode_above(const rows_to_decode *d, int64_t first, int64_t last) {
 }
 
 #ifdef __AVX512BW__
-/* bf16 values of the sixteen codes from `first` on, or of the table's. */
+/* scale * code - least, in bf16, of the sixteen codes from `first` on, or of the values of the table. */
 static inline __m256i values_of(float first, float scale, float least) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)TABLE[TABLE_OF(FORM)]);
     __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));

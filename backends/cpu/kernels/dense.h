@@ -54,10 +54,10 @@ static void in_pairs(const bf16 *from, float *to, int64_t k) {
 typedef struct {
     const uint8_t *w;
     int64_t bytes; /* bytes of 256 values of the weight */
-    int64_t stride; /* elements between its rows */
+    int64_t stride; /* elements from one of its rows to the next */
     const void *x;
     int as_pairs;  /* whether rows of x are permuted for pair_bf16 */
-    int64_t apart; /* bytes between rows of x as multiplied */
+    int64_t apart; /* bytes from one row of x, as multiplied, to the next */
     void *y;
     int dtype;
     int64_t rows, n, k;
@@ -114,7 +114,7 @@ typedef struct {
     dot one, several;
     int outs;
 } dots;
-/* By rows of x. */
+/* Indexed by rows of x. */
 #define DOTS(NAME)                                                                              \
     SEVERAL(DOT_OF, NAME)                                                                       \
     static const dots NAME##s[] = {{0}, SEVERAL(DOTS_OF, NAME)};

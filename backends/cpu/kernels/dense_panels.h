@@ -48,10 +48,10 @@ static int multiply_dense_rows(const void *w, const void *x, void *y, int dtype,
 typedef struct {
     const void *x;
     int dtype;
-    int64_t columns, stride; /* elements between rows of x */
+    int64_t columns, stride; /* elements from one row of x to the next */
 } columns_of_rows;
 
-/* Word j of column i: of two rows of x, or of one. */
+/* Word j of column i of x: two consecutive rows in bf16, or one row in fp32; zero from row `values` on. */
 static inline panel_word word_of_column(const char *x, int dtype, int64_t stride, int64_t i, int64_t j, int64_t values) {
 #ifdef PANELS_BF16
     const bf16 *at = (const bf16 *)x + 2 * j * stride + i;

@@ -187,7 +187,8 @@ static void unpack_codes(const void *weight, int64_t column, int64_t columns, in
      .end = end_products}
 static const micro_kernel_set INT8_SETS[] = {INT8_SET(0), INT8_SET(1)};
 
-/* y = int8(x) w^T; n is a multiple of TILE, a weight's group of BLOCK. Returns 0, or 1 if out of memory. */
+/* y = int8(x) w^T; n is a multiple of TILE, the values per scale are a multiple of BLOCK. Returns 0, or 1 if out of
+ * memory. */
 static int multiply_int8_panels(const coded *p, int threads) {
     const int by_panel = SCALED_BY_GROUP && (p->each % PANEL == 0 || p->each == p->k);
     many_rows m = {.x = p->x, .y = p->y, .dtype = p->dtype, .rows = p->rows, .n = p->n, .k = p->k,

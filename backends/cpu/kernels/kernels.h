@@ -1,13 +1,14 @@
-/* Interface of kernels.c; all arrays are contiguous. Ids of dtypes and weight formats are those of
- * pyops.py. */
+/* Interface of the library; arrays are contiguous unless a stride is given. Ids of dtypes and weight formats are those
+ * of pyops.py. */
 #pragma once
 #include <stdint.h>
 
 /* Dtypes of scales; x and outputs are bf16 or fp32. */
 enum { BF16, F32, F16 };
-/* Formats of quantised weights: 1 byte each, 2 per byte, 128 in 104 bytes, 256 with minima in 140 or 172,
- * 32 in 20; 128 in 56, 128 with minima in 40; 32 indices of a table in 16; 32 with minima in 16 or 20; 32 in 8
- * and 12; 64 indices of a table in 36; 128 in 68, 52 and 36. */
+/* Formats of quantised weights. Bytes of a block: INT8, FP8: 1 per value; INT4: 1 for two; INT6: 104 for 128; UINT4,
+ * UINT5: 140 and 172 for 256, with minima; INT5: 20 for 32; INT3K: 56 for 128; UINT2: 40 for 128, with minima; IQ4: 16
+ * for 32 indices of a table; MIN4, MIN5: 16 and 20 for 32, with minima; INT2, INT3: 8 and 12 for 32; FP4: 36 for 64
+ * indices; NL4, NL3, NL2: 68, 52 and 36 for 128 indices. */
 enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, INT3K, UINT2, IQ4, MIN4, MIN5, INT2, INT3, FP4, NL4, NL3, NL2, FORMS };
 
 /* y[rows, n] = x[rows, k] @ w[n, k]^T; accumulates in fp32, rounds once. Returns 0, or 1 if out of
@@ -24,15 +25,17 @@ int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t 
 int g4ir_add_products(const void *x, float *y, int dtype, int64_t rows, int64_t columns, int64_t stride,
                       int threads);
 
-/* g4ir_linear for quantised weights: w = codes[n, k] * scales[n, groups], minus minima stored next to the
- * scales in formats with minima. `tiles`: weights are in tiles of 16 rows (layout.h). `rounded`, tiles
- * only: bf16 rows of x are quantised to int8 first, with a scale for every 32 values. */
+/* g4ir_linear for quantised weights: w = codes[n, k] * scales[n, groups], minus minima stored next to the scales in
+ * formats with minima. `tiles`: weights are in tiles of 16 rows (layout.h). `rounded`, tiles only: bf16 rows of x are
+ * quantised to int8 first, with a scale for every 32 values. g4ir_takes_codes returns whether these sizes are
+ * supported. */
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);
 int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
 
-/* The same for more rows and a tiled weight, which may be rounded to bf16 if x is bf16. */
+/* The same for more rows of x and a tiled weight, which may be rounded to bf16 if x is bf16. g4ir_takes_gemm returns
+ * whether these sizes are supported. */
 int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups);
 int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, int rounded,
               void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
@@ -95,7 +98,7 @@ int g4ir_request_steps(int64_t *pace, int64_t more);
 /* Blocks until `steps` steps are done or one failed. */
 void g4ir_wait_steps(int64_t *pace, int64_t steps);
 
-/* The op `quantize` of 4-bit codes with bf16 scales (packing.c). */
+/* Quantisation at build (packing.c): int4 with bf16 scales, nonuniform levels, and error compensation. */
 int g4ir_takes_packing(int dtype, int64_t group);
 int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
               int64_t row, int64_t matrix, int dtype, int threads);

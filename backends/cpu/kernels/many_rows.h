@@ -31,7 +31,7 @@ typedef struct {
     void *y;
     int dtype; /* of x and y */
     int upper; /* rows are columns of x; products are added to fp32 y [n, n] in units not below its diagonal */
-    int64_t stride; /* then elements between rows of x */
+    int64_t stride; /* with `upper`: elements from one row of x to the next */
     int64_t rows, n, k;
     const micro_kernel_set *by;
     /* Packs values `first` to `last` of `columns` weight rows (a multiple of the vector) from `column` on into
@@ -39,7 +39,7 @@ typedef struct {
     void (*unpack)(const void *weight, int64_t column, int64_t columns, int64_t first, int64_t last,
                    void *to);
     const void *weight;
-    /* derived */
+    /* derived from the above */
     uint32_t *panels;              /* x over all k */
     int64_t unit, strips, columns; /* rows of x and strips per unit; units across the weight */
 } many_rows;

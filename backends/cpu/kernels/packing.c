@@ -1,7 +1,8 @@
-/* Quantises a weight to int4 codes with bf16 scales, bit-identical to `int4_scales` of g4ir/ops/codecs.py.
- * Vectorised over groups, one per lane. Sums are in torch's order on x86-64: 4 x 8 partial sums for groups up
- * to GROUP_MOST (larger ones use several levels and are not handled here). Compiled without reassociation and
- * fused multiply-adds (library.py). Also rounds columns to a grid, one after another. */
+/* Quantises a weight to int4 codes with bf16 scales, bit-identical to `int4_scales` of g4ir/ops/codecs.py. Vectorised
+ * over groups, one per lane. Sums are in torch's order on x86-64: 4 x 8 partial sums for groups up to GROUP_MOST
+ * (larger ones use several levels and are not handled here). Compiled without reassociation and fused multiply-adds
+ * (library.py). Also fits scales of nonuniform levels, and quantises columns one after another with error
+ * compensation. */
 #include "kernels.h"
 #include "number.h"
 #include "team.h"
@@ -317,7 +318,7 @@ enum { LANES = 64, BLOCK_MOST = 128 };
 
 typedef struct {
     float *x;
-    const float *by, *step, *shift, *start, *levels; /* levels: or NULL */
+    const float *by, *step, *shift, *start, *levels; /* levels: NULL for integers */
     int64_t count, rows;
     float low, high;
 } columns;

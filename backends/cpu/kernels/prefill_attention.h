@@ -12,7 +12,7 @@
 #define BLOCK_KEYS (ROWS == 6 ? 96 : 128)
 
 typedef struct {
-    const void *q, *kept[2], *fresh[2]; /* K, V of the cache and of the chunk */
+    const void *q, *kept[2], *fresh[2]; /* kept: K, V of the cache; fresh: of the chunk */
     const int64_t *positions, *last, *written; /* last: last visible position per query */
     void *out;
     int dtype, held; /* dtype of queries and output; of cache rows */
@@ -22,7 +22,7 @@ typedef struct {
     int64_t group, blocks;   /* query heads per KV head; blocks of keys */
     int64_t padded, words;   /* d rounded up to ROWS; panel words of d, rounded up to DEPTH */
     panel_word *packed[2];   /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * padded / PER_WORD] */
-    int32_t *at, *low, *high; /* key positions, -1: empty; min and max over ROWS keys */
+    int32_t *at, *low, *high; /* key positions, -1: no key; min and max over ROWS keys */
 } prefill;
 
 static inline int64_t words_in_block(const prefill *a) { return BLOCK_KEYS * a->padded / PER_WORD; }

@@ -9,14 +9,14 @@
 #include <float.h>
 #include <math.h>
 
-/* Elements per task, and min elements for which an instruction is split over threads. */
+/* Elements of a unit of work, and min elements for which an instruction is split over threads. */
 #define PIECE 2048
 #define SHARED 16384
 /* Max bytes of a weight to prefetch, for each of two parts. */
 #define READ_AHEAD (1 << 20)
 /* Polling interval while waiting for steps. */
 #define LOOK_NS 50000000
-/* Max rows multiplied with quantised weights directly: those of the largest step. */
+/* Maximum rows of x of a GEMV with a quantised weight; without a GEMM kernel more are multiplied in pieces. */
 #define ROWS_TOGETHER 8
 /* Result of a step after which no sequence is active. */
 #define ALL_REST -1
@@ -36,7 +36,7 @@ enum {
 };
 
 typedef struct {
-    int64_t kind, first; /* index of its first operand; outputs come last */
+    int64_t kind, first; /* index of its first operand; outputs come last (EXPERTS: before one input) */
     int64_t n[4];
     double f;
 } instruction;
@@ -354,7 +354,7 @@ static void to_int8(const float *x, char *to, int64_t d) {
     }
 }
 
-/* x, y; n: format of the KV cache's rows */
+/* x, y; n: dtype of the KV cache (kernels.h) */
 static void narrow_row(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
     const float most = 3.3895313892515355e38f;
@@ -588,14 +588,14 @@ static int cluster_head(const running *a) {
     return 0;
 }
 
-/* ids [B, n], places [B], y */
+/* ids [B, n], indices [B], y [B]: ids[b][index of b] */
 static void pick_id(const running *a) {
     const int64_t *at = (const int64_t *)a->of[1].at;
     for (int64_t b = 0; b < rows_of(a->of); b++)
         ((int64_t *)a->of[2].at)[b] = ((const int64_t *)row(a->of, b))[at[b]];
 }
 
-/* positions [B, S], start */
+/* positions [B, S], start [B]: the first position of each sequence */
 static void row_start(const running *a) {
     int64_t *to = (int64_t *)a->of[1].at;
     for (int64_t b = 0; b < rows_of(a->of); b++) to[b] = *(const int64_t *)row(a->of, b);
@@ -915,7 +915,7 @@ static float low_dot(const void *w, int64_t dtype, const float *x, int64_t count
     return sum;
 }
 
-/* h = A x */
+/* h = A x, in fp32, for the sequences with an adapter */
 static int lora_low(void *context, units *left) {
     const running *a = context;
     const operand *x = a->of, *index = a->of + 1, *low = a->of + 2, *h = a->of + 5;
@@ -932,7 +932,7 @@ static int lora_low(void *context, units *left) {
     return !one;
 }
 
-/* y += h B */
+/* y += h B, for the sequences with an adapter */
 static int lora_high(void *context, units *left) {
     const running *a = context;
     const operand *index = a->of + 1, *high = a->of + 3, *h = a->of + 5, *y = a->of + 6;

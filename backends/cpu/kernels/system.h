@@ -26,7 +26,7 @@ IMPORTED(int) CloseHandle(void *handle);
 static inline void *take_lines(size_t bytes) { return _aligned_malloc(bytes, LINE); }
 static inline void free_lines(void *at) { _aligned_free(at); }
 
-/* Sleeps while `*word` is `value`, at most `ns` nanoseconds (0: no timeout). Spurious wake-ups are possible. */
+/* Sleeps while `*word` is `value`, at most `most_ns` nanoseconds (0: no timeout). Spurious wake-ups are possible. */
 static inline void sleep_on(uint32_t *word, uint32_t value, int64_t most_ns) {
     WaitOnAddress(word, &value, sizeof value, most_ns ? (uint32_t)((most_ns + 999999) / 1000000) : UINT32_MAX);
 }
@@ -41,14 +41,14 @@ static inline int64_t now_ns(void) {
     return ticks / each_second * 1000000000 + ticks % each_second * 1000000000 / each_second;
 }
 
-/* Starts a thread that never ends, with signals blocked; returns whether it succeeded. */
+/* Starts a detached thread, with signals blocked where the system has them; returns whether it succeeded. */
 typedef uint32_t thread_result;
 #define THREAD_BODY static thread_result __stdcall
 static inline int start_thread(uint32_t (__stdcall *body)(void *), void *context) {
     void *thread = CreateThread(NULL, 0, body, context, 0, NULL);
     return thread && CloseHandle(thread);
 }
-/* Registers a handler to run in the child of fork(). */
+/* Registers a handler to run in the child of fork(); Windows has none. */
 static inline void after_fork(void (*reset)(void)) {}
 #else
 #include <pthread.h>
@@ -123,7 +123,7 @@ static inline run_clock own_run_clock(void) {
 }
 static inline int64_t ran_ns(run_clock clock) { return read_ns(clock); }
 
-/* Pins a thread to one CPU, or to another thread's CPUs without that one. */
+/* With `there`, pins a thread to the CPU; else allows it the CPUs of the thread `like` except that one. */
 static inline void place_thread(int thread, int cpu, int there, int like) {
     cpu_set_t set;
     if (sched_getaffinity(like, sizeof set, &set)) return;

@@ -165,7 +165,7 @@ static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6]
                                 [NL3] = WITH_SIGN ? 0 : 128, [NL2] = WITH_SIGN ? 0 : 128};
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
 
-/* The values of the codes, indices of a table, biased. */
+/* Table values of the codes, plus BIAS (unsigned bytes on x86). */
 INLINED row_words values_listed(const int form, row_words codes) {
     uint8_t table[TILE] __attribute__((aligned(TILE)));
     UNROLLED for (int i = 0; i < TILE; i++) table[i] = (uint8_t)(TABLE[TABLE_OF(form)][i] + BIAS[form]);
@@ -240,7 +240,7 @@ static inline row_floats integer_in(row_words low, row_words last, row_words fir
     return __builtin_convertvector((row_sums)bits, row_floats);
 }
 
-/* The weight rows of one vector: a tile or part of a tile. */
+/* The weight rows of one vector (a tile or part of a tile): addresses of their codes, scales and dot products. */
 typedef struct {
     const uint8_t *codes;
     const char *scales;

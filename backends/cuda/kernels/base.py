@@ -32,7 +32,8 @@ Use = Mapping[str, int]
 
 @dataclass(frozen=True)
 class PackedWeight(Coded):
-    """A quantised weight as the bytes of its codes, in a format."""
+    """A quantised weight: `codes` as bytes [.., row bytes], scales, and the name of their format,
+    `form`."""
 
     form: str = ""
 
@@ -43,7 +44,8 @@ class PackedWeight(Coded):
 
 
 def codes_and_scales(w: Any) -> tuple[Any, Any, str]:
-    """Return (weight, None, ""), or bytes of codes, scales and format of a quantised weight."""
+    """Return (codes as bytes, scales, format) of a quantised weight, or (weight, None, "") of a
+    dense one."""
     return (w.codes, w.scales, w.form) if isinstance(w, PackedWeight) else (w, None, "")
 
 
@@ -85,7 +87,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The kernel's name; of several launches the first one's."""
+        """Name of the kernel that is launched first."""
         return next(iter(self.uses))
 
     @property
@@ -115,7 +117,7 @@ def is_row(t: Type) -> bool:
 
 
 def is_skinny(n: Node, target: Target) -> bool:
-    """Whether the node is a decode step of at most SKINNY sequences."""
+    """Whether the node computes one token of each of at most SKINNY sequences (a decode step)."""
     return is_row(n.inputs[0].type) and target.rows <= SKINNY
 
 
@@ -175,12 +177,13 @@ def reads_blocks(n: Node) -> bool:
 
 
 def kv_heads(n: Node) -> int:
-    """Return the number of KV heads."""
+    """Return the number of KV heads of an attention node."""
     return size(n.caches[0].type, 2)
 
 
 def attention_shape(n: Node) -> dict[str, int] | None:
-    """Return the shape; None for bidirectional media blocks: these kernels are causal only."""
+    """Return the launch shape of an attention node: head dim, KV heads, query heads per KV head,
+    window; None with bidirectional media blocks, since the kernels are causal only."""
     q, heads = n["q"].type, kv_heads(n)
     if reads_blocks(n):
         return None

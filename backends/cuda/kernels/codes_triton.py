@@ -45,7 +45,7 @@ TABLE, TABLE_LOW, TABLE_HIGH, LEVEL_SHIFT = (tl.constexpr(i) for i in range(16, 
 
 @triton.jit
 def rows_of(w, row, K, FORMAT):
-    """Pointers to rows of a weight of K columns; bits: to their words."""
+    """Pointers to rows of a weight of K columns; of formats of bits, to their 32-bit words."""
     if FORMAT[KIND] == BITS:
         w = w.to(tl.pointer_type(tl.int32), bitcast=True)
         w += row.to(tl.int64) * (K // FORMAT[VALUES] * FORMAT[WORDS])
@@ -56,7 +56,7 @@ def rows_of(w, row, K, FORMAT):
 
 @triton.jit
 def scales_of(scales, row, K, FORMAT, GROUP):
-    """Pointers to the scales of rows."""
+    """Pointers to the first scale of rows of a weight of K columns."""
     return scales + row.to(tl.int64) * ((K // GROUP if GROUP else 1) * (1 + FORMAT[MINIMA]))
 
 
@@ -287,7 +287,7 @@ def _integers_kind(fmt: QuantFormat) -> int:
 
 @cache
 def record(form: str) -> tuple[int, ...]:
-    """Return the record of a format; of floats for an empty name."""
+    """Return the FORMAT of a quantisation format (positions above); of a float dtype for ""."""
     fmt = FORMATS.get(form, FORMATS["int8"])
     kinds = {"": DENSE.value, "int8": INT8.value, "fp8": E4M3.value}
     repeat = -(-4 // fmt.layout.nbytes)
@@ -319,7 +319,8 @@ def format_constants(
 
 
 def columns(w: Tensor, form: str) -> int:
-    """Return the number of columns of a weight, of bytes if it is quantised."""
+    """Return the values per row of a weight; a quantised one is given as bytes in the format
+    `form`."""
     if not form:
         return w.shape[-1]
     return w.shape[-1] // FORMATS[form].layout.nbytes * FORMATS[form].block_values

@@ -7,10 +7,10 @@ visible slots are read. The last program to arrive (an atomic counter per sequen
 `arrivals`, 0 before and after) reduces the partial results in the order of the splits.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
-cache's dtype before they multiply V. The rms error against float64 is at most 1.5 of that of the
-op's reference, which rounds scores to 8 bits: at the models' head dims 0.2 to 0.5 of it over plain
-caches, 0.3 to 0.8 over latent ones, where q * w is rounded instead of V * w. fp32: 5e-6 of the
-result's rms.
+cache's dtype before they multiply V. The rms error against float64 is at most 1.5 times that of
+the op's reference, which rounds scores to 8 bits: at the models' head dims 0.2 to 0.5 of it over
+plain caches, 0.3 to 0.8 over latent ones, where q * w is rounded instead of V * w. fp32: 5e-6 of
+the result's rms.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ def decode_attention(
     parts, stats, sums = workspace(out, n, splits)
     keys, values = caches if len(caches) == 2 else (caches[0], None)
     if values is not None and values.stride() != keys.stride():
-        raise ValueError(f"caches of strides {keys.stride()} and {values.stride()}: not alike")
+        raise ValueError(f"caches of strides {keys.stride()} and {values.stride()}: not equal")
     operands: list[Any] = [q.contiguous(), end, w, keys, values, arrivals, parts, stats, out]
     operands += [slots, *keys.stride()[:3], *factors(scale, softcap)]
     start(

@@ -5,9 +5,9 @@ end. 16 to 64, for as many rows: tensor cores, with the weight as the left opera
 be 64 rows and more while x has 16. More rows than `block_m` read the weight again. With `stages`
 above 1 the loads of that many steps are in flight at once, by asynchronous copies.
 
-Error budget. Every sum is in fp32 and rounded once. For k of some thousand it is within 1e-5
+Tolerance. Every sum is in fp32 and rounded once. For k of some thousand it is within 1e-5
 of the rms of the sums, far below the rounding of bf16 (2^-9 relative), so a bf16 result is the
-exact sum's nearest neighbour except where that sum is within this budget of a tie.
+exact sum's nearest neighbour except where that sum is within this tolerance of a tie.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def skinny_linear(
 
 
 def activated(gate: Tensor, up: Tensor | None, act: str) -> Any:
-    """Compute the op `glu`, or `glu_packed` without up; nothing without act."""
+    """Compute the op `glu` of gate and up, or `glu_packed` without up; return gate itself without
+    act."""
     if not act:
         return gate
     if up is None:

@@ -26,12 +26,12 @@ from .base import (
 
 #: weights; `g4ir kernels` prints the format of the last one
 WEIGHTS = ("w_dense", "w_dense_down", "down", "gate_up")
-#: inputs of an unsharded MoE block
+#: number of inputs of an MoE block whose experts are not sharded over ranks
 ALL_EXPERTS = 10
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    if not is_skinny(n, target) or len(n.inputs) > ALL_EXPERTS:  # sharded experts use the library
+    if not is_skinny(n, target) or len(n.inputs) > ALL_EXPERTS:  # sharded experts run by torch
         return None
     x, dense, gate_up = n.outputs[0].type, n["w_dense"].type, n["gate_up"].type
     return {
@@ -63,8 +63,8 @@ def _down(shape: Shape) -> Use:
 
 
 def _experts(n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
-    """Return (dense, experts). The dense MLP runs in the same grids as the experts, whose outputs
-    are summed in the order of rank."""
+    """Return (dense, experts). The dense MLP runs in the same grids as the experts, whose weighted
+    outputs are summed in top-k order."""
     from .moe_triton import moe_down, moe_gate_up, moe_route
 
     x_dense, x_moe, x, scale, proj, per_expert, w_dense, w_dense_down, gate_up, down = operands

@@ -11,7 +11,7 @@ from .base import Choice, Kernel, Shape, Use, attention_shape, masking
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    cache_dtype = n.caches[0].type.dtype  # a cache narrower than the queries uses the library
+    cache_dtype = n.caches[0].type.dtype  # other KV cache dtypes run on torch
     return attention_shape(n) if n.chunk and cache_dtype == n["q"].type.dtype else None
 
 

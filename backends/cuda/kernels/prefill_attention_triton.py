@@ -6,10 +6,10 @@ most three contiguous runs: the cache up to its last slot, the cache from slot 0
 and the chunk. One loop covers all three, so that software pipelining continues across runs; blocks
 fully visible to all queries are not masked.
 
-Budget. Scores, softmax and sums are fp32; probabilities are rounded to the tensors' dtype before
+Tolerance. Scores, softmax and sums are fp32; probabilities are rounded to the tensors' dtype before
 the second product. fp32: 1e-5 of the result's rms against float64. bf16: the op's reference rounds
 the scores, the capped scores, the probabilities and the result, so that the error against float64
-is about half that of the reference and at most twice it.
+is about half of the reference's error, and may be at most twice it.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def prefill_attention(
     slots, _, n, _ = cache_k.shape
     out = q.new_empty(b, s, heads, d)
     if cache_k.stride() != cache_v.stride():
-        raise ValueError(f"caches of strides {cache_k.stride()}, {cache_v.stride()}: not alike")
+        raise ValueError(f"caches of strides {cache_k.stride()}, {cache_v.stride()}: not equal")
     operands: list[Any] = [t.contiguous() for t in (q, positions, written)]
     operands.append(q if w is None else w)
     operands += [cache_k, cache_v, k.contiguous(), v.contiguous(), out]
