@@ -59,7 +59,8 @@ def process(*words: str, **pipes: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def fill_with_noise(session: Any) -> None:
-    """Fill a session's caches with noise, as if tokens had been computed."""
+    """Fill a session's KV caches with random values, as if tokens had been computed; `.rms` tensors
+    get positive ones."""
     for name, t in session.state.tensors.items():
         t.normal_()
         if name.endswith(".rms"):

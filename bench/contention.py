@@ -30,7 +30,8 @@ from g4ir.ui.table import aligned
 
 #: condition -> busy processes beside the engine
 CONDITIONS = {"alone": 0, "beside one": 1, "beside two": 2}
-#: a process that reads what to measure for how many seconds, and answers with tokens/s
+#: program of an engine's process: reads lines `decode SECONDS` or `prompt SECONDS`, answers each
+#: with tokens/s
 MEASURED = """
 import sys, time
 del sys.path[0]  # this folder, which may be another checkout than the interpreter's
@@ -69,14 +70,14 @@ for line in sys.stdin:
 
 
 def read(stream: Any) -> str:
-    """Return the next line; SystemExit where there is none."""
+    """Return the next line of a stream; SystemExit at its end."""
     if line := stream.readline():
         return str(line)
     raise SystemExit("the process of an engine ended: see above")
 
 
 def engine_rate(made: subprocess.Popen[str], what: str, seconds: float) -> float:
-    """Return tokens/s of prompts or of decode steps."""
+    """Return tokens/s of prompts or of decode steps, as the engine's process measures them."""
     print(what, seconds, file=made.stdin, flush=True)
     return float(read(made.stdout))
 

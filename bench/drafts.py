@@ -1,4 +1,4 @@
-"""Drafts from a text's own n-grams: tokens a round and tokens/s by task, beside single steps.
+"""Speculative decoding by n-grams: tokens per step and speed-up over plain decode steps, by task.
 
     python bench/drafts.py ENGINE [--tokens 4,7] [--new 96] [--rounds 3] [--drawn] [--text FILE]
                           [--save]
@@ -47,7 +47,7 @@ def texts(file: str | None) -> dict[str, str]:
 def written(
     scheduler: Scheduler, prompt: list[int], new: int, **drawn: Any
 ) -> tuple[float, AcceptanceStats]:
-    """Return tokens/s of a text, and its acceptance statistics."""
+    """Generate `new` tokens; return tokens/s from the first one on, and acceptance statistics."""
     params, times = SamplingParams(**drawn, ignore_eos=True), list[float]()
     handle = scheduler.submit(Request(tuple(prompt), new, params, reuse=False))
     for event in scheduler.run(handle):
@@ -68,7 +68,7 @@ def main() -> None:
             prompt = [2, *engine.tokenizer().encode(text, add_special_tokens=False).ids]
             rates: dict[int, list[float]] = {k: [] for k in drafts}
             tallies = {k: AcceptanceStats() for k in drafts}
-            for scheduler in schedulers.values():  # what is recorded or measured at first
+            for scheduler in schedulers.values():  # warm-up: records steps
                 written(scheduler, prompt, 12)
             for seed in range(args.rounds):
                 for k, scheduler in schedulers.items():

@@ -11,8 +11,8 @@ Gemma 3 has. Texts of 16 to 256 tokens, drawn from a file, are embedded: by an e
 --dtypes; by sentence-transformers in the same dtypes, sorted, in batches of 8; and by
 llama.cpp's server, on a GGUF file of the weights in BF16, through requests of 32 texts, four at
 once. With the dtype `int8` an engine has weights and inputs of products in int8, and the file Q8_0,
-which llama.cpp computes in the same way. A table for each of --isas (of G4IR_ISA, which holds torch
-too), with its program of --programs, if it has one.
+which llama.cpp computes in the same way. A table for each of --isas (values of G4IR_ISA, which
+restricts torch too), with the llama.cpp server at the same place of --programs, if any.
 
 The texts are sorted by length and divided into slices of all lengths, in whole batches, so that
 none pads more than over all texts; the programs take turns. After the first slice only the best
@@ -63,7 +63,7 @@ START = time.monotonic()
 
 
 def folder_of(folder: Path, tokenizer: str | None) -> Path:
-    """Return the folder; it is written with random weights if it is missing."""
+    """Return the encoder's folder; if it is missing, it is written with random weights."""
     if not folder.is_dir():
         if tokenizer is None:
             raise SystemExit(f"{folder}: no such folder; give --tokenizer to write one")
@@ -159,7 +159,7 @@ def measure(
 
 
 def table(taken: dict[str, list[Sample]], tokens: float) -> str:
-    """Return a row for each run; tokens: of a text, on average."""
+    """Return a table with a row per run; tokens: average number per text."""
     sums = {name: [sum(column) for column in zip(*samples)] for name, samples in taken.items()}
     costs = {name: [x / n for x in times] for name, (n, *times) in sums.items()}
     ours = min((c for name, c in costs.items() if name.startswith("g4ir")), key=lambda c: c[1])

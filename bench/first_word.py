@@ -18,7 +18,7 @@ from statistics import median
 
 
 def measure(command: str) -> tuple[float, float, float]:
-    """Return seconds until the first byte and until the end, and of the processor."""
+    """Return seconds until the first byte of output, until the end, and of CPU time."""
     start = time.perf_counter()
     # Installed packages have bytecode; a checkout writes it only if the environment permits.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

@@ -1,10 +1,10 @@
-"""Load on a server of OpenAI's protocol: how long people wait, how much comes out, how full it is.
+"""Load on a server of OpenAI's protocol: latencies, throughput, and sequences per decode step.
 
     python bench/load.py URL [--requests 64] [--rate 2] [--input 16-256] [--output 16-64] [--seed 0]
                          [--key-file FILE] [--save]
 
-Requests come as a Poisson process of so many a second (0: all at once), with random tokens, in
-lengths drawn between two bounds, evenly in their logarithm. Refusals are counted, not sent again.
+Requests arrive as a Poisson process of --rate per second (0: all at once), with random tokens;
+lengths are drawn between two bounds, log-uniformly. Refused requests are counted, not sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common import arguments, finish
 
 from g4ir.ui.table import aligned
 
-#: shares of requests, or of gaps between tokens, that are below what is printed
+#: printed percentiles, of requests or of gaps between tokens
 SHARES = (0.5, 0.95, 0.99)
 #: ids that are tokens of text in all vocabularies of the family, the tiny ones included
 LOW, HIGH = 300, 480
@@ -35,7 +35,8 @@ TEXT = "/v1/completions"
 
 @dataclass
 class Asked:
-    """A request and its result: for each piece of text the seconds since the request was sent."""
+    """A request, sent `at` seconds after the start, for `new` tokens; and its result: `pieces`, for
+    each piece of text the seconds since sending, `made` output tokens, `took` seconds in all."""
 
     at: float
     tokens: list[int]
@@ -66,7 +67,7 @@ def bounds(text: str) -> tuple[int, int]:
 
 
 async def ask(client: httpx.AsyncClient, asked: Asked) -> None:
-    """Send a request when its time has come, and note when its text comes."""
+    """Send a request at its time, and record when its text arrives."""
     await asyncio.sleep(asked.at)
     body = {"prompt": asked.tokens, "max_tokens": asked.new, "ignore_eos": True, "stream": True}
     body |= {"stream_options": {"include_usage": True}, "temperature": 0}
@@ -86,7 +87,8 @@ async def ask(client: httpx.AsyncClient, asked: Asked) -> None:
 
 
 async def run(args: Any, requests: list[Asked]) -> tuple[float, Counter[int]]:
-    """Send all; return the seconds that took, and the server's steps by sequences decoded."""
+    """Send all requests; return the seconds until the last answer, and the server's decode steps by
+    number of sequences."""
     key = Path(args.key_file).read_text().split()[0] if args.key_file else ""
     client = httpx.AsyncClient(
         base_url=args.url,
@@ -127,7 +129,7 @@ def report(took: float, requests: list[Asked], decoded: Counter[int]) -> str:
     ]
     if total := decoded.total():
         full = sum(rows * n for rows, n in decoded.items()) / total
-        facts.append(f"{full:.2f} rows decoded at a time ({total} steps)")
+        facts.append(f"{full:.2f} sequences decoded at a time ({total} steps)")
     return "\n".join([*facts, "", aligned(table, indent=0)])
 
 

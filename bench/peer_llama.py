@@ -3,14 +3,15 @@
     python bench/peer_llama.py ENGINE FILE [--sequences 1,2,4,8] [--input-len 256] [--steps 12]
                                [--rounds 6] [--busy 0] [--program DIR] [--huge-pages] [--save]
 
-An engine (`--max-batch` as many as the sequences) and llama.cpp's Python binding (`pip install
-llama-cpp-python`) hold the same file in one process, with as many threads, and take turns: a read
-of the memory, a prompt, decode steps of so many sequences in one batch behind short prompts.
-`--program` adds `llama-batched-bench` of a folder (of ik_llama.cpp), run twice a round in a
-process of its own with weights repacked at load; `--busy` keeps so many cores busy beside.
-Memory has several speeds: rounds are told apart by the read around them. `share` is the part of
-that read's rate at which the engine reads the bytes of its step. Logits whose cosine is below 0.98
-end the run with exit code 1. --save writes bench/results/peer_llama.txt.
+An engine (`--max-batch` at least the largest of --sequences) and llama.cpp's Python binding (`pip
+install llama-cpp-python`) load the same file in one process, with the same number of threads, and
+are measured in turn: a prompt of one sequence, then decode steps of each batch size, after short
+prompts. The memory's read rate is measured before and after each; where memory has two
+speeds, rounds are grouped by it. `share`: bytes that a step must read / its time / read rate.
+`--program DIR` adds `llama-batched-bench` of that folder (of ik_llama.cpp), run twice a round in a
+process of its own with weights repacked at load; `--busy N` runs N busy processes at the same time.
+Logits whose cosine is below 0.98 end the run with exit code 1. --save writes
+bench/results/peer_llama.txt.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.ui.table import aligned
 
 HEAD = ["memory", "read GB/s", "rounds", "what", "g4ir", "share", "llama.cpp", "g4ir is faster by"]
-#: reads that differ by more than this are two states of the memory
+#: factor between the highest and the lowest read rate from which on rounds are two groups
 STATES = 1.25
-#: the smallest cosine of the logits of two that compute the same from quantised weights
+#: minimum cosine between the logits of g4ir and of llama.cpp on the same quantised weights
 AGREE = 0.98
-#: what is measured beside steps of so many sequences; tokens that sequences hold before steps
+#: key of the prompt's times (those of steps have their batch size); prompt tokens before decode
+#: steps
 PROMPT, HELD = 0, 32
 
 
 class Ours:
-    """A scheduler of an engine, as in generation."""
+    """The engine: a session for prompts, a scheduler for decode steps."""
 
     def __init__(self, engine: Any, sequences: tuple[int, ...]) -> None:
         most = engine.limits.max_batch
@@ -59,13 +61,14 @@ class Ours:
         self.session, self._scheduler = engine.session(1), Scheduler(engine, config)
 
     def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read i64[1,T] into an empty row; return the last logits."""
+        """Prefill tokens i64[1,T] in an empty session; return the last token's logits
+        f32[1,vocab]."""
         self.session.reset()
         logits: torch.Tensor = self.session.prefill(tokens)
         return logits.float()
 
     def steps(self, tokens: torch.Tensor, count: int) -> float:
-        """Return the mean seconds of `count` steps after i64[B,T]."""
+        """Return the mean seconds of `count` decode steps after prompts i64[B,T]."""
         scheduler, params = self._scheduler, SamplingParams(ignore_eos=True)
         for row in tokens.tolist():
             scheduler.submit(Request(tuple(row), count + 1, params, reuse=False))
@@ -97,7 +100,8 @@ class Llama:
 
 
 def by_program(folder: str, file: str, args: Any) -> Iterator[tuple[int, float]]:
-    """Yield (sequences or PROMPT, seconds of a step or a prompt) as llama-batched-bench says."""
+    """Run llama-batched-bench; yield (batch size, seconds of a decode step) and (PROMPT,
+    seconds)."""
     program, file = f"{Path(folder).resolve()}/llama-batched-bench", str(Path(file).resolve())
     words = [program, "-m", file, "-rtr", "-c", str(args.room)]
     words += ["-t", str(torch.get_num_threads()), "-ntg", str(args.steps)]
@@ -118,7 +122,8 @@ def by_program(folder: str, file: str, args: Any) -> Iterator[tuple[int, float]]
 
 
 def states(reads: list[float]) -> dict[str, list[int]]:
-    """Return the rounds by the state of the memory."""
+    """Return the indices of rounds with slow and with fast memory, by read rate; one group if the
+    rates are within STATES."""
     low, high = min(reads), max(reads)
     if high < STATES * low:
         return {"one state": [*range(len(reads))]}
@@ -126,12 +131,12 @@ def states(reads: list[float]) -> dict[str, list[int]]:
     return {"slow": [i for i in range(len(reads)) if i not in fast], "fast": fast}
 
 
-#: contestant -> what (sequences of a step, PROMPT) -> seconds
+#: g4ir, llama.cpp or program -> batch size of a decode step, or PROMPT -> seconds, one per round
 Found = dict[str, defaultdict[int, list[float]]]
 
 
 def measure(args: Any, ours: Ours, llama: Llama, tokens: torch.Tensor) -> tuple[list[float], Found]:
-    """Run the rounds; return the read's rate around each, and all seconds."""
+    """Run the rounds; return the median read rate of each in GB/s, and the seconds."""
     meter, reads = Meter("cpu", torch.bfloat16), []
     found: Found = {name: defaultdict(list) for name in ("g4ir", "llama.cpp", "program")}
     for n in args.sequences:
@@ -158,7 +163,8 @@ def measure(args: Any, ours: Ours, llama: Llama, tokens: torch.Tensor) -> tuple[
 def rows(
     args: Any, reads: list[float], found: Found, nbytes: Callable[[int], int]
 ) -> Iterator[list[str]]:
-    """Yield the table: by state of the memory, the prompt and steps of so many sequences."""
+    """Yield the table's lines: for slow and fast memory, the prompt and the steps of each batch
+    size; `nbytes`: bytes that a step of a batch size must read."""
     yield HEAD + (["program", "g4ir is faster by"] if args.program else [])
     for state, at in states(reads).items():
         for what in (PROMPT, *args.sequences):
@@ -187,7 +193,7 @@ def disagreement(cosine: float) -> str | None:
 
 
 def main() -> str | None:
-    """Return why nothing was measured; None if it was."""
+    """Run the benchmark; return an error text if the logits disagree, None otherwise."""
     flags: dict[str, Any] = {"sequences": (1,), "input_len": 256, "steps": 12, "rounds": 6}
     args = arguments(__doc__, "engine", "file", **flags, busy=0, program=None, huge_pages=False)
     with g4ir.load_engine(args.engine, huge_pages=args.huge_pages) as engine, ExitStack() as busy:

@@ -3,8 +3,9 @@ busy machine changes little.
 
     python bench/serve_cost.py ENGINE [--rows 1,8,32] [--tokens 200] [--rounds 3] [--threads 1]
 
-Each round serves as many streams at a time as there are rows, of greedy tokens; the engine alone
-runs as many steps of a bare session, and chooses by argmax. `beyond` is what a step costs more.
+Each round streams `rows` answers at a time from the server, greedy; the engine alone runs as many
+decode steps of a session with this batch size, with argmax. `beyond`: CPU time of a served step
+minus that of the engine's.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ def cpu_s(pid: int) -> float:
 
 
 async def streams(url: str, rows: int, tokens: int) -> None:
-    """Stream so many answers at a time."""
+    """Stream `rows` answers of `tokens` tokens concurrently."""
     body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
     await asyncio.gather(*(ask(url, body) for _ in range(rows)))
 
 
 def served_ms(url: str, pid: int, rows: int, tokens: int) -> float:
-    """Return the server's CPU milliseconds for a step of this many sequences."""
+    """Return the server's CPU milliseconds per decode step of `rows` sequences."""
     before = cpu_s(pid)
     asyncio.run(streams(url, rows, tokens))
     return 1e3 * (cpu_s(pid) - before) / tokens
 
 
 def alone(engine: g4ir.Engine, rows: int, tokens: int) -> float:
-    """Return CPU milliseconds of a bare session for the same step."""
+    """Return the CPU milliseconds per decode step of a session without scheduler and server."""
     session = engine.session(rows)
     chosen = session.prefill(torch.tensor([PROMPT] * rows)).argmax(-1)
     before = time.process_time()

@@ -45,7 +45,8 @@ OURS, PEER = "g4ir", "llama-server"
 
 
 async def closed_loop(url: str, clients: int, args: Any, drawn: random.Random) -> list[list[float]]:
-    """Run a closed loop of clients; return the times of all answers."""
+    """Run a closed loop of clients; return of each answer the times of sending and of each
+    event."""
 
     async def client(prompts: list[list[int]]) -> list[list[float]]:
         body = {"max_tokens": args.output_len, "ignore_eos": True, "cache_prompt": False}

@@ -16,11 +16,12 @@ from urllib.parse import urlsplit
 import httpx
 from common import process
 
-#: in the last event: OpenAI's reason; llama-server leaves `null` in others
+#: matches the last event of a stream, which has a finish reason; llama-server sends `null` in the
+#: others
 FINISHED = re.compile(rb'"finish_reason": ?"')
 #: seconds until a server is ready
 READY_S = 600
-#: and the words that serve an engine
+#: command line that serves an engine, whose path follows
 G4IR = (sys.executable, "-m", "g4ir", "serve", "--trust", "--set", "page=off")
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: room -> the most code lines that it may have; a file counts for the longest name it begins with
+#: room -> maximum code lines; a file counts for the longest room name that its path begins with
 CAPS = {
     "g4ir/errors.py": 40,
     "g4ir/ui": 715,
@@ -52,7 +52,7 @@ CAPS = {
     "tests": 28350,
     "tools": 460,
 }
-#: what else may be full, by the ends of its files' names
+#: other caps: name -> (maximum code lines, suffixes of the files)
 OTHERS = {
     "C": (4300, (".c", ".h")),
     "page": (2300, (".js", ".css", ".html")),
@@ -60,7 +60,7 @@ OTHERS = {
 }
 PRODUCT = ("g4ir/", "passes/", "backends/", "specs/")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING}
-#: after these a string is a docstring; comments and other ends of lines change nothing of that
+#: tokens after which a string is a docstring; those of FREE may stand between
 BREAKS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 FREE = {tokenize.NL, tokenize.COMMENT}
 

@@ -2,9 +2,10 @@
 
     python tools/mutants.py g4ir/plan/cost.py --tests tests/test_cost.py --count 20 --seed 3
 
-Mutants are drawn at random, with a seed, from all places of the modules where a comparison, a sum,
-a condition or a number can be another one; samples of ops and kernels, which tests alone read, are
-none. Each is written into a copy of the tree, where the tests run to the first failure.
+Mutants are drawn at random, with a seed, from all places of the modules where a comparison, an
+operator, a condition or an integer can be changed; samples of ops and kernels, which only tests
+read, are left out. Each is written into a copy of the tree, where the tests run to the first
+failure.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """The `index`-th place of a file changed."""
+    """A mutant of a file: its `index`-th place (in the order of `changed`) is changed."""
 
     file: str
     index: int
@@ -86,7 +87,8 @@ def _inside(node: ast.AST) -> set[int]:
 
 
 def _name(node: ast.AST) -> str:
-    """Return the only name that a statement or a keyword binds, or None."""
+    """Return the name that a function, an assignment to one name or a keyword argument binds; empty
+    for other nodes."""
     if isinstance(node, ast.FunctionDef):
         return node.name
     if isinstance(node, ast.keyword):
@@ -96,7 +98,8 @@ def _name(node: ast.AST) -> str:
 
 
 def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, int, str]]:
-    """Yield (index, line, change) of every place; the place `index` is changed in the tree."""
+    """Yield (index, line, change) of every place that can be mutated; the one at `index` is mutated
+    in the tree."""
     count = 0
 
     def here(wanted: int) -> bool:
@@ -143,8 +146,8 @@ def mutants(modules: Iterable[str]) -> list[Mutant]:
 
 
 def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str]:
-    """Return the tests that fail in a copy of the tree: only the first with a time limit;
-    `TOO_LONG` if it is exceeded."""
+    """Return the tests that fail in a copy of the tree, with a time limit only the first;
+    `TOO_LONG` if it is exceeded, or pytest ends with an error and no failed test."""
     cache = tree / ".failed"
     shutil.rmtree(cache, ignore_errors=True)
     stop = ["-p", "no:xdist"] if limit_s is None else ["-p", "no:xdist", "-x"]

@@ -30,7 +30,7 @@ from g4ir.bench.text import machine
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = yaml.safe_load((ROOT / "tests" / "versions.yaml").read_text())
 NEWEST = "newest"
-#: whose versions a line gives
+#: packages whose versions each line lists
 SHOWN = ("torch", "triton", "transformers", "tokenizers", "onnx", "onnxruntime")
 VERSIONS = (
     "import json, importlib.metadata as m; "
@@ -47,7 +47,8 @@ def required(package: str) -> str:
 
 
 def versions(package: str) -> Iterator[tuple[str, str]]:
-    """Yield (name of an environment, requirement)."""
+    """Yield (version, pip requirement) of each environment of a package: oldest, those between,
+    newest."""
     asked = required(package)
     (lowest,) = re.findall(r">=([\d.]+)", asked)
     for version in (f"{lowest}.*", *LISTED[package]["between"]):
@@ -76,7 +77,7 @@ def made(name: str, requirement: str) -> Path:
 
 
 def tried(python: Path, tests: list[str]) -> tuple[bool, str]:
-    """Run the tests; return whether all passed, and the counts. Failures go to stderr."""
+    """Run the tests; return whether all passed, and pytest's last line. Failures go to stderr."""
     command = [str(python), "-m", "pytest", "-q", "-p", "no:xdist", "--show-capture=no", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

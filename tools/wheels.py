@@ -1,6 +1,6 @@
-"""Build wheels of this tree, with the CPU kernels of every instruction set ready inside: for Linux
-on x86-64 and aarch64, macOS on ARM and Windows on x86-64. Those of other machines need a cross
-compiler: of Linux the one of Debian, of the others the package `ziglang`.
+"""Build wheels of this tree, with compiled CPU kernels of every instruction set: for Linux on
+x86-64 and aarch64, macOS on ARM and Windows on x86-64. Wheels for other machines than this need a
+cross compiler: for Linux Debian's, for macOS and Windows the package `ziglang`.
 
     python tools/wheels.py --out build/wheels
 """
@@ -25,7 +25,7 @@ from g4ir.ui.processor import SETS, architecture
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("g4ir", "passes", "backends", "specs")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
-#: what lies in the tree of a user, not in a wheel
+#: files of a checkout that are not copied into a wheel
 IGNORED = shutil.ignore_patterns("__pycache__", READY.name)
 
 
@@ -70,7 +70,7 @@ WHEELS = (
 
 
 def glibc(folder: Path) -> int:
-    """The minimum minor version of glibc 2 that the libraries need."""
+    """Return the minimum minor version of glibc 2 that the libraries in a folder need."""
     found = (re.findall(rb"GLIBC_2\.(\d+)", file.read_bytes()) for file in folder.iterdir())
     return max(int(version) for versions in found for version in versions)
 

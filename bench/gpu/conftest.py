@@ -26,13 +26,14 @@ from g4ir.errors import G4Error
 from g4ir.spec.record import load_spec
 from g4ir.ui.table import aligned
 
-#: characters of an error that are kept
+#: maximum characters of an error in the results
 SAID = 1000
-#: seconds of a measurement; @pytest.mark.limit has others
+#: default time limit of a measurement in seconds; @pytest.mark.limit sets another
 LIMIT = 240
 #: the order of the files
 FILES = ("preflight", "kernels", "decode", "peers", "trt")
-#: keys of a result that is no measurement: the last two are failures
+#: keys of a result without values: BEGUN (the process died in it) and FAILED fail the test, REFUSED
+#: (out of memory, unsupported) does not
 BEGUN, REFUSED, FAILED = "begun", "refused", "failed"
 
 
@@ -89,8 +90,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order tests by importance: the first three variants with one row, then more
-    rows, then other variants; and by file."""
+    """Order tests by groups of three variants, then by batch size (`rows`), then by file as in
+    FILES."""
 
     def key(item: Any) -> tuple[int, int, int]:
         given = item.callspec.params if "callspec" in vars(item) else {}
@@ -123,7 +124,7 @@ class Measure:
         self.found = read_results(path).get(test, {})
 
     def __call__(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the values of a measurement: those that are there, or what `make` returns.
+        """Return the values of a measurement: the stored ones, or what `make` returns.
 
         A process that dies in it leaves it `begun`, which counts as a failure and is not tried
         again.

@@ -1,5 +1,6 @@
-"""Engines of variants with random weights, built by commands of g4ir: their steps and prompts,
-timed, and their logits beside those of the interpreter. The size of a run, on a GPU or dry."""
+"""Engines of variants with random weights, built by commands of g4ir: times of decode steps and
+prompts, logits compared with the interpreter's; and the sizes of a run on a GPU and of a dry
+run."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ from g4ir.spec.record import load_spec
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is: engines of `variants`; steps over rows that hold `contexts` tokens, and
-    `prompts`; for kernels, `tokens` of a row and `new` ones."""
+    """Sizes of a run: engines of `variants`; decode steps after `contexts` tokens in the KV cache,
+    prompts of `prompts` tokens; for kernels, `tokens` in a sequence's KV cache, `new` of them in a
+    prefill."""
 
     device: str = "cuda"
     backend: str = "torch"
@@ -84,7 +86,8 @@ def named(variant: str) -> list[str]:
 
 
 def g4ir_said(words: Sequence[str], front: Sequence[str] = ()) -> str:
-    """Return the output of a g4ir command; InputError with the end of its stderr if it fails."""
+    """Run a g4ir command, after the words of `front`; return its output. InputError with the end of
+    its stderr if it fails."""
     command = [*front, sys.executable, "-m", "g4ir", *words]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
@@ -101,7 +104,8 @@ def build_all(measure: Any, scale: Scale, variants: list[str], rows: int, out: P
 
 
 def build(scale: Scale, variant: str, rows: int, out: Path) -> dict[str, Any]:
-    """Build for all contexts if they fit the device, else for the longest that does."""
+    """Build an engine for the longest context that fits the device; return its build time and
+    size."""
     begun, path = time.monotonic(), engine_path(out, variant, rows)
     if not path.exists():
         options = longest(scale, variant, rows)
@@ -112,7 +116,8 @@ def build(scale: Scale, variant: str, rows: int, out: Path) -> dict[str, Any]:
 
 
 def longest(scale: Scale, variant: str, rows: int) -> dict[str, Any]:
-    """Return the options of the build. PlanError if not even the shortest context fits."""
+    """Return build options for the longest context that fits. PlanError if not even the shortest
+    does."""
     name, _, quant = variant.partition("+")
     options: dict[str, Any] = {"backend": scale.backend, "device": scale.device}
     options |= {"dtype": scale.dtype, "random_weights": 0, "max_batch": rows, "media": "none"}
@@ -139,7 +144,8 @@ def open_engine(out: Path, variant: str, rows: int) -> Engine:
 def decode_cell(
     engine: Engine, scale: Scale, batch: int, context: int, rates: Rates
 ) -> dict[str, Any]:
-    """Measure steps at a context over caches of noise: times on the device and on the host."""
+    """Measure decode steps after `context` tokens of random KV cache: times on the device and on
+    the host."""
     gc.collect()  # what earlier sessions held, and memory is counted anew
     if scale.device == "cuda":
         torch.cuda.empty_cache()
@@ -166,7 +172,7 @@ def decode_cell(
 
 
 def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
-    """Count the CUDA kernels of a step, and their milliseconds."""
+    """Return the number of CUDA kernels of a step, and the sum of their milliseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -235,15 +241,16 @@ def prefill_cell(engine: Engine, n: int, rates: Rates) -> dict[str, Any]:
     }
 
 
-#: least cosine of logits to those of the interpreter, by device: experts that lie close together
-#: may be chosen differently in bf16, which a wrong kernel does not look like
+#: minimum cosine of logits to the interpreter's, by device: in bf16 nearly tied experts may be
+#: chosen differently; a wrong kernel is much further off
 LEAST = {"cpu": 0.9999, "cuda": 0.95}
-#: tokens of the prompt, and steps behind it, whose logits are compared
+#: prompt tokens, and decode steps after them, of the comparison
 AGREED, AGREED_STEPS = 20, 8
 
 
 def agreement_cell(engine: Engine, batch: int) -> dict[str, Any]:
-    """Compare logits after a prompt and after steps, whose tokens the other runner chose."""
+    """Compare logits after a prompt and after decode steps with the interpreter's, whose greedy
+    tokens both get."""
     ours, theirs = EngineRunner(engine, batch), reference_runner(engine, batch)
     tokens, cosine, same = random_ids(engine, (batch, AGREED)), 1.0, 0
     for _ in range(AGREED_STEPS + 1):

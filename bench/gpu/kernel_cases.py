@@ -30,11 +30,11 @@ from g4ir.plan.cost import graph_costs
 
 Tensor = torch.Tensor
 
-#: rms error that a kernel may have in any case: a rounding or two of bf16
+#: tolerance of a kernel's RMS error, relative to the RMS of the result: one or two bf16 roundings
 BUDGET = 1e-2
-#: and where the references in bf16 are further off than that, as a multiple of their error
+#: tolerance if the op references in bf16 have a larger error, as a multiple of it
 LEEWAY = 1.25
-#: what is fed to a graph in tests has these dims: new tokens of a sequence in prefill
+#: default number of new tokens of a sequence in prefill
 CHUNK = 64
 
 
@@ -44,7 +44,7 @@ class Case:
 
     choice: Choice
     schedule: Schedule
-    tokens: int  # that a row holds when the step is done
+    tokens: int  # in a sequence's KV cache after the step
 
     @property
     def graph(self) -> Graph:
@@ -63,7 +63,8 @@ class Case:
 def find_cases(
     p: Program, phase: str, target: Target, tokens: int, chunk: int = CHUNK
 ) -> list[Case]:
-    """Return one case for each different node that a kernel was chosen for, all dims bound."""
+    """Return one case for each distinct node for which a kernel was chosen, all dims bound;
+    `tokens` in the KV cache, `chunk` new ones in prefill."""
     dims = {"B": target.rows, "C": tokens, "S": 1 if phase == "decode" else chunk}
     s = schedule(bind(p.graphs[phase], **dims), target)
     found: dict[str, Case] = {}
@@ -104,7 +105,8 @@ def _alone(g: Graph, nodes: list[Node]) -> Graph:
 
 
 def operands(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
-    """Return random values by name: activations and caches of size one, which products keep."""
+    """Return random values by name: activations and KV caches of RMS 1, weights scaled so that a
+    matmul's result has about RMS 1."""
     random = torch.Generator(device="cpu" if device == "meta" else device).manual_seed(seed)
     return {v.name: _value(case, v, device, random) for v in case.graph.sources()}
 
@@ -132,7 +134,7 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor
 
 
 def _codes(shape: list[int], dtype: torch.dtype, device: str, random: torch.Generator) -> Tensor:
-    """Return random codes without NaN."""
+    """Return random quantised values, none of them NaN."""
     if dtype == torch.float8_e4m3fn:
         return torch.randn(shape, device=device, generator=random).mul_(99).to(dtype)
     shape[-1] *= dtype.itemsize
@@ -162,7 +164,7 @@ def run_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def reference_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Run a case by the ops' references, in the width of the tensors given."""
+    """Run a case by the ops' references, in the dtype of the given tensors."""
     g = _widened_graph(case.graph, given)
     inputs, params, state = (
         {v.name: given[v.name] for v in vs} for vs in (g.inputs, g.params, g.state)
@@ -171,7 +173,7 @@ def reference_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _widened_graph(g: Graph, given: dict[str, Tensor]) -> Graph:
-    """Return the graph with weights of codes in fp32 where scales are."""
+    """Return the graph in which `dequantize` yields fp32 where the given scales are fp32."""
     nodes = [
         replace(n, attrs={"to": "f32"})
         if n.op == "dequantize" and given[n["scales"].name].dtype == torch.float32
@@ -183,7 +185,8 @@ def _widened_graph(g: Graph, given: dict[str, Tensor]) -> Graph:
 
 @dataclass(frozen=True)
 class Errors:
-    """Differences from the references in fp32, of the kernel and of the references, in rms."""
+    """Errors against the op references in fp32, relative to the result's RMS: RMS and largest error
+    of the kernel, RMS error of the references in the case's dtype."""
 
     rms: float
     largest: float
@@ -196,7 +199,7 @@ class Errors:
 
 
 def errors_of_case(case: Case, device: str, seed: int = 0) -> Errors:
-    """Run a case on fresh operands, in every way."""
+    """Return the errors of a case on random operands."""
     given = operands(case, device, seed)
     exact = reference_case(case, {k: _widened(t) for k, t in given.items()})
     rounded = reference_case(case, given)
@@ -224,7 +227,7 @@ def launches_of_case(case: Case) -> list[Launch]:
 
 
 def bytes_of_case(case: Case) -> int:
-    """Count the bytes that the case's nodes have to read and write, by the cost model, in which a
-    weight of codes belongs to its product; of one alone its operands and result."""
+    """Count the bytes that the case's nodes must read and write by the cost model; if that counts
+    none (a `dequantize` alone), the bytes of operands and results."""
     found = sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))
     return found or sum(v.type.nbytes() for v in (*case.graph.sources(), *case.graph.outputs))

@@ -1,6 +1,6 @@
 """How long do decode steps and prompts take, and do logits agree with the interpreter?
 
-Steps run over caches of noise.
+KV caches have random values.
 """
 
 from __future__ import annotations

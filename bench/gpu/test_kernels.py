@@ -43,11 +43,11 @@ from g4ir.spec.record import load_spec
 from g4ir.weights.pack import split_program
 
 __all__ = ["CARD", "DRY"]
-#: bytes of operands that are gone through, several times the L2 cache
+#: bytes of operands that timed launches cycle through: several times the L2 cache
 SPREAD = 512 << 20
 #: maximum copies of the operands, and minimum launches that are timed together
 COPIES, LAUNCHES = 1024, 64
-#: bytes of the device that copies may take
+#: maximum bytes of all copies of the operands
 CAPACITY = 8 << 30
 TRIES = 5
 
@@ -111,7 +111,8 @@ def compile_launches(case: Case) -> int:
 
 
 def one_kernel(case: Case, device: str, bandwidth: float) -> dict[str, Any]:
-    """Compare a kernel with the op's reference, and time it against its bytes at `bandwidth`."""
+    """Compare a kernel with the op's reference, and its time with that of its bytes at
+    `bandwidth`."""
     seed = 0 if device == "cpu" else int(time.time())
     errors = errors_of_case(case, device, seed)
     found: dict[str, Any] = {
@@ -147,7 +148,7 @@ def time_case(case: Case) -> float:
 
 
 def copies(touched: int, held: int) -> int:
-    """Return how many sets of operands, of which a run touches so many bytes, do not fit the cache
-    together: at most `COPIES`, and no more than `CAPACITY` holds. A cache is held whole and touched
-    at one slot."""
+    """Return how many copies of the operands exceed the L2 cache together (SPREAD), at least 2, at
+    most COPIES and CAPACITY bytes. `touched`: bytes that a run accesses of a copy, `held`: bytes of
+    a copy (a KV cache is allocated whole and written at one slot)."""
     return max(2, min(COPIES, SPREAD // max(touched, 1), CAPACITY // max(held, 1)))

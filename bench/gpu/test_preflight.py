@@ -26,7 +26,7 @@ from g4ir.errors import check_all
 from g4ir.ui.memory import free_memory
 
 __all__ = ["CARD", "DRY"]
-#: kernels of the graph whose gap is measured
+#: number of dependent kernels in the CUDA graph whose gaps are measured
 CHAIN = 500
 
 
@@ -56,8 +56,8 @@ def machine(out: Path, scale: Scale) -> dict[str, Any]:
 
 
 def gap(scale: Scale) -> dict[str, Any]:
-    """Measure microseconds of dependent kernels of a graph with nearly no work each, and of the
-    host to start one; each must see what the one before made."""
+    """Measure the microseconds per kernel of a CUDA graph of dependent, nearly empty kernels, and
+    of the host to launch one. `ok`: each saw the result of the one before."""
     counted = torch.zeros(1, dtype=torch.int32, device=scale.device)
     on_card = scale.device == "cuda"
     start = partial(_count[(1,)], counted, num_warps=1) if on_card else partial(counted.add_, 1)

@@ -50,7 +50,7 @@ DRY = replace(
     warmup=1,
     steps=2,
 )
-#: files of engines that are kept have fewer bytes
+#: maximum bytes of an engine's file that is copied to --out
 SMALL = 4 << 20
 
 
@@ -159,7 +159,8 @@ def opened(
 
 
 def about(engine: Engine, out: Path) -> dict[str, Any]:
-    """Return TensorRT's layers of an engine's network, and whether its steps are recorded."""
+    """Return the sizes of an engine's plan and scratch memory in MiB, whether its steps are
+    recorded as CUDA graphs, notes, and on a GPU the number of TensorRT's layers."""
     compiled, record = engine.manifest["compiled"], engine.runtime.record
     found = {
         "plan_mb": (engine.path / PLAN).stat().st_size >> 20,
@@ -188,7 +189,7 @@ def compared(engine: Engine) -> dict[str, Any]:
 
 @pytest.mark.limit(1800)
 def test_cut(measure: Any, scale: Scale, host: Host, out: Path, variant: str) -> None:
-    """One repeat of the layers."""
+    """Build and measure one repeat of the layer pattern at full width."""
     spec = load_spec(variant)
     if spec.text.num_kv_shared_layers:
         pytest.skip("one repeat of its layers is no model: they share the keys of others")

@@ -492,7 +492,7 @@ def test_every_request_is_answered_and_counted(served: Running) -> None:
     lengths = ("--input", "4-40", "--output", "3-6")
     text = load(served.url, "--requests", "9", "--rate", "0", *lengths)
     assert re.match(r"9 requests in [\d.]+ s \(9 x 200\)\n", text)
-    found = re.search(r"([\d.]+) rows decoded at a time \((\d+) steps\)", text)
+    found = re.search(r"([\d.]+) sequences decoded at a time \((\d+) steps\)", text)
     assert found and 1 < float(found[1]) <= 4 and int(found[2]) >= 6
     for line in ("first text", "between texts", "whole answer"):
         assert re.search(rf"{line} +\d+ +\d+ +\d+", text), text
