@@ -48,7 +48,7 @@ def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
         if len(followers) > 1:
             raise PassError(
                 f"passes {' and '.join(followers)} both have AFTER = {names[-1]!r}: change that of "
-                f"the one to run later to the other's name"
+                f"the later pass to the name of the other"
             )
         names += followers
     for name in modules:

@@ -85,7 +85,7 @@ def _write(g: Graph, v: Value) -> Node:
     write = produced_by(g, v, "cache_write")
     old = write["cache"]
     if old not in g.state or g.next.get(old.name) != v:
-        raise NoMatch(f"{v} is not the next {old}")
+        raise NoMatch(f"{v} is not the new value of {old}")
     if g.readers(old) != [write]:
         raise NoMatch(f"{old} has another reader")
     return write

@@ -20,12 +20,12 @@ def _edit(g: Graph, act: Node) -> Edit:
     gate, up = (producer_of(g, v, "linear") for v in act.inputs)
     if gate is None or up is None:
         other = [str(v) for v, n in zip(act.inputs, (gate, up), strict=True) if n is None]
-        raise NoMatch(f"{' and '.join(other)} is no projection")
+        raise NoMatch(f"{' and '.join(other)} is not the result of a linear")
     if gate["x"] != up["x"]:
         raise NoMatch(f"{gate.out} and {up.out} project different inputs")
     formats = [format_of(g, n["w"]) for n in (gate, up)]
     if None in formats:
-        raise NoMatch("a weight is no parameter")
+        raise NoMatch("a weight is not a param")
     if formats[0] != formats[1]:
         raise NoMatch("the weights have different formats")
     if any(len(g.readers(n.out)) > 1 for n in (gate, up)):

@@ -29,7 +29,7 @@ def _edit(g: Graph, group: list[Node]) -> Edit:
     if group[0].op == "linear_clipped":
         raise NoMatch("its input is clamped to bounds of its own")
     if format_of(g, weights[0]) is None:
-        raise NoMatch(f"its weight {weights[0]} is no parameter")
+        raise NoMatch(f"its weight {weights[0]} is not a param")
     if len(group) == 1:
         raise NoMatch("the only projection of its input")
     b = Builder()

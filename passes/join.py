@@ -1,9 +1,9 @@
-"""Producer-reader fusion: a node and its only reader become one op. Passes list such ops.
+"""Producer-reader fusion: a node and its only reader become one op, which a pass lists in JOINS.
 
 The pattern is the fused op's expansion, a producer and its reader. Results are the reader's, then
-the producer's others. Operands and attributes are matched by name, first with the producer's, then
-with the reader's; an operand without a match is the next unmatched one, and a variadic operand has
-all that remain.
+the producer's others. Operands and attributes of the fused op are matched by name, first with the
+producer's, then with the reader's; an operand without a match gets the next unmatched input, and a
+variadic operand all that remain.
 """
 
 from __future__ import annotations

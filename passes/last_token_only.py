@@ -1,8 +1,8 @@
 """last_row(f(x))  ->  f(last_row(x)), up to the last layer that owns keys and values
 
-Nodes that only the last token's logits depend on run on the last valid row of each sequence. Their
-attention reads the updated cache, as in decode, so that both phases share compiled layers. It needs
-no block ids: blocks end within their chunk, so no visible token follows the last one.
+Nodes that only the last token's logits depend on run on the last valid token of each sequence.
+Their attention reads the updated cache, as in decode, so that both phases share compiled layers. It
+needs no block ids: blocks end within their chunk, so no visible token follows the last one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
     """Move `last_row` towards the inputs as far as all readers allow."""
     sink = next((n for n in g.find("last_row") if n.out in g.outputs), None)
     if sink is None:
-        note(g.outputs[0].name, "left: every row is an output")
+        note(g.outputs[0].name, "left: the logits of every token are an output")
         return g
     region = _region(g, sink)
     for n in (n for n in g.find("attention") if n.out.name not in region):
         write = next((m for m in after(g, n.outputs) if m.op == "cache_write"), None)
-        why = f"for {write.out}" if write else "by others than the last row's"
-        note(n.out.name, f"left: every row is read, {why}")
+        why = f"for {write.out}" if write else "and not for the last one alone"
+        note(n.out.name, f"left: every token is read, {why}")
     if sink["x"].name not in region:
         note(sink.out.name, f"left: {sink['x']} has another user")
         return g
@@ -35,7 +35,8 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _region(g: Graph, sink: Node) -> set[str]:
-    """Return the names of values whose last row is the only one that is read."""
+    """Return the names of values [B,S,...] of which only each sequence's last valid token is
+    read."""
     region = set[str]()
 
     def last_only(v: Value, user: Node) -> bool:
@@ -61,7 +62,7 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
             return v
         if v.name not in last:
             last[v.name] = b.emit("last_row", v, sink["lengths"], name=f"{v.name}.last")
-            note(f"{v.name}.last", f"what follows reads only the last row of {v}")
+            note(f"{v.name}.last", f"what follows reads only the last token of {v}")
         return last[v.name]
 
     for n in g.nodes:

@@ -75,7 +75,8 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
 
 
 def _readers(g: Graph) -> dict[tuple[str, str], list[Node]]:
-    """Return the attentions that read two states together, in order of their first reader."""
+    """Return (name of the cache of K, of V) -> the attentions that read both, in order of the
+    graph."""
     names = cache_names(g)
     readers: dict[tuple[str, str], list[Node]] = {}
     for n in g.find("attention"):
@@ -101,7 +102,7 @@ class _Match:
         return rotated_pairs(t.word("kind"), t.integer("dim"), t.number("fraction"))
 
     def write(self) -> list[Node]:
-        """Return the nodes that compute the chunk's rows and write them."""
+        """Return the nodes that compute the chunk's latent rows and write them to the cache."""
         b, k = Builder(), self.write_k["cache"]
         scope = k.name[: k.name.rfind(".") + 1]
         kv = self.write_v["new"], self.write_k["new"]
@@ -139,10 +140,10 @@ def _match(g: Graph, writes: dict[str, Node], k: str, v: str) -> _Match:
         raise NoMatch("the norms of K and V differ in eps")
     table = producer_of(g, key["cos"], "rope_table")
     if not table or table.outputs != (key["cos"], key["sin"]):
-        raise NoMatch("K is rotated by a table that is not made here")
+        raise NoMatch("the RoPE tables of K are not computed in this graph")
     start = producer_of(g, write_k["start"], "row_start")
     if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
-        raise NoMatch("K and V are not written at the positions of the rotation")
+        raise NoMatch("K and V are not both written to the KV cache at RoPE's positions")
     return _Match(write_k, write_v, norm, table)
 
 
@@ -160,4 +161,4 @@ def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
         if len(after) > 1 or chunk not in ((), tuple(w["new"] for w in writes)):
             raise NoMatch(f"{n.out} reads K and V before and after a write")
         if chunk and n.inputs[1:2] != m.table.inputs:
-            raise NoMatch(f"{n.out} is at other positions than the rotation")
+            raise NoMatch(f"{n.out} has queries at other positions than RoPE's")

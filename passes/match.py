@@ -91,11 +91,13 @@ def match_parts(g: Graph, fused: Node) -> list[Node]:
         )
         other = dict(n.attrs.items() ^ template.attrs.items())
         if other:
-            raise NoMatch(f"{n.outputs[0]} has another {' and '.join(sorted(other))}")
+            raise NoMatch(
+                f"{n.outputs[0]} differs from the pattern in {' and '.join(sorted(other))}"
+            )
         for expected, actual in ((template.inputs, n.inputs), (template.outputs, n.outputs)):
             alike = [same.setdefault(v.name, x) for v, x in zip(expected, actual, strict=False)]
             if len(expected) != len(actual) or alike != [*actual]:
-                raise NoMatch(f"{n.outputs[0]} is not {n.op} as in {fused.op}")
+                raise NoMatch(f"{n.outputs[0]}: {n.op} has other operands than in {fused.op}")
         nodes.insert(0, n)
     for v in (v for n in nodes for v in n.outputs if v not in fused.outputs):
         if v in fused.inputs or any(user not in nodes for user in g.readers(v)):
@@ -140,8 +142,9 @@ def cache_names(g: Graph) -> dict[str, str]:
 
 
 def format_of(g: Graph, w: Value) -> tuple[object, ...] | None:
-    """Return a weight's format; weights of equal formats can be concatenated. int5 and int6 count
-    as int8, to which they can be converted. None if it is neither a param nor dequantised."""
+    """Return a weight's format; weights of equal formats can be concatenated. int6, int5, iq4
+    and int3k count as int8, to which they can be converted. None if it is neither a param nor
+    dequantised."""
     producer = g.producer(w)
     if producer is None and w in g.param_set:
         return (w.type.dtype,)
@@ -158,7 +161,8 @@ def pack(
     b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
 ) -> tuple[Value, list[Node]]:
     """Emit one linear with the concatenated rows of several weights: of codes and scales if they
-    are quantised, as int8 if their formats differ. Returns it and the nodes that it replaces."""
+    are quantised, as int8 if their formats differ. Returns its result and the nodes that it
+    replaces."""
     dequantizers = [n for p in products if (n := g.producer(p["w"]))]
     if dequantizers:
         parts = [n.inputs for n in dequantizers]

@@ -56,8 +56,8 @@ def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -
 
 
 def _quantised(g: Graph, to: str, note: Note) -> dict[str, Value]:
-    """Return name -> quantised type of the caches to quantise, including those that this graph only
-    reads: another graph writes them."""
+    """Return name -> cache of its quantised type, for the caches to quantise; also for those that
+    this graph only reads and another one writes."""
     caches: dict[str, Value] = {}
     for v in g.state:
         if to == OFF or ITEMSIZE[v.type.dtype] <= ITEMSIZE[to]:

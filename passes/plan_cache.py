@@ -53,7 +53,7 @@ def plan_cache(g: Graph, note: Note = ignore, options: RingOptions = OPTIONS) ->
 
 
 def _alias(g: Graph, note: Note) -> Graph:
-    """Replace states that are written with the same rows as another by that one."""
+    """Replace each cache that is written with the same K or V as another cache by that one."""
     owners: dict[tuple[Value, ...], Node] = {}
     rename: dict[str, Value] = {}
     for n in g.find("cache_write"):

@@ -42,7 +42,7 @@ def quantize_activations(
     b, rounded = Builder(g.name), dict[str, Value]()
     for n in g.nodes:
         if n.op == "experts" and producer_of(g, n["gate_up"], "dequantize"):
-            note(n.out.name, "left: routed experts take their rows as they are")
+            note(n.out.name, "left: inputs of routed experts are not quantised")
         if n.op == "linear" and producer_of(g, n["w"], "dequantize"):
             x, w = n.inputs
             if x.name not in rounded and not producer_of(g, x, "fake_quantize"):

@@ -517,7 +517,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(G4Error, match=says):
             find_engine(path, BuildOptions(**TOWER_LIMITS, **options))
 
-    refused(drafter, "is a drafter, which runs with its model alone")
+    refused(drafter, "is a drafter, which runs only with its target model")
     refused(model, "spec model-F32 is no drafter", drafter=model)
     plain, swapped, other = all_of("F32"), tmp_path / "s.gguf", tmp_path / "o.gguf"
     write_gguf(swapped, pair.spec, drafter_tensors(pair), plain, change=names_swapped)

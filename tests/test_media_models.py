@@ -517,7 +517,10 @@ def test_a_chunk_holds_the_largest_picture(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         short = prepared("tiny-unified", max_seq=64, prefill_chunk=16)
     assert short.config.limits.prefill_chunk == 64
-    assert "max-seq 64: an image of 70 soft tokens, as built for, does not fit" in caplog.text
+    assert (
+        "max-seq 64: an image of 70 soft tokens, which the engine supports, does not fit"
+        in caplog.text
+    )
 
 
 # --- spec and checkpoint ----------------------------------------------------------------------

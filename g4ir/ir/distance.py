@@ -153,8 +153,8 @@ class Errors:
 
 
 def row_errors(got: Tensor, want: Tensor) -> Errors:
-    """Return the errors of each row of [..., n]. Rows near zero are measured relative to the RMS of
-    all rows. NaN propagates."""
+    """Return the errors of each row of [..., n]. The RMS that errors are relative to is at least
+    1e-3 of that of all rows, for rows near zero. NaN propagates."""
     size = max(1, BLOCK // want.shape[-1])
     got, want = (t.detach().cpu().reshape(-1, t.shape[-1]) for t in (got, want))
     squares = [rows.double().pow(2).mean(-1) for rows in want.split(size)]
@@ -183,7 +183,7 @@ class Anchor:
     name: str
     rows: Tensor
     other_modes: Sequence[Tensor]
-    #: why the anchor is not float64; empty if it is
+    #: why the anchor is not float64; None if it is
     reason: str | None = None
 
     def rounding(self, want: Tensor, dtype: str) -> Rounding:
@@ -202,7 +202,8 @@ class Anchor:
 
 
 def rounding_margin(rounding: float) -> float:
-    """Return the tolerance between two correct computations if one has this rounding error."""
+    """Return the tolerance between two correct computations, relative to a row's RMS, if one of
+    them has this rounding error."""
     return 4 * rounding
 
 
@@ -257,10 +258,10 @@ def compare_choices(tokens: Tensor, want: Tensor, tolerance: Tolerance) -> tuple
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """Return torch's median, the lower of two middle values; NaN propagates."""
+    """Return torch's median, the lower of two middle values; 0 for no values. NaN propagates."""
     return float(torch.tensor(values, dtype=torch.float64).median()) if values else 0.0
 
 
 def largest(values: Sequence[float]) -> float:
-    """Return the largest value; NaN propagates."""
+    """Return the largest value; 0 for no values. NaN propagates."""
     return float(torch.tensor(values, dtype=torch.float64).max()) if values else 0.0

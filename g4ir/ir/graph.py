@@ -77,7 +77,7 @@ class Node:
 
     @property
     def caches(self) -> tuple[Value, ...]:
-        """The caches that an attention reads: K and V, or a latent one."""
+        """The KV caches among an attention's inputs: K and V, or a latent one."""
         return self.inputs[slice(*self._cache_range())]
 
     @property

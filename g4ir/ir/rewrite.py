@@ -124,8 +124,8 @@ def bind(g: Graph, **dims: int | str) -> Graph:
 
 
 def split_prologue(g: Graph) -> tuple[Graph, Graph]:
-    """Split into (prologue, main): the prologue has the nodes that depend on params alone; their
-    results are params of main."""
+    """Split into (prologue, main): the prologue has the nodes that depend on params alone,
+    if their ops may `fold`; their results are params of main."""
     fixed = {v.name for v in g.params}
     early: list[Node] = []
     late: list[Node] = []

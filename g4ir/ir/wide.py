@@ -1,5 +1,6 @@
-"""float64 evaluation on 16-bit weights without a float64 copy of them: a weight is converted block
-by block, everything else is promoted by float64 inputs."""
+"""Evaluation in float64. `Float64Matmuls` needs no float64 copy of 16-bit weights: a linear's
+weight is converted block by block, everything else is promoted by float64 inputs. `in_float64`
+converts all params of a graph at once."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def in_float64(
     g: Graph, feeds: Mapping[str, Tensor], params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return every value of a graph without caches in float64, also for ops with a fixed result
-    dtype."""
+    """Return name -> value in float64, for every value of a graph without caches; also results of
+    ops with a fixed result dtype. Integers and codes stay."""
     env = {k: _double(t) for k, t in {**feeds, **params}.items()}
     for n in g.nodes:
         outputs = run_node(n, [env[v.name] for v in n.inputs])

@@ -65,7 +65,7 @@ class MelSettings:
 
     @property
     def fewest_samples(self) -> int:
-        """Shortest clip that gives a soft token."""
+        """Shortest clip that gives a soft token, in samples."""
         return self.frame + 1 - self.frame // 2
 
     def frames(self, samples: int) -> int:
@@ -130,7 +130,7 @@ class RawSettings:
 
     @property
     def fewest_samples(self) -> int:
-        """Shortest clip that gives a soft token."""
+        """Shortest clip that gives a soft token, in samples."""
         return 1
 
     def soft_tokens(self, samples: int) -> int:

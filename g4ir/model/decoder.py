@@ -35,7 +35,7 @@ class Decoder:
         self, spec: Spec, phase: str, all_logits: bool, dtype: str, hidden: bool = False
     ) -> None:
         self.spec, self.text, self.dtype = spec, spec.text, dtype
-        #: whether the last hidden state is a result too
+        #: hidden: whether the last hidden state is a result too
         self.phase, self.hidden = phase, hidden
         #: whether caches are updated before attention reads them
         self.writes_first = phase in ("decode", VERIFY)
@@ -80,7 +80,8 @@ class Decoder:
         return self.b.emit("linear", x, self.weight(weight, out, size), name=name)
 
     def per_layer_inputs(self, embeds: Value, s: int | str) -> tuple[Value, ...]:
-        """Return one [B,S,dim] per layer from the token's row and its context (rules 2 to 4)."""
+        """Return the per-layer embeddings, one [B,S,dim] per layer: from a token's row of the table
+        and its embedding (rules 2 to 4)."""
         b, layers, ple = self.b, self.text.num_hidden_layers, self.text.ple
         assert ple
         rows = b.input("ple_rows", Type(self.dtype, ("B", s, layers * ple.dim)))
@@ -122,7 +123,8 @@ class Decoder:
         return b.emit("mul", h, self.weight(f"{p}.scalar", 1), name=f"{p}.out")
 
     def attention(self, layer: Layer, x: Value) -> Value:
-        """Apply rules 12 to 17. K and V are this layer's, or the donor layer's."""
+        """Return attention of x after the output projection, [B,S,hidden] (rules 12 to 17). K and V
+        are this layer's, or the donor layer's."""
         b, p, a, text = self.b, f"{self.at(layer)}.attn", layer.attention, self.text
         self.tables = self.rope_tables(p, a.rope, a.head_dim)
         q = self.project(x, f"{p}.q", f"{p}.wq", text.num_attention_heads * a.head_dim)
@@ -143,8 +145,8 @@ class Decoder:
         )
 
     def keys_values(self, layer: Layer, x: Value) -> tuple[Value, Value]:
-        """Return K after norm and RoPE; V, which is the raw K if tied, normed without weight if the
-        spec has `value_norm`."""
+        """Return K after norm and RoPE, and V, normed without weight if the spec has `value_norm`;
+        with K=V, V is made of the projection for K. Both are [B,S,n,head_dim]."""
         b, p, a = self.b, f"{self.at(layer)}.attn", layer.attention
         n, width = a.num_key_value_heads, a.num_key_value_heads * a.head_dim
         k = b.emit("heads", self.project(x, f"{p}.k", f"{p}.wk", width), n=n, name=f"{p}.k.heads")
@@ -177,7 +179,7 @@ class Decoder:
         return self.positions, self.start, *old, k, v, *blocks
 
     def rope_tables(self, p: str, rope: Rope, dim: int) -> tuple[Value, ...]:
-        """Return (cos, sin)."""
+        """Return the RoPE tables (cos, sin), [B,S,dim] each."""
         return self.b.emit_all(
             "rope_table",
             self.positions,
@@ -232,7 +234,8 @@ class Decoder:
         return b.emit("experts", x, weights, index, gate_up, down, act=self.act(), name=f"{p}.out")
 
     def ple_gate(self, p: str, h: Value, ple: Value) -> Value:
-        """Gate by the per-layer embedding, on the residual without a norm (rule 8)."""
+        """Return the branch that gates the per-layer embedding by the residual, which is not normed
+        before, [B,S,hidden] (rule 8)."""
         assert self.text.ple
         gate = self.project(h, f"{p}.ple.gate", f"{p}.{self.ple_layer}.w_gate", self.text.ple.dim)
         x = self.b.emit("glu", gate, ple, act=self.act(), name=f"{p}.ple.act")

@@ -1,8 +1,8 @@
 """The draft model (MTP): a small decoder that predicts tokens from the target's hidden state.
 
 It has no KV cache: each of its layers reads that of the target's last KV-owning layer of the same
-kind. All steps of a round use the same position, attend to the accepted tokens and write nothing to
-the cache; each passes its token and hidden state to the next.
+kind. All draft steps before a verification use the same position, attend to the accepted tokens and
+write nothing to the cache; each passes its token and hidden state to the next.
 
 Rules 39 to 41 (transformers 5.17, `models/gemma4_assistant`).
 """
@@ -29,10 +29,10 @@ TOKEN, NEXT_HIDDEN = "draft.token", "draft.hidden"
 def build_draft(model: Spec, drafter: Spec, dtype: str | None = None) -> Graph:
     """Return the graph of one draft step. SpecError if the draft model does not fit the target.
 
-    Takes `embeds` [B,1,hidden] (the scaled row of the newest token), `hidden` [B,1,hidden] (the
-    state from which this token was sampled, or the previous step's), `positions` i64[B,1] (the
-    token's position), `last` i64[B,1] (the position of the newest key) and `written` i64[B] (tokens
-    in the caches). Yields `draft.token` i64[B] and `draft.hidden` [B,1,hidden].
+    Takes `embeds` [B,1,hidden] (the scaled embedding of the newest token), `hidden` [B,1,hidden]
+    (the state from which this token was sampled, or the previous step's), `positions` i64[B,1] (for
+    RoPE, the same in all steps), `last` i64[B,1] (the position of the newest key) and `written`
+    i64[B] (tokens in the caches). Yields `draft.token` i64[B] and `draft.hidden` [B,1,hidden].
     """
     check_pair(model, drafter)
     return _Draft(drafter, model.owners(), dtype or model.dtype).build()

@@ -33,7 +33,7 @@ MEDIA_SETTINGS = {
     VIDEO: {"frames": "frames", "fps": "fps"},
     AUDIO: {"audio_too_long": "too_long"},
 }
-#: default lengths of the audio towers
+#: default lengths of the audio towers, in seconds
 SECONDS = (5.0, 10.0, 20.0, 30.0)
 #: upper bound of a clip's samples
 MAX_SAMPLES = 1 << 40

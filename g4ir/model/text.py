@@ -1,4 +1,5 @@
-"""Gemma 4, written once: Spec -> Graph."""
+"""Builds the graphs of a variant from its spec: embeddings, phases of the decoder or encoder, draft
+model, towers."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def build_graph(
     takes `block_ids` i64[B,S], -1 outside of images (see the op `attention`). With `hidden` they
     also return the last hidden state: of the tokens of `decode` and `verify`, else of each last
     valid token. An encoder has `encode` instead (model/encoder.py). `embed` takes `tokens`
-    i64[B,S]; with media, placeholders get that of the padding token.
+    i64[B,S]; with media, placeholders get the padding token's embedding.
     """
     phases = (*PHASES, VERIFY, BLOCKS, ENCODE)
     if phase not in phases:
@@ -95,7 +96,9 @@ def build_graph(
         )
     if phase == BLOCKS and not has_blocks(spec):
         why = (
-            "its soft tokens see the past alone" if supported_media(spec) else "it takes text alone"
+            "its soft tokens attend to earlier tokens only"
+            if supported_media(spec)
+            else "it takes text alone"
         )
         raise InputError(f"{spec.name} has no {BLOCKS}: {why}")
     if phase == "embed":

@@ -140,8 +140,8 @@ class attention:
     budget = Budget(
         4,
         512,
-        "scores, weights and output are rounded; a cache of other "
-        "slots, or keys read after they were written, change the order of both products",
+        "scores, weights and output are rounded; a cache of another "
+        "size, or keys read after they were written, change the order of both products",
     )
     kind = "kv"
     rows = (0, 1)
@@ -171,11 +171,11 @@ class attention:
         require(fits, f"attention: cache {cache_k} does not fit q {q}")
         require_groups("attention", heads, n)
         fits = len(chunk) <= 3
-        require(fits, "attention: fresh keys and values come together, block ids after them")
+        require(fits, "attention: after the caches come at most k, v and block_ids of the chunk")
         fresh, block_ids = split_chunk(chunk, 2)
         for x in fresh:
             fits = x == cache_k.with_shape(b, s, *cache_k.shape[2:])
-            require(fits, f"attention: fresh {x} does not fit q {q} and cache {cache_k}")
+            require(fits, f"attention: chunk {x} does not fit q {q} and cache {cache_k}")
         fits = block_ids in (None, positions)
         require(fits, f"attention: block ids {block_ids} do not fit {positions}")
         return q
@@ -237,7 +237,9 @@ class cache_write:
         b, n, d = cache.shape[1:]
         fits = new.rank == 4 and (new.shape[0], *new.shape[2:]) == (b, n, d)
         require(fits and new.dtype == cache.dtype, f"cache_write: {new} does not fit {cache}")
-        require(start == lengths == Type("i64", (b,)), f"cache_write: {start}, {lengths}: i64[B]")
+        require(
+            start == lengths == Type("i64", (b,)), f"cache_write: {start}, {lengths} are not i64[B]"
+        )
         return cache
 
     @staticmethod

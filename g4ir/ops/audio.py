@@ -20,7 +20,7 @@ def _half(size: Dim) -> int:
 
 @op
 class mask_rows:
-    """x with masked-out rows set to zero; x [B,T,...], mask bool[B,T] (rules 29, 33)"""
+    """x, with zeros where the mask is False; x [B,T,...], mask bool[B,T] (rules 29, 33)"""
 
     budget = MOVES
     kind = "other"
@@ -258,7 +258,8 @@ class chunked_attention:
 
 
 def _near(chunk: int, past: int, future: int, device: Any) -> Any:
-    """Return bool [chunk, past + chunk + future]: keys in the window of each query of a block."""
+    """Return bool [chunk, past + chunk + future]: the keys of a block's context that each of its
+    queries attends to."""
     query = torch.arange(chunk, device=device)[:, None] + past
     distance = query - torch.arange(past + chunk + future, device=device)
     return ((distance >= 0) & (distance < past)) | ((distance < 0) & (-distance < future))

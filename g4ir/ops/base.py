@@ -15,15 +15,20 @@ Costs, of types whose dims are all ints:
                                 every operand once
   workspace(ins, outs, **attrs) bytes allocated besides the results; default: none
 A cache's slot dim is the number of slots in use (plan/cost.py). A fused op with neither flops nor
-traffic has the cost of its expansion, without the traffic of intermediate values. rows       inputs
-whose row [b, s] alone decides row [b, s] of every output updates    (result, input) pairs: the
-result is the new contents of that cache cache_range (first, last + 1) of the caches among an
-attention's inputs, or a function of the attributes; the chunk that is not in them yet follows, and
-its block ids glue       a view, a gather or a collective, which backends run between compiled
-regions fold       may run in the weight prologue budget     tolerance between two correct
-computations of it, with the reason (budgets.py) kind       the part of the model that it belongs to
-wherever it occurs, one of KINDS; others by the name of their first result samples    inputs and
-attributes from which tests are generated (`cases`)
+traffic has the cost of its expansion, without the traffic of intermediate values.
+
+Other fields; `budget` and `samples` are required:
+  rows          indices of inputs that act token by token: token [b, s] of every output depends on
+                no other token of these inputs
+  updates       (result, input) pairs of indices: the result is the new contents of that cache
+  cache_range   (first, last + 1): indices of the caches among an attention's inputs, or a function
+                of the attributes; the chunk that is not in them yet follows, and its block ids
+  glue          a view, a gather or a collective, which backends run between compiled regions
+  fold          whether it may run in the weight prologue
+  budget        tolerance between two correct computations of it, with the reason (budgets.py)
+  kind          the part of the model that it belongs to wherever it occurs, one of KINDS; by
+                default, the name of a node's first result decides
+  samples       inputs and attributes from which tests are generated (`cases`)
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ Operand = TypeVar("Operand")
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated test: input types as text, attrs, and [low, high) for integer inputs."""
+    """One generated test: input types as text, attributes, and index of an integer input -> its
+    range [low, high)."""
 
     inputs: tuple[str, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -212,7 +218,8 @@ def per_input(count: int) -> Callable[..., int]:
 
 
 def dot_products(operand: int) -> Callable[..., int]:
-    """Return a `flops` for results that are dot products with rows of an operand."""
+    """Return a `flops` for results that are dot products with rows of input number `operand`: two
+    per element of the first result and element of a row."""
     return lambda ins, outs, **attrs: 2 * outs[0].numel() * int(ins[operand].shape[-1])
 
 
@@ -273,6 +280,6 @@ def require(condition: object, message: str) -> None:
 
 
 def upcast(x: Any) -> Any:
-    """Return x in fp32, or unchanged if it is at least that wide (the reference model's fp32
-    islands)."""
+    """Return x in fp32, or unchanged if it is at least that wide; for the parts of 16-bit models
+    that the reference computes in fp32."""
     return x if x.element_size() >= 4 else x.float()

@@ -17,8 +17,9 @@ UNIT = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 
 @dataclass(frozen=True)
 class Budget:
-    """`rounded`: units of the model's dtype; `summed`: fp32 units, for reordered sums; `grid`:
-    relative step of a quantisation grid coarser than the model's dtype."""
+    """Tolerance of an op, the sum of three: `rounded` units in the last place of the model's dtype,
+    for roundings; `summed` units of fp32, for reordered sums; `grid`, the relative step of a
+    quantisation grid coarser than the dtype."""
 
     rounded: int
     summed: int
@@ -26,7 +27,7 @@ class Budget:
     grid: float = 0.0
 
     def at(self, dtype: str) -> float:
-        """Return the allowed error in a model of this dtype."""
+        """Return the largest relative error that passes in a model of this dtype."""
         return self.rounded * UNIT[dtype] + self.summed * UNIT["f32"] + self.grid
 
 

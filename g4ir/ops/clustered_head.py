@@ -83,7 +83,7 @@ class cluster_head:
 
 @op
 class pick_id:
-    """ids[b, 0, at[b]] of each row; i64[B]"""
+    """ids[b, 0, at[b]] of each sequence b, i64[B]; ids i64[B,1,n], at i64[B]"""
 
     budget = MOVES
     kind = "head"
@@ -91,7 +91,7 @@ class pick_id:
     @staticmethod
     def infer(ids: Type, at: Type) -> Type:
         fits = ids.rank == 3 and ids.shape[1] == 1 and at == Type("i64", ids.shape[:1])
-        require(fits and ids.dtype == "i64", f"pick_id: {at} of {ids}")
+        require(fits and ids.dtype == "i64", f"pick_id: indices {at} do not fit {ids}")
         return at
 
     @staticmethod
@@ -105,7 +105,7 @@ class pick_id:
 
 @op
 class greedy:
-    """The token of the largest logit of each row, the lowest of equal ones; i64[B]"""
+    """The token id of each sequence's largest logit, the lowest of equal ones: [B,1,V] -> i64[B]"""
 
     budget = MOVES
     kind = "head"

@@ -5,8 +5,9 @@ w = round(code * scale) in every format, rounded once to the model's dtype. Code
 format. Scales are [.., G]: one for K/G consecutive codes.
 
 A code of `int6` and `int3k` is a product of a value and an 8-bit integer that 16 values share. The
-bits of `iq4` are indices of a table of values, as are those of `nl4`, `nl3` and `nl2`, whose codes
-are products of such a value, to which 32 may add a shift, and their 7-bit integer (grids.py).
+bits of `iq4` are indices of a table of values, as are those of `nl4`, `nl3` and `nl2`: there, a
+group of 32 values shares a 7-bit integer and a bit that adds a constant shift to each value, and a
+code is the shifted value times the integer (grids.py).
 
 Formats with minima: w = round(code * scale - integer * minimum). A code is the product of an
 unsigned value and an integer; the values that share it share the integer of their minimum too (32
@@ -83,7 +84,7 @@ _NONUNIFORM = {
     "nl3": ((-63, -40, -23, -10, 1, 13, 28, 47), 4),
     "nl2": ((-31, -13, 1, 17), 5),
 }
-#: weights per block of the C kernels
+#: values per block of the C kernels, of which group sizes are multiples
 MINIMA_GROUP = 32
 FORMATS = {
     "int8": QuantFormat("i8", 127, LAYOUTS["int8"]),
@@ -238,7 +239,7 @@ def _add_shift(values: Any, codes: Any) -> Any:
     return (values.unflatten(-1, (-1, GROUP)) + shifts_of(codes)[..., None]).flatten(-2)
 
 
-#: values that share integers -> how pairs of these are unpacked and packed
+#: values that share integers -> functions that unpack and pack pairs of these (scale, minimum)
 PAIRS_OF_INTEGERS = {32: (six_bits, in_six_bits), 16: (nibble_pairs, in_nibble_pairs)}
 
 
@@ -273,7 +274,7 @@ def with_values(codes: Any, values: Any) -> Any:
 
 def take_rows(codes: Any, ids: Any) -> Any:
     """Gather rows of codes [N, E]; torch indexes bytes in every format. A table that is read by
-    rows (weights/pack.py) is no tensor."""
+    rows (RowTable in weights/pack.py) is indexed as it is."""
     if not isinstance(codes, torch.Tensor):
         return codes[ids]
     return codes.view(torch.uint8)[ids].view(codes.dtype)
@@ -350,7 +351,7 @@ def quantize_values(
 ) -> tuple[Any, Any]:
     """Quantise rows [.., K] to codes and scales. For float64, scales and fp8 codes stay float64.
     `moments` [K] weight the squared error of each column in int4, nl4, nl3 and nl2; other formats
-    ignore them. `fit`: `fit_groups`, or a faster one."""
+    ignore them. `fit`: an implementation of `fit_groups`."""
     x = upcast(w).unflatten(-1, (-1, group))
     dtype = torch_dtype(scale)
     if moments is not None:

@@ -21,7 +21,7 @@ def _alone(op: str, b: Any, xs: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
 
 @op
 class all_reduce:
-    """y = sum over ranks of x, by rank in fp32, rounded once; several x in one collective"""
+    """y = sum over ranks of x, in fp32 and in order of rank, rounded once; several x at a time"""
 
     budget = Budget(1, 64, "sums of as many products as on one rank, rounded once for each rank")
     kind = "other"

@@ -1,4 +1,4 @@
-"""Pointwise ops, softcap, and the choice of rows."""
+"""Elementwise ops, softcap, and the selection of tokens of a chunk."""
 
 from __future__ import annotations
 
@@ -109,8 +109,7 @@ class clip:
 
 @op
 class limit:
-    """clamp(x, -bound, bound), with bound at most the largest finite value of x's dtype (rule
-    34)"""
+    """clamp(x, -bound, bound), bound = min(most, largest finite value of x's dtype) (rule 34)"""
 
     budget = MOVES
     kind = "other"
@@ -118,7 +117,10 @@ class limit:
 
     @staticmethod
     def infer(x: Type, *, most: float) -> Type:
-        require(x.dtype in FLOATS and most > 0, f"limit: {x} to {most}")
+        require(
+            x.dtype in FLOATS and most > 0,
+            f"limit: expected floats and a bound above 0, found {x} and {most}",
+        )
         return x
 
     @staticmethod
@@ -152,7 +154,8 @@ class cast:
 
 @op
 class last_row:
-    """y[b, 0] = x[b, lengths[b] - 1]; any row for an empty sequence (its result is not used)"""
+    """y[b, 0] = x[b, lengths[b] - 1], the last valid token; x[b, 0] if the sequence
+    is empty (unused)"""
 
     budget = MOVES
     glue = True
@@ -204,7 +207,10 @@ class row_start:
 
     @staticmethod
     def infer(positions: Type) -> Type:
-        require(positions.dtype == "i64" and positions.rank == 2, f"row_start: {positions}")
+        require(
+            positions.dtype == "i64" and positions.rank == 2,
+            f"row_start: expected positions i64[B,S], found {positions}",
+        )
         return positions.with_shape(positions.shape[0])
 
     @staticmethod

@@ -20,7 +20,10 @@ class embedding:
 
     @staticmethod
     def infer(table: Type, ids: Type, *, scale: float) -> Type:
-        require(table.rank == 2 and ids.dtype == "i64", f"embedding: {table}, ids {ids}")
+        require(
+            table.rank == 2 and ids.dtype == "i64",
+            f"embedding: expected a matrix and ids i64, found {table}, ids {ids}",
+        )
         return Type(table.dtype, (*ids.shape, table.shape[1]))
 
     @staticmethod

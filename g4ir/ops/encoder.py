@@ -76,7 +76,7 @@ class packed_attention:
 
 @op
 class packed_mean:
-    """The mean of each text's rows: [1, B, D] of x [1,S,D]; summed in fp32, rounded once
+    """The mean over each text's tokens: [1, B, D] of x [1,S,D]; summed in fp32, rounded once
 
     An empty text has zeros. ends i64[B].
     """
@@ -110,7 +110,7 @@ class unit_norm:
 
     @staticmethod
     def infer(x: Type) -> Type:
-        require(x.dtype in FLOATS, f"unit_norm: {x}")
+        require(x.dtype in FLOATS, f"unit_norm: expected floats, found {x}")
         return Type("f64" if x.dtype == "f64" else "f32", x.shape)
 
     @staticmethod

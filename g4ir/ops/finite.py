@@ -1,4 +1,4 @@
-"""Reports a NaN or an infinity, which no value of a model should be."""
+"""Checks that values are finite, with errors that say what to do about NaN and infinity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from .types import TORCH_NAMES, torch, torch_dtype
 
 
 def advice(dtype: str) -> str:
-    """Return why an engine's values are not finite, and what to do."""
+    """Return the last part of an error about values that are not finite: overflow is excluded,
+    since engines compute in dtypes with the range of float32, so that the weights are suspect."""
     return f"{TORCH_NAMES[dtype]} has the range of float32: look for damaged weights"
 
 

@@ -24,7 +24,7 @@ _STEPS, _REACH = 4, 512
 
 @lru_cache(maxsize=16)
 def level_table(levels: tuple[int, ...]) -> Any:
-    """Return the levels f32 nearest to steps of 1/4 from -128 to 128."""
+    """Return f32 [1024]: the level nearest to each interval of width 1/4 from -128 to 128."""
     ends = torch.tensor(levels, dtype=torch.float64)
     steps = (torch.arange(-_REACH, _REACH, dtype=torch.float64) + 0.5) / _STEPS
     return ends[torch.bucketize(steps, (ends[1:] + ends[:-1]) / 2)].float()

@@ -59,7 +59,8 @@ class linear_clipped:
     """clamp(linear(clamp(x, in_min, in_max), w), out_min, out_max); bounds are tensors of no dim
     in x's dtype (rule 27)
 
-    Siblings are never packed: each clamps its input to bounds of its own, known only at load.
+    Never packed with other linears of the same x: each clamps x to bounds of its own, known only at
+    load.
     """
 
     budget = Budget(1, 256, "as linear, which clamping only brings nearer")

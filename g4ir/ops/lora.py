@@ -12,11 +12,13 @@ from .types import Type, Types
 
 @op
 class lora:
-    """y plus, in sequences b of index[b] = i >= 0, B (A x): h = x a[i]^T, of R values for each of
-    the parts into which `sizes` cuts the columns of y, and part p gains h[p] b[i][:, part p]
+    """y plus the LoRA term B A x of adapter index[b] in each sequence b; -1: no adapter
     (Hu et al. 2021, https://arxiv.org/abs/2106.09685; scales are part of b)
 
-    y [B, S, N], x [B, S, K], index i64 [B], a [L, P R, K], b [L, R, N]; sums in fp32, rounded once.
+    y [B, S, N], x [B, S, K], index i64 [B], a [L, P R, K], b [L, R, N] of L adapters of rank R.
+    `sizes` are the widths of P parts of y's columns (packed weights), each with an A of its own:
+    for i = index[b], part p gains (x a[i, p R : (p + 1) R]^T) b[i, :, columns of p]. Sums are
+    fp32, rounded once.
     """
 
     budget = PRODUCT

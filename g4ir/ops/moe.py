@@ -22,7 +22,9 @@ class router:
     normalised; root = hidden_size^-0.5 is a Python float and stays unrounded.
     """
 
-    budget = Budget(8, 256, "scores of up to 8 are rounded, and a weight moves by what they move")
+    budget = Budget(
+        8, 256, "scores of up to 8 are rounded, and a weight is off by as much as they are"
+    )
     kind = "experts"
     rows = (0,)
 
@@ -77,9 +79,9 @@ def local_expert_index(index: Any, first: Any, count: int) -> Any:
 
 @op
 class experts:
-    """y = sum over slots of weight * down[e] @ (act(gate) * up), gate, up = gate_up[e] @ x
+    """y = sum over top_k choices of weight * down[e] @ (act(gate) * up), gate, up = gate_up[e] @ x
 
-    Products are rounded to x's dtype; weighting and the sum over the slots, in top-k rank
+    Products are rounded to x's dtype; weighting and the sum over the choices, in top-k rank
     order, are fp32 and cast once (rules 24, 25: the reference's grouped form).
     gate_up [E, 2I, D] holds the gate rows first; down [E, D, I]. With `first`, i64[1], they are
     experts first .. first + E - 1 of `total`; other experts contribute zero.

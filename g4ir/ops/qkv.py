@@ -44,7 +44,7 @@ class qkv_write:
         require(form in CACHE_FORMS, f"form {form!r}: one of {', '.join(CACHE_FORMS)}")
         separate = form in SEPARATE_CACHES
         require(separate or not values, f"form {form} has K and V of one projection")
-        require(form == "value" or pairs == 0, f"form {form} has no rotated pairs apart")
+        require(form == "value" or pairs == 0, f"form {form} takes no pairs; give 0")
         norms = (norm_q.type, norm_k.type)
         require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]} differ")
         d = norms[0].shape[0]

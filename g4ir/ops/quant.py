@@ -52,12 +52,13 @@ def _require_fit(name: str, codes: Type, scales: Type) -> None:
 class quantize:
     """codes, scales of a weight: `group` consecutive values share a scale; group 0: the row
 
-    Scales are rounded to the dtype `scale` before codes are computed. int8 and fp8 divide a group's
-    absolute maximum by the largest code; int6 and int3k then take the smallest shared integers that
-    avoid clipping; iq4 takes the nearest values of its table; int4 takes the scale that reproduces
-    the weight exactly, if there is one (weights trained on that grid), else one of small squared
-    error (codecs.py: `int4_scales`); formats with minima fit scales and minima by least squares,
-    then round them to integers if the format has shared integers.
+    Scales are rounded to the dtype `scale` before codes are computed. A scale is the group's
+    absolute maximum divided by the largest code, except in int4, which takes the scale that
+    reproduces the weight exactly, if there is one (weights trained on that grid), else one of small
+    squared error (codecs.py: `int4_scales`); in nl4, nl3 and nl2, which fit scales and shifts by
+    least squares (grids.py); and in formats with minima, which so fit scales and minima, then round
+    them to integers if the format has shared ones. int6 and int3k take the smallest shared integers
+    that avoid clipping; iq4 and fp4 take the nearest values of their tables.
     """
 
     budget = MOVES
@@ -168,8 +169,9 @@ class dense:
 
 @op
 class as_bytes:
-    """int6 and int3k to int8 with a scale per 16 values, nl4, nl3 and nl2 with one per 32; int5,
-    int3, int2 and iq4 with the same scales; folded at build, for targets without these formats"""
+    """int6, int3k and fp4 to int8 with a scale per 16 values, nl4, nl3 and nl2 with one per 32;
+    int5, int3, int2 and iq4 with the same scales; folded at build, for targets without these
+    formats"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 
@@ -212,10 +214,13 @@ class columns:
     @staticmethod
     def infer(x: Type) -> Type:
         *lead, n, k = x.shape
-        require(x.dtype in (*FLOATS, *PACKED), f"columns: {x} holds no codes that lie by columns")
+        require(
+            x.dtype in (*FLOATS, *PACKED),
+            f"columns: {x} holds neither floats nor codes packed in bytes",
+        )
         packed = PACKED.get(x.dtype, 1)
         fits = isinstance(n, int) and isinstance(k, int) and n % packed == 0
-        require(fits, f"columns: {x} has an odd number of rows, or one that is not known")
+        require(fits, f"columns: {x} has an odd number of rows, or dims that are not known")
         return x.with_shape(*lead, int(k) * packed, int(n) // packed)
 
     @staticmethod

@@ -8,8 +8,8 @@ from .base import cases, op, per_result, require
 from .budgets import Budget
 from .types import Type, torch, torch_dtype
 
-#: attributes of a rotation: how pairs are chosen, the base, the fraction of pairs, the divisor of
-#: frequencies, the dtype of the table
+#: attributes of RoPE: which pairs of dims are rotated, the base of the frequencies, the fraction of
+#: pairs, the divisor of frequencies, the dtype of the tables
 ROTATION = {"kind": "str", "theta": "float", "fraction": "float", "factor": "float", "dtype": "str"}
 
 
@@ -40,9 +40,12 @@ class rope_table:
     @staticmethod
     def infer(positions: Type, *, dim: int, **rotation: Any) -> tuple[Type, Type]:
         kind, theta, _, factor, dtype = (rotation[name] for name in ROTATION)
-        require(positions.dtype == "i64" and positions.rank == 2, f"rope_table: {positions}")
+        require(
+            positions.dtype == "i64" and positions.rank == 2,
+            f"rope_table: expected positions i64[B,S], found {positions}",
+        )
         require(kind in ("default", "proportional"), f"rope_table: unknown kind {kind!r}")
-        require(dim > 0 and dim % 2 == 0, f"rope_table: dim {dim} is not made of pairs")
+        require(dim > 0 and dim % 2 == 0, f"rope_table: dim {dim} is not even and positive")
         require(theta > 0 and factor > 0, f"rope_table: theta {theta}, factor {factor}")
         table = Type(dtype, (*positions.shape, dim))
         return table, table

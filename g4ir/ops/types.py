@@ -56,7 +56,7 @@ _DTYPES |= {
     "nl3": ("float8_e5m2fnuz", 1),
     "nl2": ("float8_e5m2", 1),
 }
-#: torch names of the latter: tensors of these dtypes hold codes, not floats
+#: torch names of the float dtypes that hold quantised weights here: their tensors are no floats
 _CARRIERS = frozenset(f"torch.{_DTYPES[name][0]}" for name in ("f4", "nl4", "nl3", "nl2"))
 TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}

@@ -110,7 +110,7 @@ class Group:
     # --- sums of a step -----------------------------------------------------------------------
 
     def run_node(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-        """Run a node, collectives across the ranks; a `collectives` for `interpret`."""
+        """Run a node, collectives across the ranks; for the argument `run` of `interpret`."""
         collectives = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
         return collectives[n.op](tensors) if n.op in collectives else run_node(n, tensors)
 
@@ -166,7 +166,7 @@ class Group:
         backend = self._nccl._get_backend(torch.device("cuda"))
         address = getattr(backend, "_comm_ptr", None)
         if address is None:
-            lacks = f"torch {torch.__version__} does not say where its NCCL communicator lies"
+            lacks = f"torch {torch.__version__} does not expose its NCCL communicator"
             raise MissingError(f"rank {self.rank}: {lacks}; install a newer one")
         return int(address())
 
@@ -199,7 +199,7 @@ class Group:
             self._broadcast(message[FRAME:], wait)
 
     def receive(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Wait for rank 0's next call and its tensors; an empty call is the last."""
+        """Wait for rank 0's next call; return it and its tensors. An empty call is the last."""
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
         text, data = message[:16].view(torch.int64).tolist()
         size = 16 + text + data
@@ -222,7 +222,7 @@ class Group:
         return x
 
     def gather_values(self, value: Any) -> list[Any]:
-        """All-gather a JSON value, in order of rank."""
+        """Return the JSON values of all ranks, in order of rank."""
         words = _words(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self._watched():
@@ -247,7 +247,7 @@ class Group:
 
     def _gone(self) -> str:
         gone = " and ".join(str(p) for p in self._processes if p.rank != self.rank and p.ended)
-        return gone and f"{gone} ended; see what it said, and start all ranks again"
+        return gone and f"{gone} ended; see its output, and start all ranks again"
 
     def check(self) -> None:
         """Raise RankError if another rank is lost."""

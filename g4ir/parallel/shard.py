@@ -102,7 +102,7 @@ def _check_groups(n: Node, to: Sharding) -> None:
         return
     each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
     problem = f"{weight} has rows of {n.out.type.shape[-1]} in groups of {each}"
-    fix = "or a recipe that leaves it out or holds it in a form with a scale for each row"
+    fix = "or a quantisation config that leaves it out or has a scale for each row"
     cannot = f"which {to.ranks} ranks cannot share; take another number of them"
     raise InputError(f"--tp {to.ranks}: {problem}, {cannot}, {fix}")
 
@@ -137,7 +137,8 @@ def _heads(n: Node, to: Sharding) -> Node:
 
 
 def _local_experts(n: Node, to: Sharding) -> Node:
-    """Return `experts` of one rank: an operand has the first one, so that ranks share a graph."""
+    """Return the node for one rank's experts. The index of the first one is an operand, so that all
+    ranks share a graph."""
     assert to.spec.text.moe
     attrs = {**n.attrs, "total": to.spec.text.moe.num_experts}
     return replace(n, inputs=(*n.inputs, _FIRST), attrs=attrs)

@@ -188,12 +188,13 @@ class Share:
         return self.sharding.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
     def cuts_rows(self, param: str, t: Type) -> bool:
-        """Whether a param's rows are split between ranks."""
+        """Whether each row of a param is split between ranks: its shard is along the last axis."""
         part = self._part(param)
         return part is not None and part.axis == len(t.shape) - 1
 
     def source(self, param: str) -> str | None:
-        """Return the full model's param of a shard; None if there is none (FIRST)."""
+        """Return the name of the full model's param that a rank's param is a shard of; None if
+        there is none (FIRST)."""
         if param == FIRST:
             return None
         return part.source if (part := self._part(param)) else param

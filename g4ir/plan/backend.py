@@ -36,7 +36,7 @@ class PlannedBackend:
     caches are stored as the graphs declare them."""
 
     name: str
-    #: where its engines run, the default first
+    #: devices that its engines run on, the default first
     devices: tuple[str, ...]
     #: IR names of the supported dtypes; default: the spec's if supported, else the first
     dtypes: tuple[str, ...]
@@ -48,7 +48,7 @@ class PlannedBackend:
     rounds_activations: bool = True
     #: whether a verification step is a prefill chunk, which limits its tokens
     verifies_in_chunks: bool = False
-    #: whether it supports several ranks
+    #: whether it supports several ranks (tensor parallelism)
     shares: bool = False
 
     def stored(self, program: Program, device: str) -> Program:
@@ -69,7 +69,7 @@ class PlannedBackend:
 
 
 class Definition(PlannedBackend):
-    """The interpreter, without torch."""
+    """The reference backend (the interpreter) as plans need it; imports no torch."""
 
     name = "reference"
     devices = DEVICES

@@ -54,8 +54,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one node, named by its first output; `kind`: the kind of its largest part;
-    `parts`: cost by kind, if there are several."""
+    """The cost of one node, named by its first output; `kind`: by `kind_of`; `parts`: cost by kind,
+    if the parts of a fused op have several."""
 
     node: str
     op: str
@@ -81,14 +81,15 @@ def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
 
 
 def kind_of(n: Node) -> str:
-    """Return a node's kind (one of KINDS); a fused op has that of its most expensive part. Passes
-    keep value names, so a matmul keeps its kind."""
+    """Return a node's kind (one of KINDS): its op's, else that of the name of its first result,
+    which passes keep, so that a matmul keeps its kind."""
     return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One run of a graph: B rows, S new tokens each, caches that hold C tokens each before it."""
+    """One run of a graph: B sequences, with S new tokens each and C tokens each in their caches
+    before it."""
 
     B: int = 1
     S: int = 1
@@ -98,8 +99,8 @@ class Step:
 def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCost]:
     """Return the cost of each node at one step (see Step); S is 1 in a graph of single tokens.
 
-    Of experts the expected number for uniform choices is read (ops/moe.py). The graph may be from
-    before or after any pass.
+    Weights are read of the expected number of experts for uniform routing (ops/moe.py). The graph
+    may be from before or after any pass.
     """
     return _Meter(g).nodes(Step(B, S, C))
 
@@ -115,7 +116,7 @@ class _Meter:
     def __init__(self, g: Graph) -> None:
         self.graph = g = split_prologue(g)[1]
         self.chunked = any({"S", "M"} & {*v.type.shape} for v in g.inputs)
-        #: quantised weight -> fractions of its bytes that are codes and scales
+        #: dequantised weight -> bytes of its codes and scales, divided by its own
         self.coded = {
             n.out.name: sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
             for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")

@@ -50,7 +50,7 @@ class Footprint:
     def of(
         config: BuildConfig, backend: PlannedBackend, without: Collection[str] = ()
     ) -> Footprint:
-        """Build the graphs of an engine, except those that never need more memory than others."""
+        """Build the graphs of an engine, except those named in `without`, such as NO_MORE."""
         return Footprint(config, backend, config.packing(backend, without=without))
 
     @property
@@ -143,7 +143,8 @@ class Footprint:
         return session
 
     def parts(self, batch: int, ctx: int) -> dict[str, int]:
-        """Return bytes in the device's memory (on a CPU the host's) by purpose."""
+        """Return the bytes in the device's memory (on a CPU the host's) at a batch and context
+        length: weights, caches, activations and workspace."""
         host = self.weights.host if self.config.device == "cpu" else 0
         return {"weights": self.weights.device + host, **self._session(self.limits(batch, ctx))}
 
@@ -182,7 +183,7 @@ def usable(memory: int) -> int:
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest n in 1..most that fits, by binary search; 0 if none fits."""
+    """Return the largest n in 1..limit that fits, by binary search; 0 if none fits."""
     low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -192,5 +193,5 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 @lru_cache(maxsize=64)
 def measured(config: BuildConfig, backend: PlannedBackend) -> Footprint:
-    """Return the footprint of an engine, cached."""
+    """Return the footprint of an engine without its decode graph (NO_MORE), cached."""
     return Footprint.of(config, backend, NO_MORE)

@@ -6,7 +6,7 @@ from g4ir.ir.graph import Program
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.spec.record import Spec
 
-#: what engines compute in, the most common first, and run on
+#: dtypes that engines compute in, the most common first; devices that they run on
 DTYPES = ("bf16", "f32")
 DEVICES = ("cpu", "cuda")
 #: --kv-dtype value -> dtype of the KV cache's rows (ops/kv_quant.py)
@@ -41,8 +41,8 @@ def cache_bytes(program: Program, batch: int, max_seq: int) -> int:
 
 
 def naive_bytes(spec: Spec, dtype: str, ranks: int = 1) -> int:
-    """Return the cache bytes of one token in all layers that own K and V; on one of some ranks,
-    which has at least one KV head."""
+    """Return the bytes of K and V of one token in all layers that own them; with several ranks
+    those of one rank, which has at least one KV head."""
     owners = (layer.attention for layer in spec.layers() if layer.donor is None)
     heads = ((max(1, a.num_key_value_heads // ranks), a.head_dim) for a in owners)
     return sum(2 * count * size for count, size in heads) * ITEMSIZE[dtype]

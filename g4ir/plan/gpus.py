@@ -75,7 +75,8 @@ _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{0,40})?(?:e\+?[0-9]{1,3})?)\s*([kmgt
 def parse_bytes(text: str, option: str) -> int:
     """`24GiB`, `80GB`, `80e9`, `1.5 TB`, `85899345920` -> bytes; GB is 10^9, GiB 2^30.
 
-    Raises InputError that names `what`: no size, not positive, or not a whole number of bytes.
+    Raises InputError that names `option` for a text that is no size, and for sizes that are not
+    above 0, too large, or not a whole number of bytes.
     """
     match = _SIZE.fullmatch(text.strip().lower())
     if not match:

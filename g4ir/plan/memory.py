@@ -107,8 +107,8 @@ def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine needs in addition to its weights, by sequences, tokens, and tokens of a
-    prefill call. `graphs`: those that run on the device.
+    """Bytes that an engine needs in addition to its weights, as functions of batch size, context
+    length and prefill chunk. `graphs`: those that run on the device.
     """
 
     graphs: tuple[Graph, ...]
@@ -143,7 +143,8 @@ class Needs:
 
 
 def param_bytes(graphs: Iterable[Graph], chosen: Callable[[str], bool] = bool) -> int:
-    """Return the bytes of graphs' params, optionally filtered by name."""
+    """Return the bytes of the params of graphs, or of those graphs whose names `chosen` accepts;
+    shared params count once."""
     params = {v.name: v.type for g in graphs if chosen(g.name) for v in g.params}
     return sum(t.nbytes() for t in params.values())
 

@@ -180,7 +180,7 @@ class BuildConfig:
 
     @property
     def kv_dtype(self) -> str | None:
-        """The dtype of a quantised KV cache."""
+        """The --kv-dtype of a quantised KV cache; None if it is not quantised."""
         return KV_NAMES.get(self.options.of(NarrowOptions).to)
 
     @property

@@ -3,7 +3,7 @@ elements.
 
 Two totals of the KV cache. `naive`: every layer that owns K and V keeps both for the whole context,
 as most calculators count. `planned`: what this engine allocates; sliding-window layers keep their
-window, layers that share K and V have none.
+window, KV-shared layers have no cache.
 """
 
 from __future__ import annotations

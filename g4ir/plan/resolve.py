@@ -56,8 +56,8 @@ def _one_of(option: str, value: object, choices: Iterable[object]) -> None:
 
 
 def find_dtype(name: str, allowed: Sequence[str] = DTYPES) -> str:
-    """`float32`, `f32` -> f32; InputError for a dtype that is not in `known`, by default those that
-    engines compute in."""
+    """Return the IR name of a dtype: `float32`, `f32` -> f32. InputError for one that is not in
+    `allowed`, by default the dtypes that engines compute in."""
     try:
         short = dtype_name(name)
     except ValueError:
@@ -101,13 +101,13 @@ def check_backend(b: PlannedBackend, o: BuildOptions, options: PassOptions, limi
     if kv != OFF and kv not in b.kv_dtypes:
         other = " or ".join(KV_NAMES[d] for d in b.kv_dtypes) or "the dtype: leave it out"
         why = f"backend {b.name} cannot: {b.kv_reason}"
-        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
+        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it supports KV caches in {other}")
     if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
-        why = f"backend {b.name} does not round rows as it runs"
+        why = f"backend {b.name} does not quantise activations"
         flag = f"--quant-activations {o.quant_activations}"
         raise InputError(f"{flag}: {why}; leave the option out")
     if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
-        why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
+        why = f"backend {b.name} verifies {count + 1} tokens as a prefill chunk"
         fix = f"give --prefill-chunk {count + 1} or more"
         raise InputError(f"--draft-tokens {count}: {why}; {fix}")
     if o.tp != 1 and not b.shares:
@@ -138,7 +138,7 @@ def find_draft_tokens(count: int | None, max_seq: int, drafter: bool = False) ->
     if count is None:
         return min(DRAFTED, limit) if drafter else 0
     if drafter and count == 0:
-        raise InputError("--draft-tokens 0: a drafter drafts at least 1; leave --drafter out")
+        raise InputError("--draft-tokens 0: a draft model proposes at least 1; leave --drafter out")
     if not 0 <= count <= limit:
         raise InputError(f"--draft-tokens {count}: expected 0 (no speculative decoding) to {limit}")
     return count
@@ -185,7 +185,7 @@ def check_latent(layout: str, spec: Spec) -> str:
     """Return the layout of the K=V caches; warns if it has no effect."""
     _one_of("--latent-kv", layout, FORMS)
     if layout != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
-        message = "--latent-kv %s changes nothing: no layer of %s makes K and V of one projection"
+        message = "--latent-kv %s changes nothing: no layer of %s has K=V"
         log.warning(message, layout, spec.name)
     return layout
 
@@ -200,7 +200,7 @@ def resolved(
     drafter: Spec | None,
     limits: Limits | None = None,
 ) -> BuildConfig:
-    """Return a spec and a user's options, each resolved, for a build and a plan alike; `limits`
+    """Return the BuildConfig of a spec and a user's options, for a build and a plan alike; `limits`
     replace those of the options. InputError for an option that the spec or the backend does not
     take.
     """
@@ -235,7 +235,7 @@ def resolved(
     )
 
 
-#: options of a build that only a model that generates has
+#: options of a build that do not apply to encoders
 OF_DECODERS = ("drafter", "draft_tokens", "kv_dtype", "all_logits", "calibrate")
 
 
@@ -268,7 +268,9 @@ def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
         return Limits(texts, seq, seq)
     chunk, largest = min(o.prefill_chunk, seq), max(media.grids, default=0)
     if largest > seq:
-        message = "--max-seq %d: an image of %d soft tokens, as built for, does not fit"
+        message = (
+            "--max-seq %d: an image of %d soft tokens, which the engine supports, does not fit"
+        )
         log.warning(message, seq, largest)
     if has_blocks(spec) and chunk < min(largest, seq):
         message = "--prefill-chunk %d is raised to %d: an image's tokens are computed together"

@@ -79,7 +79,7 @@ def add_products(total: Tensor, x: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Functions of `quantize`, `quantize_columns` and `add_products`."""
+    """Implementations of `quantize`, `quantize_columns` and `add_products`."""
 
     quantize: Callable[..., tuple[Any, ...]] = quantize.reference
     columns: Callable[[Tensor, Tensor, Grid, Tensor], None] = quantize_columns
@@ -122,8 +122,8 @@ class Inputs:
         return tuple(_updates(h[i].T.contiguous()[i]) for h, i in zip(self.damped, self.order))
 
     def errors(self, off: Tensor, by: Tensor | None = None) -> Tensor:
-        """Return e H d^T [N] for each pair of rows of e and d [N, K], with H the damped products; d
-        defaults to e."""
+        """Return off H by^T [N] for each pair of rows of `off` and `by` [N, K], with H the damped
+        products; `by` defaults to `off`, which gives squared errors."""
         by = off if by is None else by
         off, by = (e.unflatten(-1, self.products.shape[:2]).transpose(0, 1) for e in (off, by))
         return ((off @ self.damped) * by).sum((0, 2))

@@ -71,13 +71,13 @@ class Scheme:
 
     @property
     def row_multiple(self) -> int:
-        """Numbers of which a row's length must be a multiple."""
+        """Number of values that divides the length of every row that can be quantised."""
         return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
 #: default scheme of each format; int4 has bf16 scales as in QAT checkpoints; int3 and int2 are for
-#: weights trained in 3 and 2 bits; the others are GGUF's Q6_K, Q5_K, Q4_K, Q3_K (int3k), Q2_K,
-#: Q5_0, IQ4_NL, Q4_1 and Q5_1
+#: weights trained in 3 and 2 bits; int6, uint5, uint4, int3k and uint2 are GGUF's Q6_K, Q5_K, Q4_K,
+#: Q3_K and Q2_K; int5, iq4, min4 and min5 its Q5_0, IQ4_NL, Q4_1 and Q5_1
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int4": Scheme("int4", 32, "bf16"),
@@ -170,7 +170,7 @@ class QuantConfig:
         return schemes
 
     def _says(self, rule: Rule, problem: str) -> str:
-        return f"recipe {self.name}: [{', '.join(rule.tensors)}] {problem}"
+        return f"quantisation config {self.name}: [{', '.join(rule.tensors)}] {problem}"
 
 
 def _groups(name: str, is_encoder: bool) -> set[str]:

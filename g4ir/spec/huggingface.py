@@ -96,7 +96,9 @@ class Keys:
         values = {name: value for name, value in values.items() if value is not None} or values
         if len(set(values.values())) > 1:
             pairs = ", ".join(f"{name} {value}" for name, value in values.items())
-            raise self.fail(names[0], f"contradicts another name of it ({pairs}); keep one")
+            raise self.fail(
+                names[0], f"has several names with different values ({pairs}); keep one"
+            )
         return next(iter(values.values()), default)
 
     def section(self, key: str) -> Keys | None:
@@ -128,11 +130,11 @@ class Keys:
 
 
 def read_config(source: str | Path | dict[str, Any], name: str | None = None) -> Variant:
-    """Implement `Spec.from_hf`."""
+    """Return the fields of a spec from a Hugging Face config; see `Spec.from_hf`."""
     values, where, folder_name = _read(source)
     keys = Keys(values, "", where)
     for key in ("quantization_config", "quantization"):
-        keys.raw(key)  # how weights are stored: weights/formats
+        keys.raw(key)  # known, but not part of the spec: weights/formats reads it
     config_type = keys.take("model_type", str)
     if config_type not in hf.MODEL_TYPES:
         near = did_you_mean(config_type, hf.MODEL_TYPES)
@@ -199,7 +201,7 @@ def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
     section.only("model_type", (f"{base}_text", None), f"expected {base}_text")
     tied = keys.take("tie_word_embeddings", bool, True)
     if section.take("tie_word_embeddings", bool, tied) != tied:
-        log.warning("%s: tie_word_embeddings of the whole model counts: %s", keys.where, tied)
+        log.warning("%s: tie_word_embeddings of the top level is used: %s", keys.where, tied)
     dtypes = [_dtype(keys), _dtype(section), "f32"]
     text = replace(_text(section, base), tie_word_embeddings=tied)
     return section, text, next(d for d in dtypes if d is not None)
@@ -235,7 +237,7 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
 def _leave_out_parts(keys: Keys, model_type: str) -> None:
     keys.seen.update(hf.family(model_type).ignored.split())
     if keys.values.get("vision_config") is not None:
-        note = "%s: vision_config: images are not supported for %s; its text model alone is taken"
+        note = "%s: vision_config: images are not supported for %s; only its text model is used"
         log.warning(note, keys.where, model_type)
 
 
@@ -522,7 +524,9 @@ def _vision_extras(part: Keys) -> dict[str, Any]:
     rope.done()
     dim = part.values.get("head_dim", hf.PART_DEFAULTS[Vision]["head_dim"])
     part.only("global_head_dim", (dim, None), f"expected head_dim {quote(str(dim))}")
-    part.only("per_layer_config", ({}, None), "the vision layers are alike")
+    part.only(
+        "per_layer_config", ({}, None), "all layers of the vision tower have the same geometry"
+    )
     return {"rope_theta": theta}
 
 

@@ -68,7 +68,7 @@ _FILES = [(kind, *file) for kind, row in FAMILIES.items() for file in row["files
 MODEL_TYPES = {
     name: (kind, parts) for kind, name, (_, parts) in _FILES if "when" not in FAMILIES[kind]
 }
-# config model_type -> key of those of its configs that are of another model_type, and that type
+# config model_type -> key that, if true, means another model_type of the spec; and that type
 VARIANTS = {
     name: (row["when"], kind) for kind, name, _ in _FILES if "when" in (row := FAMILIES[kind])
 }

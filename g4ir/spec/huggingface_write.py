@@ -27,7 +27,7 @@ def config_of(spec: Variant) -> dict[str, Any]:
     """Return the config.json of a spec: see `Spec.to_hf`. Without towers and media ids it is a
     text-only config."""
     for path, why in _inexpressible(spec):
-        raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
+        raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot express {why}")
     media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in hf.MEDIA.items()}
     composite = bool(
         spec.vision or spec.audio or spec.drafter or any(v is not None for v in media.values())
@@ -75,7 +75,7 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
     if text.sliding.k_eq_v and SLIDING in kinds:
         yield "text.sliding.k_eq_v", "that sliding layers have K=V; set it to false"
     if spec.drafter and spec.drafter.position != "next":
-        yield "drafter.position", "where a drafted token stands; leave it out"
+        yield "drafter.position", "the position of draft tokens; leave it out"
     if text.attn_logit_softcapping is not None:
         yield "text.attn_logit_softcapping", "that attention is softcapped; leave it out"
     if text.moe and text.moe.layers not in (None, tuple(range(len(kinds)))):
@@ -87,7 +87,7 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
             yield f"text.{name}", f"{feature}; use model_type {MODEL_TYPES[0]}"
     for name, value in family.fixed.items():
         if getattr(text, name) != value:
-            yield f"text.{name}", f"another {name} of {spec.model_type} than {value}"
+            yield f"text.{name}", f"a {name} of {spec.model_type} other than {value}"
     if "per_layer_config" in family.without:
         yield from _inexpressible_kinds(spec)
 
@@ -97,12 +97,12 @@ def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
     full, sliding = spec.text.full, spec.text.sliding
     for name in ("k_eq_v", *hf.BASE_GEOMETRY):
         if getattr(full, name) != (name != "k_eq_v" and getattr(sliding, name)):
-            yield f"text.full.{name}", f"it of {spec.model_type}, whose layers are alike in it"
+            yield f"text.full.{name}", f"it: all {spec.model_type} layers have the same value"
     for kind in (sliding, full):
         if kind.rope.rotary_fraction != 1:
             yield (
                 "text.full.rope.rotary_fraction",
-                f"that {spec.model_type} rotates a part of heads",
+                f"that {spec.model_type} rotates only a part of each head",
             )
 
 

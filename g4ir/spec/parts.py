@@ -134,7 +134,7 @@ class Text:
     full: AttentionKind
     #: maximum context length in tokens
     max_position_embeddings: Count
-    #: last layers that read an earlier layer's K and V
+    #: number of last layers that read an earlier layer's KV cache
     num_kv_shared_layers: Index = 0
     #: layers with shared K and V have twice the intermediate_size
     use_double_wide_mlp: bool = False
@@ -380,8 +380,7 @@ class Prefixes:
     )
     #: prefixes of the projection from audio features to hidden_size
     embed_audio: TensorPrefixes = ("model.embed_audio.", "embed_audio.")
-    # a draft model's tensors outside its layers
-    #: prefixes of a drafter's own tensors outside its layers
+    #: prefixes of a draft model's tensors outside its layers
     drafter: TensorPrefixes = ("",)
 
 

@@ -41,7 +41,7 @@ def _family_problems(spec: Variant) -> Iterator[Problem]:
     for (path, value), required in stated.items():
         if value != required:
             text = str(required).lower() if isinstance(required, bool) else required
-            yield Problem(path, f"is {text} of {spec.model_type} models; give {text}")
+            yield Problem(path, f"must be {text} for {spec.model_type} models; give {text}")
 
 
 def _no_divisor(path: str, value: int, total_name: str, total: int) -> Problem:
@@ -53,7 +53,7 @@ def problems(spec: Variant) -> Iterator[Problem]:
     if spec.model_type.endswith(ASSISTANT) != (spec.drafter is not None):
         yield Problem(
             "drafter",
-            f"goes with a model_type that ends in {ASSISTANT}, and such a type with it; give both "
+            f"belongs to a model_type that ends in {ASSISTANT}, which needs it; give both "
             f"or neither",
         )
         return
@@ -152,7 +152,7 @@ def _feed_forward_problems(text: Text) -> Iterator[Problem]:
         yield Problem("text.moe.layers", message)
     if not moe.layers or list(moe.layers) != sorted(set(moe.layers)):
         yield Problem(
-            "text.moe.layers", "must be rising, without repeats, not empty; or leave moe out"
+            "text.moe.layers", "must be ascending, without repeats, not empty; or leave moe out"
         )
 
 
@@ -193,7 +193,9 @@ def _embedding_problems(spec: Variant) -> Iterator[Problem]:
         return
     size = spec.embedding_size
     if head.dims[0] != size or list(head.dims) != sorted({*head.dims}, reverse=True):
-        message = f"{list(head.dims)}: expected falling sizes that start with the full one, {size}"
+        message = (
+            f"{list(head.dims)}: expected descending sizes that start with the full one, {size}"
+        )
         yield Problem("embedding.dims", message)
     if (head.projection is not None) != ("projection" in rule):
         number = "one" if "projection" in rule else "none"

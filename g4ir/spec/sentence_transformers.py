@@ -69,7 +69,7 @@ def _dense(folder: Path, name: str) -> DenseLayer:
     width = config.get("out_features")
     activation = str(config.get("activation_function", "Identity"))
     if type(width) is not int or width < 1:
-        raise SpecError(f"{path}: out_features {quote(str(width))}: expected a width")
+        raise SpecError(f"{path}: out_features {quote(str(width))}: expected a number above 0")
     if config.get("bias", True) or not activation.endswith("Identity"):
         why = "a dense layer with bias or activation is not supported"
         raise SpecError(f"{path}: bias {config.get('bias', True)}, {activation[:80]}: {why}")

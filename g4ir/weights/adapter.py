@@ -42,7 +42,7 @@ _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
 #: name of a layer's experts: PEFT nests wrappers of their parameters (`target_parameters`), which
 #: only shapes distinguish
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
-TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
+TIED = "the token table is the LM head too (tie_word_embeddings is true), and the adapter changes"
 TIED += " one of them"
 MERGE = (
     "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
@@ -114,7 +114,8 @@ class Adapter:
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _number(self, key: str, patterns: str, module: str) -> float:
-        """Return the value of the first pattern that matches an end of a module's name."""
+        """Return the value of the first of `patterns` that matches an end of a module's name, else
+        that of `key`; WeightsError unless it is a number above 0."""
         by_pattern, path = self.config.get(patterns) or {}, self.path / CONFIG
         if not isinstance(by_pattern, dict):
             raise broken(path, f"{patterns}: expected a table, found {quoted(by_pattern)}")
@@ -131,7 +132,8 @@ class Adapter:
 
     @property
     def target_parameters(self) -> list[str]:
-        """The targeted expert parameters; WeightsError if the config has others."""
+        """The config's `target_parameters` (parameters of experts); WeightsError unless they are a
+        list of names."""
         names = self.config.get("target_parameters") or []
         if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
             msg = f"target_parameters: expected names, found {quoted(names)}"
@@ -207,7 +209,11 @@ def read_factors(spec: Spec, adapter: Adapter) -> Iterator[Factors]:
     files = Files(adapter.path, by_plain_name(file, [read_header(file)]))
     for change in _changes(spec, adapter, files):
         if change.scale is None:
-            raise invalid(change.parts[0], "a term of experts, which requests cannot choose", MERGE)
+            raise invalid(
+                change.parts[0],
+                "changes experts, which an adapter chosen by requests cannot",
+                MERGE,
+            )
         if not change.why:
             a, b = (files.rows(part).float() for part in change.parts)
             yield Factors(change.bare, a, b, change.scale)

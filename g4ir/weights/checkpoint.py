@@ -103,7 +103,8 @@ class Checkpoint:
         cls, directory: Path | str, spec: Spec, media: Iterable[str] = (), dtype: str = "f32"
     ) -> Checkpoint:
         """Check config, index, headers, names, shapes and dtypes. The only tensor data read are
-        quantisation parameters, activation ranges, and norms that may be stored as 1 + w. `media`:
+        quantisation parameters, activation ranges, norms that may be stored as 1 + w, and the
+        order of a draft model's clusters. `media`:
         kinds whose towers are included; `dtype`: the engine's, to which wider scales are rounded.
         """
         directory = Path(directory)
@@ -210,7 +211,8 @@ def dtype_of(plain: Mapping[str, TensorRef]) -> torch.dtype:
 
 
 def _tied_table(files: Files, table: TensorRef, head: TensorRef) -> StoredWeight:
-    """Return the embedding; its first read compares it with a stored head, in even samples."""
+    """Return the embedding; its first read compares it with a stored head, in evenly spaced
+    samples."""
 
     @cache
     def compare() -> None:
@@ -236,7 +238,7 @@ def _check_order(files: Files, order: TensorRef) -> None:
     ids = files.rows(order).long().sort().values
     missing = (ids != torch.arange(len(ids))).nonzero()
     if len(missing):
-        msg = f"expected every token from 0 to {len(ids) - 1} once, and {int(missing[0])} is not"
+        msg = f"expected token ids 0 to {len(ids) - 1} once each, and {int(missing[0])} is not"
         raise invalid(order, msg, f"fix: {FIXES['drafter']}")
 
 

@@ -76,7 +76,8 @@ def is_text(spec: Spec, prefix: str, name: str) -> bool:
 
 
 def absent_value(name: str) -> float | None:
-    """Return the reference's default of a tensor that a checkpoint may lack, or None."""
+    """Return the value of a tensor that a checkpoint may lack, the reference's default; None for a
+    tensor that it must have."""
     if name.endswith(".layer_scalar"):
         return 1.0
     if name.endswith(CLIP_BOUNDS):

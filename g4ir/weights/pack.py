@@ -148,8 +148,8 @@ class MadeParams:
         return result
 
     def makes(self, param: str) -> list[Callable[[], tensorfile.TensorPieces]]:
-        """Return the function that computes a param; for a large table in pieces of rows, so that
-        it is never fully in memory."""
+        """Return functions that compute a param: one; or several, or one that yields pieces, for
+        consecutive rows of a large table, so that it is never fully in memory."""
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
         v, ops = tables.get(param), {n.op for n in self.packing.recipe(param).nodes}
         if not v or v.type.nbytes() <= TABLE_BYTES or not ops <= {"quantize"}:
@@ -317,7 +317,7 @@ DEFAULT_PLACEMENT = "mmap"
 
 def open_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
     """Open a table param for the embed graph. `host` and `mmap` allocate nothing on the device:
-    their rows are gathered on the host, and only those rows travel."""
+    their rows are gathered on the host, and only those rows are copied to the device."""
     if placement == "mmap":
         return source.tensor(v.name) if v.type.nbytes() <= TABLE_BYTES else RowTable(source, v)
     table = source.tensor(v.name).to(device if placement == "device" else "cpu", copy=True)
@@ -343,7 +343,7 @@ def stored_params(folder: Path, rank: int) -> StoredParams:
 
 
 def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
-    """Return another rank's param locations, given one rank's."""
+    """Return the source of another rank's params, given that of one rank."""
     if isinstance(params, MadeParams):
         share = params.share and replace(params.share, rank=rank)
         return replace(params, share=share, _pending={})
@@ -432,7 +432,7 @@ class UnpackedWeights:
         """Raise EngineError if a param's original values cannot be recovered from the stored
         ones."""
         if not isinstance(self.source, MadeParams) and not self.holds(v):
-            msg = f"no longer holds %{v.name}, only what was made of it"
+            msg = f"no longer holds %{v.name}, only params computed from it"
             raise EngineError(f"{self.path} {msg}: give --checkpoint DIR")
 
     def weight(self, v: Value) -> torch.Tensor:

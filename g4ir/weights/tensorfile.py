@@ -206,7 +206,7 @@ def torch_dtype(entry: Entry) -> torch.dtype:
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Return a key of BITS or RAW."""
+    """Return the code of a torch dtype in files, a key of BITS or RAW."""
     return CODES[str(dtype).removeprefix("torch.")]
 
 
@@ -258,8 +258,8 @@ TensorPieces: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to write: dtype code, shape, and a function that returns it or yields pieces of
-    rows."""
+    """A tensor to write: dtype code, shape, and functions that each return, or yield in pieces,
+    some of its rows; `release`: called when it is written."""
 
     code: str  # a key of BITS or RAW
     shape: tuple[int, ...]

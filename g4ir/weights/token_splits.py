@@ -27,7 +27,7 @@ class Splits:
 
 
 def code_points(text: str) -> np.ndarray:
-    """Return the code points, u64[n], from 1."""
+    """Return the code points of a text, u64[n], plus 1: none is 0, which hashes would ignore."""
     raw = text.encode("utf-32-le", "surrogatepass")
     return np.frombuffer(raw, "<u4").astype(np.uint64) + np.uint64(1)
 
@@ -75,7 +75,8 @@ class HashedTokens:
         return out.take(np.argsort(out.token, kind="stable"))
 
     def _columns(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each index of a character with the tokens that have it."""
+        """Yield each character index, with the tokens that are long enough to have one
+        there."""
         counts = np.bincount(self.characters, minlength=1)
         longer = len(self.texts) - np.cumsum(counts)
         for index, count in enumerate(longer[:-1].tolist()):

@@ -42,7 +42,7 @@ def write_checkpoint(
 
     `media`: kinds whose towers are written too; tensors for which the source has defaults are left
     out. Tensors have `dtype`, by default the source's, and are computed one by one.
-    WeightsError if the directory is not empty, or the disk has no room."""
+    WeightsError if the directory is not empty; InputError if the disk has no room."""
     check_empty(directory)
     values = spec.to_hf()
     base = "" if spec.embedding else "model."  # the config of an encoder names a bare model

@@ -155,7 +155,7 @@ class QuantisedTensors:
     ignored: Mapping[str, str]
 
 
-#: a quantised weight, and its tensor that messages name
+#: a stored tensor of a quantised weight, which errors name; the weight
 ModuleWeight = tuple[TensorRef, StoredWeight]
 
 
@@ -375,8 +375,8 @@ def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
     ref, first = parts[0]
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):
-            expected = f"expected {list(first.shape)} in {first.scheme}, as of expert 0"
-            raise invalid(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
+            expected = f"expected {list(first.shape)}, {first.scheme}, which expert 0 has"
+            raise invalid(other, f"{expected}; found {list(weight.shape)}, {weight.scheme}")
     n, k = first.shape
 
     def join(suffix: str, rows: torch.Tensor | None) -> torch.Tensor:
@@ -393,7 +393,7 @@ def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
     return ref, StoredWeight(shape, joined, release, first.scheme, fault)
 
 
-#: characters of a pattern and of a tensor's name; patterns of a list
+#: max characters of a pattern, and of a tensor's name; max patterns of a list
 MAX_PATTERN, MAX_NAME, MAX_PATTERNS = 400, 200, 1000
 #: max repetitions of a pattern, each of which may multiply the cost by the length of a name; max
 #: combinations of alternatives and optional parts, divided by a factor for each repetition
@@ -430,7 +430,7 @@ def _is_slow(pattern: str) -> bool:
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
     """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
     if _is_slow(pattern):
-        msg = f"pattern {quoted(pattern)} may take for ever"
+        msg = f"pattern {quoted(pattern)} may be too slow to match"
         raise tensorfile.broken(where, msg, "fix: write a simpler one")
     try:
         return re.compile(pattern)
@@ -445,8 +445,8 @@ Selects = Callable[[str, str], bool]
 
 
 def selector(names: tuple[str, ...], where: str) -> Selects:
-    """Return whether a list of `where` names a module: by its name or class, or by a pattern, which
-    is marked `re:`. WeightsError for an unsupported pattern."""
+    """Return a predicate of a module's name and class: whether a list names it, by name, by class
+    or by a pattern of names marked `re:`. WeightsError, with `where`, for unsupported patterns."""
     patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
     if len(patterns) > MAX_PATTERNS:
         msg = f"{len(patterns)} patterns, at most {MAX_PATTERNS}"
@@ -460,5 +460,6 @@ def selector(names: tuple[str, ...], where: str) -> Selects:
 
 
 def excluded(module: str, names: Iterable[str], where: str) -> bool:
-    """Whether a module is excluded: by a pattern of its beginning, or by its end."""
+    """Whether one of `names` excludes a module: as a pattern that matches the beginning of the
+    module's name, or as its end."""
     return any(compiled(n, where).match(module) or module.endswith(n) for n in names)

@@ -98,7 +98,7 @@ class QuantArgs:
 
     @property
     def grid(self) -> ScaleBlocks | None:
-        """Return the blocks of scales; None for an unsupported strategy."""
+        """Blocks of a weight that share a scale; None for an unsupported strategy."""
         group, default_strategy = self.group_size or 0, {None: "tensor", -1: "channel"}
         grids = {
             "tensor": ScaleBlocks(0, 0),
@@ -225,7 +225,7 @@ def _take(
     ref = next(parts[s] for s in SUFFIXES if s in parts)
     if SCALE not in parts and WORDS not in parts:
         if kind and chosen and not ignored and files.of_text(module):
-            msg = "is in no codes: config_groups name its module, `ignore` does not"
+            msg = "is not quantised, but config_groups name its module and `ignore` does not"
             raise invalid(ref, msg, FIX)
         return None
     if ignored:

@@ -151,7 +151,8 @@ def _nonzero(codes: torch.Tensor, group: int) -> torch.Tensor:
 def _checked_groups(
     files: Files, codes: TensorRef, scales: TensorRef, group: int, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return e4m3 scales in f32; WeightsError for NaN, negative ones, and zeros of other values."""
+    """Return e4m3 scales in f32, with 1 for 0 in groups of zeros; WeightsError for NaN, negative
+    scales, and 0 in other groups."""
     stored = files.rows(scales, ids).float()
     checked_scales(scales, stored.where((stored != 0) | _nonzero(files.rows(codes, ids), group), 1))
     return stored.where(stored != 0, 1)

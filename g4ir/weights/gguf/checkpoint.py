@@ -53,8 +53,8 @@ Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
 
 def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
-    """Open a file as a checkpoint; reads no tensor data but norms. Weights that graphs cannot read
-    as codes are dequantised to `dtype`."""
+    """Open a file as a checkpoint; reads no tensor data but norms, and some blocks of types that
+    are quantised again. Weights that graphs cannot read as codes are dequantised to `dtype`."""
     shapes = text_tensors(spec) | (media_tensors(spec, ()) if spec.drafter else {})
     live, ignored, problems = _sorted(file, spec, shapes)
     names = checkpoint_names(spec.text.num_hidden_layers, architecture(file))
@@ -128,7 +128,8 @@ def _checked(
 def _sorted(
     file: Container, spec: Spec, valid: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensors], dict[str, str], list[Mismatch]]:
-    """Sort tensors into live (by checkpoint name), ignored (name -> reason), and unknown."""
+    """Sort tensors into live (by checkpoint name), ignored (name -> reason), and mismatches: those
+    that the spec does not have, or has twice."""
     rules, dead = architecture(file), dead_tensors(spec)
     names_of = checkpoint_names(spec.text.num_hidden_layers, rules)
     problems: list[Mismatch] = []

@@ -214,7 +214,7 @@ def _window(keys: _Keys, default: int | None) -> int:
     return window // BOTH_WAYS * reach
 
 
-#: keys of a draft model: the hidden size of its model, under the names of several converters
+#: keys with the hidden size of a draft model's target, under the names of several converters
 BACKBONE = ("embedding_length_out", "n_embd_backbone")
 
 
@@ -309,7 +309,8 @@ def _pattern(keys: _Keys, layers: int) -> list[bool]:
 
 
 def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
-    """Return the MLP width, and whether layers with shared K and V have twice that width."""
+    """Return the config.json keys of the MLP: its width, the number of layers with shared KV, and
+    (except for draft models) whether those have twice the width."""
     name = "feed_forward_length"
     sizes, shared = keys.by_layer(name, layers), keys.integer("attention.shared_kv_layers", 0)
     if keys.rules.get("drafter"):
@@ -321,7 +322,7 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
     shared_width = keys.one(name, sizes[unshared:] or sizes[:1])
     if shared_width not in (width, 2 * width):
         expected = f"expected {width} or {2 * width}"
-        raise keys.error(name, f"{shared_width} where K and V are shared, {expected}")
+        raise keys.error(name, f"{shared_width} in layers with shared KV, {expected}")
     double = shared > 0 and shared_width == 2 * width
     sizes_of = {"intermediate_size": width, "num_kv_shared_layers": shared}
     return {**sizes_of, "use_double_wide_mlp": double}

@@ -1,6 +1,7 @@
 """Writes a text model as a GGUF file, for llama.cpp and for `gguf.checkpoint`.
 
-Matrices have one type; quantised ones keep their codes if scales are per 32 values or per row.
+Matrices have one type; quantised ones keep their codes if the type has the same ones, and scales
+are per row or per multiple of 32 values.
 Tables and the head have at least 8 bits; routers and vectors are F32. A spec that GGUF metadata
 cannot express is refused: the metadata are read back and compared before any weight is written.
 """
@@ -325,7 +326,7 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
         return {}
     model = tokenizer["model"]
     if model.get("type") != "BPE" or not model.get("byte_fallback"):
-        raise InputError("tokenizer.json: GGUF files take BPE with byte_fallback, as Gemma's is")
+        raise InputError("tokenizer.json: only BPE with byte_fallback, as Gemma's, can be written")
     added = {t["content"]: t for t in tokenizer.get("added_tokens", ())}
     ids = {**model["vocab"], **{text: t["id"] for text, t in added.items()}}
     texts = {i: text for text, i in ids.items()}
