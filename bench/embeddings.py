@@ -118,7 +118,7 @@ def llama_server(program: str, file: Path, threads: int) -> Iterator[tuple[Embed
 
 
 def sentence_transformers(folder: Path, dtype: str) -> Embed:
-    """Return the embeddings of sentence-transformers."""
+    """Return a function that embeds texts by sentence-transformers, in a dtype: f32 [n, size]."""
     from sentence_transformers import SentenceTransformer
 
     how: Any = {"device": "cpu", "model_kwargs": {"dtype": getattr(torch, dtype)}}

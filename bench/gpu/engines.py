@@ -146,7 +146,7 @@ def decode_cell(
 ) -> dict[str, Any]:
     """Measure decode steps after `context` tokens of random KV cache: times on the device and on
     the host."""
-    gc.collect()  # what earlier sessions held, and memory is counted anew
+    gc.collect()  # frees earlier sessions before the peak is reset
     if scale.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -40,7 +40,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A graph of one node, after the nodes that quantise its weights."""
+    """A graph of one node, after the `dequantize` nodes of its weights."""
 
     choice: Choice
     schedule: Schedule
@@ -94,7 +94,7 @@ def all_cases(
 
 
 def _with_weights(g: Graph, n: Node) -> list[Node]:
-    """Return a node, after the nodes that quantise its weights."""
+    """Return the `dequantize` nodes of a node's weights, then the node."""
     made = [g.producers[v.name] for v in n.inputs if v.name in g.producers]
     return [*(m for m in made if m.op == "dequantize"), n]
 

@@ -117,7 +117,7 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class LinkedWeights:
-    """Params computed from a checkpoint's files, and the files' digests."""
+    """Params computed at load from a checkpoint's files, and the files' digests."""
 
     kind: Annotated[str, OneOf(("linked",))]
     directory: Line
@@ -419,7 +419,7 @@ def _check_files(
     for folder, folders, names in os.walk(path, onerror=_raised):
         for entry in map(Path(folder).joinpath, (*folders, *names)):
             kind, at = entry.lstat().st_mode, entry.relative_to(path).as_posix()
-            label = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
+            label = f"{path}: {tensorfile.quoted(at)}"  # the name is untrusted
             if stat.S_ISDIR(kind):
                 continue
             if not stat.S_ISREG(kind):

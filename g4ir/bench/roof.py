@@ -21,7 +21,7 @@ from g4ir.ui.memory import free_on
 #: the buffer: larger than any cache
 BUFFER_BYTES = 1 << 30
 TRIES = 5
-#: on a GPU: bytes that the passes between two events move, max passes, and measurements
+#: on a GPU: bytes moved between two events, maximum passes between them, and number of measurements
 TIMED_BYTES = 8 << 30
 MAX_PASSES = 20
 REPEATS = 10

@@ -183,7 +183,7 @@ def compare_outputs(
 
 
 def request_logits(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> torch.Tensor:
-    """Return f32[batch * output_len, vocab] of one request."""
+    """Return the logits f32[batch * output_len, vocab] of one request."""
     runner.rewind()
     steps = [runner.step(step).float().cpu() for step in request_steps(w, tokens)]
     return torch.stack(steps, 1).flatten(0, 1)

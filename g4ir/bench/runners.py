@@ -142,7 +142,7 @@ class BenchRunner:
             self.step(tokens)
 
     def rewind(self) -> None:
-        """Return to the last context."""
+        """Reset the KV cache to the tokens of the last `set_context`."""
         self.set_context(self._context_tokens)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class BenchRunner:
 
 
 class EngineRunner(BenchRunner):
-    """An engine's session."""
+    """A session of an engine; `rewind` restores a snapshot of the context."""
 
     def __init__(
         self, engine: Engine, batch: int, role: str = "engine", name: str | None = None

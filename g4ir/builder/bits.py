@@ -44,8 +44,9 @@ CANDIDATES = (
 #: formats that are not measured, since their divergence is small -> int5's divergence divided by
 #: theirs (median over the matrices of Gemma 3 270M)
 FINER = {"int6": 5.4, "int8": 24.0}
-#: windows of the text; windows on which errors are measured, and tokens of each; positions of a
-#: window at which a token is drawn; rows of a matrix, and experts of a layer, that are quantised
+#: WINDOWS of the text calibrate; on MEASURED_WINDOWS of them errors are measured, at TOKENS tokens
+#: of each, with gradients of tokens sampled at DRAWN positions. ROWS rows of a matrix, and
+#: SOME_EXPERTS experts of a layer, are quantised for it
 WINDOWS, MEASURED_WINDOWS, TOKENS, DRAWN, ROWS, SOME_EXPERTS = 16, 4, 128, 128, 512, 4
 
 Tensor = torch.Tensor

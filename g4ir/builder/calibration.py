@@ -190,7 +190,7 @@ class InputProducts:
 
     def __init__(self, weights: Iterable[str]) -> None:
         self.weights = frozenset(weights)
-        #: the upper triangles of the sums
+        #: key -> upper triangles of the sums, f32 [parts of the columns, k, k]
         self.sums: dict[str, Tensor] = {}
         #: weight -> its keys in `sums`, one per expert if experts have different inputs; key -> the
         #: weight whose node updates the sum, which other weights may share

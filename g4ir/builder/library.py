@@ -55,7 +55,7 @@ from .sources import shipped_variant
 
 log = logging.getLogger(__name__)
 
-#: the digest of this many bytes at the start identifies a file
+#: bytes at a file's start whose digest identifies it, with its name, size and mtime
 HEADER = 1 << 16
 RECORD = ".json"
 #: prefix of the names of packed weight files
@@ -357,7 +357,7 @@ def _take(
 
 
 def _describe(record: int, facts: Mapping[str, Any]) -> None:
-    """Write an engine's record; EngineError if the disk is full."""
+    """Write an engine's record, the JSON of `facts`; EngineError if it cannot be written."""
     try:
         os.lseek(record, 0, os.SEEK_SET)
         os.ftruncate(record, os.write(record, json.dumps(facts, default=str).encode()))

@@ -91,7 +91,7 @@ class Reader:
             yield from self.fields({**fields, "id": index}, f"text {index}")
 
     def fields(self, values: Mapping[str, Any], where: str) -> Iterator[Window]:
-        """Yield the windows of a document of the fields LINE."""
+        """Yield the windows of a document with the fields LINE; `where` names it in errors."""
         fields = checked_fields(values, where, LINE, ("text", "tokens"))
         name = fields["id"]
         if "text" in fields:

@@ -192,7 +192,7 @@ def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
     def exact(texts: Sequence[Input]) -> Tensor:
         with float64_model(model.model):
             rows = [embedding(text) for text in texts if not isinstance(text, MediaText)]
-        # towers mix dtypes in float64
+        # towers mix dtypes in float64: they run in float32
         with_towers = peer.with_towers and deepcopy(peer.with_towers).float()
         return torch.cat(
             [*rows, *(embedding(text, with_towers).double() for text in texts[len(rows) :])]

@@ -112,7 +112,8 @@ def check_media(
 
 
 def compare_tower(engine: Engine, item: Item) -> tuple[MediaPart, Soft]:
-    """Compare a tower's soft tokens; also return the interpreter's."""
+    """Compare a tower's soft tokens of an item with the interpreter's; return the result, and the
+    interpreter's soft tokens."""
     graph, source = engine.program.graphs[item.tower], engine.runtime.source
     params = {v.name: source.tensor(v.name).to(engine.device) for v in graph.params}
     packing = Packing(engine.program, engine.prologue)

@@ -138,7 +138,9 @@ class HfPeer:
 def _greedy(
     first: Tensor, step: Callable[[Tensor], Tensor], count: int, ids: Tensor
 ) -> tuple[list[int], Tensor]:
-    """Decode greedily after the logits [1, vocab] of a prompt."""
+    """Decode `count` tokens greedily among `ids` i64[N], the first from a prompt's logits [1,
+    vocab], the others by `step` (token -> logits). Return the tokens, and their logits f32[count,
+    N]."""
     ids = ids.to(first.device)
     rows = [first[:, ids].float()]
     while len(rows) < count:

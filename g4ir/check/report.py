@@ -14,7 +14,8 @@ from .media import MediaReport
 
 @dataclass(frozen=True)
 class Position:
-    """Errors of the logits after one token."""
+    """Errors of the logits after token `at`: maximum absolute error, the same relative to the row's
+    RMS, and cosine; `ok`: within the tolerance."""
 
     at: int
     absolute: float

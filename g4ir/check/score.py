@@ -167,7 +167,7 @@ def window_chunk(engines: Sequence[Engine]) -> int:
 def require_same_tokens(engine: Engine, other: Engine, name: str) -> None:
     """Raise InputError, which names the `other` engine, unless both have the same tokens."""
     if (sizes := [e.spec.text.vocab_size for e in (engine, other)])[0] != sizes[1]:
-        problem = "vocabularies of {} and {}: no common tokens".format(*sizes)
+        problem = "vocabularies of {} and {} tokens, which must be the same".format(*sizes)
         raise InputError(f"{name}: {problem}")
     if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
         raise InputError(f"{name}: its tokenizer has other tokens")
@@ -190,7 +190,8 @@ def score_sessions(
 
 
 def score_chunks(sessions: Sequence[Any], w: Window, size: int) -> Iterator[Tensor]:
-    """Yield `score_rows` of each chunk, without ignored labels."""
+    """Yield `score_rows` of each chunk of `size` tokens (without ignored labels), after resetting
+    the sessions."""
     for s in sessions:
         s.reset()
     ids, labels = torch.tensor(w.ids[:-1]), torch.tensor(w.labels[1:])

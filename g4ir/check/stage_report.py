@@ -23,7 +23,8 @@ class OpError:
 
     @property
     def share(self) -> float:
-        """The error divided by the tolerance; infinity for NaN."""
+        """The error divided by the tolerance; infinity for NaN, and for an error without a
+        tolerance."""
         if math.isnan(self.error) or (self.error and not self.budget):
             return math.inf
         return self.error / self.budget if self.budget else 0.0

@@ -35,7 +35,7 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """The adapters of an engine."""
+    """LoRA adapters of an engine by name, in a fixed number of slots."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(repr=False)
 class Engine(EngineParts):
-    """A loaded engine directory; a context that closes it."""
+    """A loaded engine directory; a context manager that closes it."""
 
     #: scheduler of the last `generate`, whose KV caches and recorded steps the next one reuses
     _idle: Scheduler | None = field(default=None, init=False)
@@ -306,7 +306,7 @@ def _requests(
         checked_prompt(prompt, count, vocab, limits.max_seq, f"prompt {i}")
         unfilled = {kind: prompt.count(holder) for kind, holder in placeholder_ids.items()}
         prompt_soft = []
-        for one in [*remaining]:  # per kind, in order
+        for one in [*remaining]:  # fills the prompt's placeholders in order
             if unfilled.get(one.kind, 0) > 0 or i + 1 == len(prompts):
                 unfilled[one.kind] = unfilled.get(one.kind, 0) - one.count
                 remaining.remove(one)

@@ -43,7 +43,7 @@ def index_file(raw: bytes, size: int) -> bytes | None:
 
 
 def as_file(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Serialise an index."""
+    """Return an index's arrays as the bytes of a safetensors file."""
     tensors = {k: FileTensor.of(torch.from_numpy(a)) for k, a in arrays.items()}
     return b"".join(tensor_file(tensors))
 

@@ -115,7 +115,7 @@ class Inspection:
     ids: Sequence[int]
     soft: Sequence[Soft]
     chunk: int | None
-    #: by phase
+    #: phase -> plain graph
     graphs: Mapping[str, Graph]
     types: Mapping[str, Type]
 

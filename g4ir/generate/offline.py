@@ -91,7 +91,7 @@ class Result:
     handle: RequestHandle
     encode_s: float
     codec: Codec | None
-    #: if requested
+    #: log-probabilities of the generated tokens, if requested
     logprobs: list[Logprobs] = field(default_factory=list)
     end: Event | None = None
 

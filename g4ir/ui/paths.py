@@ -69,7 +69,7 @@ def keep_inductor_private(default: str) -> Path:
     return folder
 
 
-#: removed when the process ends
+#: temporary folders that are removed when the process ends
 _until_the_end: list[tempfile.TemporaryDirectory[str]] = []
 #: prefix of temporary folders' names
 PREFIX = "g4ir-"
