@@ -1,5 +1,5 @@
-# g4ir on a CPU, with its server. The volume keeps downloads, engines, and which of them were built here,
-# for the next container.
+# g4ir on a CPU, with its server. The volume keeps downloads, engines, and the record of which engines are
+# trusted, for later containers.
 #
 #     docker build -f docker/cpu.Dockerfile -t g4ir .
 #     docker run -it -v g4ir:/data g4ir g4ir chat e2b --download
@@ -19,7 +19,7 @@ RUN pip install --no-cache-dir -c /tmp/constraints.txt torch \
     --index-url https://download.pytorch.org/whl/cpu
 RUN --mount=from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir -c /tmp/constraints.txt "$(ls /wheels/*.whl)[serve,mm]"
-# Kubernetes names the user by this number.
+# kubernetes.yaml runs the container as this user id.
 RUN useradd --uid 1000 --create-home g4ir && install -d -m 700 -o g4ir -g g4ir /data
 ENV XDG_CACHE_HOME=/data/cache XDG_STATE_HOME=/data/state
 USER g4ir

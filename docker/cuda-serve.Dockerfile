@@ -1,5 +1,5 @@
-# g4ir's server on an NVIDIA GPU, as a user without rights. torch brings the CUDA libraries; the compiler
-# is Triton's and that of builds on first use. cuda.Dockerfile is for benchmarks and tests.
+# g4ir's server on an NVIDIA GPU, as an unprivileged user. torch brings the CUDA libraries; Triton and
+# builds on first use need the compiler. cuda.Dockerfile is for benchmarks and tests.
 #
 #     docker build -f docker/cuda-serve.Dockerfile -t g4ir-cuda-serve .
 #     docker run --gpus all -p 127.0.0.1:8000:8000 -v g4ir:/data g4ir-cuda-serve \
@@ -15,7 +15,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/g4ir
 ENV PATH=/opt/g4ir/bin:$PATH
-# one version of each, as in cuda.Dockerfile
+# pinned to the versions of cuda.Dockerfile
 RUN pip install --no-cache-dir torch==2.11.0 triton==3.6.0
 RUN --mount=from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir "$(ls /wheels/*.whl)[serve,mm]"

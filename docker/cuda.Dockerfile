@@ -1,6 +1,5 @@
-# What engines, their kernels and the scripts in bench/ need on an H100 or H200, one version of each
-# of those that pyproject.toml takes: a torch, the TensorRT
-# whose signatures the backend is compared with. The driver has to be as new as their CUDA.
+# Environment for engines, kernels and the scripts of bench/ on an H100 or H200. torch, Triton and TensorRT
+# are pinned to versions within pyproject.toml's bounds. The driver must support their CUDA version.
 #
 #     docker build -f docker/cuda.Dockerfile -t g4ir-cuda .
 #     docker run --gpus all --ipc host -v "$PWD/results:/results" g4ir-cuda \
@@ -13,7 +12,7 @@ RUN apt-get update \
 RUN python3 -m venv /opt/g4ir
 ENV PATH=/opt/g4ir/bin:$PATH CUDA_HOME=/usr/local/cuda
 
-# torch goes first and alone, so that nothing else can pull in another build of it.
+# torch is installed first, so that no other package pulls in another build of it.
 RUN pip install --no-cache-dir torch==2.11.0 triton==3.6.0 'setuptools>=77'
 RUN pip install --no-cache-dir tensorrt-cu13==11.4.0.106 'onnx>=1.20'
 

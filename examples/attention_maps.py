@@ -2,7 +2,7 @@
 
     python examples/attention_maps.py gemma-3-270m.gguf "The capital of France is" --plot maps.png
 
-The picture has maps of six layers, the mean of their heads: queries down, keys across.
+The plot has maps of at most six layers, averaged over heads: rows are queries, columns keys.
 """
 
 import argparse

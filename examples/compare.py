@@ -1,4 +1,4 @@
-"""Two engines of one model side by side: quality by the loss of a text, and speed.
+"""A model unquantised and quantised: NLL and perplexity of a text, and decode speed.
 
 python examples/compare.py gemma-3-270m.gguf README.md --backend torch --quant int8
 """

@@ -17,7 +17,7 @@ parser.add_argument("--backend", help="of the engine that is built on first use 
 args = parser.parse_args()
 options = {"backend": args.backend} if args.backend else {}
 
-# Built on first use, then found in ~/.cache/g4ir/engines.
+# The engine is built on first use and cached in ~/.cache/g4ir/engines.
 with g4ir.load(args.model, **options) as engine:
     tokenizer = engine.tokenizer()
     prompts = args.prompts

@@ -1,4 +1,4 @@
-"""Logit lens: what each layer's output would predict, if it were the last one's.
+"""Logit lens: the next token that each layer's output predicts through the final norm and head.
 
     python examples/logit_lens.py gemma-3-270m.gguf "The capital of France is" --plot lens.png
 

@@ -68,7 +68,7 @@ class G4irPlatform(Platform):
 
     def is_cpu(self) -> bool:
         """Return False while the worker runs, since vLLM's CPU settings are for its own kernels.
-        After it has ended vLLM asks whether there is accelerator memory to free."""
+        Afterwards vLLM uses this to decide whether to free accelerator memory."""
         return self.ended and not torch.accelerator.is_available()
 
     @classmethod

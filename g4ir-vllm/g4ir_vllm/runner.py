@@ -36,7 +36,8 @@ class Request:
 
 
 class Runner:
-    """Batch, prefix cache and requests of an engine, and the request in prefill."""
+    """Runs requests on an engine: its batch of sequences in decode, at most one request in prefill,
+    and the prefix cache. `rows`: maximum batch size."""
 
     def __init__(self, engine: Engine, rows: int, options: Options) -> None:
         self.engine = engine
@@ -64,7 +65,8 @@ class Runner:
             self.spoiled.discard(name)
 
     def decode(self, tokens: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Append a token to each sequence, by request; return its logits [vocab]."""
+        """Append a token to each sequence (request name -> token) in one step; return request name
+        -> logits [vocab]."""
         if not tokens:
             return {}
         if self.batch.should_shrink():

@@ -53,8 +53,8 @@ class G4irWorker(WorkerBase):
         set_random_seed(self.model_config.seed)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the engine of a prepared folder. EngineError if its limits are below those of the
-        folder's config.json."""
+        """Load the engine of a prepared folder. EngineError if its limits are below vLLM's, which
+        come from the folder's config.json."""
         config, rows = self.model_config.hf_config, self.scheduler_config.max_num_seqs
         given = dict(self.vllm_config.additional_config)
         self.reuse = bool(given.pop(REUSE))
@@ -127,7 +127,8 @@ class G4irWorker(WorkerBase):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Compute a scheduled step. Return None if `sample_tokens` must follow."""
+        """Compute a scheduled step. Return None, after which vLLM calls `sample_tokens`; an empty
+        output if nothing is scheduled."""
         so = scheduler_output
         for name in so.finished_req_ids:
             self._free(name)
@@ -223,7 +224,7 @@ class G4irWorker(WorkerBase):
         )
 
     def _taken(self, index: int, token: list[int]) -> list[int]:
-        """Record the sampled token of a request of the batch."""
+        """Record the sampled token of the request at an index of the batch; return it."""
         batch, name = self.batch, self.batch.req_ids[index]
         end = int(batch.num_tokens_no_spec[index])
         if end < batch.max_model_len:

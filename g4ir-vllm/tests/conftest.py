@@ -25,7 +25,7 @@ def server(engine_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def served(server: Served) -> Iterator[Served]:
-    """The server; what was dictated ends with the test."""
+    """The server; tokens that the test dictated are cleared at its end."""
     yield server
     server.say([])
 
@@ -37,7 +37,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where vLLM differs from `g4ir serve`, a test of both must fail here."""
+    """Mark the tests of DIFFERENCES, where vLLM differs from `g4ir serve`, as strict xfail."""
     for item in items:
         name = item.name if item.name in DIFFERENCES else item.name.partition("[")[0]
         if item.path.name == "test_client.py" and name in DIFFERENCES:

@@ -1,4 +1,4 @@
-"""A processor of logits, by vLLM's own hook for them: the words that a test dictates."""
+"""vLLM logits processor that forces the tokens that a test dictates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-#: names the file in which the script lies, a JSON list of token ids
+#: environment variable with the path of the script, a JSON list of token ids
 VARIABLE = "G4IR_TEST_SCRIPT"
 
 
 class Dictated(LogitsProcessor):
-    """Allows a request the tokens of the script that lay there when it came, one by one."""
+    """Forces each request to generate the script that was in the file when it was added to the
+    batch; after the script it samples freely."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, tuple[list[int], Sequence[int]]] = {}

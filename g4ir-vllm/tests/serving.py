@@ -1,4 +1,4 @@
-"""A tiny engine, the folder that is prepared of it, and vLLM's server over it."""
+"""A tiny engine, its prepared folder, and vLLM's server over it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENIZER = {
 
 
 def chat_engine(folder: Path, variant: str = "tiny-ple", **limits: Any) -> Path:
-    """An engine directory of random weights with a tokenizer and a template of chats."""
+    """Build an engine of random weights, a tokenizer and a chat template; return its directory."""
     sizes = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": ROWS, **limits}
     g4ir.build(variant, folder, backend="reference", random_weights=0, **sizes).close()
     add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
@@ -59,7 +59,7 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=60, **given)
 
     def metric(self, name: str) -> float:
-        """A sum over the labels of one of its metrics."""
+        """Return the value of one of its metrics, summed over labels."""
         text = httpx.get(f"{self.url}/metrics").text
         found = re.findall(rf"^vllm:{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
         assert found, name
@@ -74,11 +74,12 @@ class Served:
             return list(engine.tokenizer().encode(text, add_special_tokens=False).ids)
 
     def dictate(self, patch: Any, *texts: str) -> None:
-        """Write the script, which ends with the test that `patch` belongs to."""
+        """Let new requests generate these texts (see `Dictated`). `patch` is unused: tests of both
+        servers pass it."""
         self.say([i for text in texts for i in self.ids(text)])
 
     def say(self, tokens: list[int]) -> None:
-        """Write these tokens, at once: the server may read at any time."""
+        """Write these token ids to the script atomically: the server may read it at any time."""
         whole = self.script.with_suffix(".new")
         whole.write_text(json.dumps(tokens))
         whole.replace(self.script)

@@ -6,5 +6,5 @@ from tests.serve.test_client import *  # noqa: F403
 
 
 def test_differences_are_of_these_tests() -> None:
-    """None is listed for a test that is not there."""
+    """DIFFERENCES lists existing tests only."""
     assert {name.partition("[")[0] for name in DIFFERENCES} <= {*globals()}

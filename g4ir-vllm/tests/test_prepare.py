@@ -1,4 +1,4 @@
-"""The folder that vLLM is given."""
+"""The folder that `python -m g4ir_vllm.prepare` creates."""
 
 from __future__ import annotations
 

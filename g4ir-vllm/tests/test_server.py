@@ -1,4 +1,4 @@
-"""vLLM's server over an engine: what its clients see beside the tests of both servers."""
+"""vLLM's server over an engine, as clients see it; tests of both servers are in test_client.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_thoughts(
 def test_a_call_end_to_end(
     client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's call is read, its answer given, and the conversation goes on."""
+    """The model's tool call is parsed, its result is sent, and the model answers."""
     served.dictate(monkeypatch, *CALL, "<|tool_response>")
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     got = ask(client, messages=messages, tools=[TOOL], max_tokens=60).choices[0]
@@ -55,7 +55,7 @@ def test_a_call_end_to_end(
     assert (got.finish_reason, got.message.content) == ("stop", "four")
 
 
-#: a call in the model's own form, control tokens by name
+#: Lark grammar of a call in the model's native format, with control tokens by name
 NATIVE = """start: <|tool_call> "call:f{a:" NUMBER "}" <tool_call|> <|tool_response>
 NUMBER: /[1-9][0-9]?/
 """
@@ -63,7 +63,7 @@ NUMBER: /[1-9][0-9]?/
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_of_a_grammar(client: openai.OpenAI, stream: bool) -> None:
-    """No words are dictated: a grammar makes random weights call, and vLLM's parser reads it."""
+    """A grammar, not the script, makes random weights generate a call; vLLM's parser reads it."""
     body = {"structured_outputs": {"grammar": NATIVE}}
     given = {"tools": [TOOL], "max_tokens": 60, "temperature": 1, "extra_body": body}
     numbers = set()
@@ -76,13 +76,13 @@ def test_a_call_of_a_grammar(client: openai.OpenAI, stream: bool) -> None:
 
 
 def test_calls_are_not_forced(client: openai.OpenAI) -> None:
-    """vLLM's parser of this form takes `required` for `auto`; docs/vllm.md says so."""
+    """vLLM's parser of this format treats `required` as `auto` (docs/vllm.md)."""
     got = ask(client, tools=[TOOL], tool_choice="required", max_tokens=8).choices[0]
     assert not got.message.tool_calls and got.message.content
 
 
 def test_schemas_beside_texts(client: openai.OpenAI) -> None:
-    """The grammar of one row holds no other row."""
+    """The grammar of one sequence does not constrain others of the batch."""
     alone = ask(client, max_tokens=40, extra_body=IGNORE).choices[0].message.content
     found: dict[int, Any] = {}
 
@@ -102,8 +102,8 @@ def test_schemas_beside_texts(client: openai.OpenAI) -> None:
 
 
 def test_a_long_prompt_beside_streams(client: openai.OpenAI, served: Served) -> None:
-    """While a prompt of many chunks is computed, who streams gets a token for each chunk; those
-    that are a part of a letter are not seen."""
+    """While a prompt of many chunks is prefilled, a stream gets a token for each chunk; tokens that
+    are part of a character give no event."""
     words = "ab" * (MAX_SEQ // 2 - 40)
     chunks = len(served.ids(words)) // CHUNK
     times: list[float] = []
@@ -129,7 +129,7 @@ def test_a_long_prompt_beside_streams(client: openai.OpenAI, served: Served) -> 
 
 
 def test_readers_that_leave_free_their_rows(client: openai.OpenAI, served: Served) -> None:
-    """More leave than there are rows; then as many as there are rows are answered at once."""
+    """Clients of ROWS streams disconnect, twice; all slots are free afterwards."""
     for _ in range(2):
         streams = [ask(client, stream=True, max_tokens=600, extra_body=IGNORE) for _ in range(ROWS)]
         for s in streams:
@@ -155,7 +155,7 @@ def test_streams_say_what_wholes_do(client: openai.OpenAI) -> None:
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-#: path, fields, and the statuses that may be
+#: path, fields, and the accepted statuses
 REFUSED: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...] = (
     ("/v1/completions", {"prompt": "ab", "prompt_logprobs": 1}, (400,)),
     ("/v1/completions", {"prompt": "ab", "cache_salt": "mine"}, (400,)),

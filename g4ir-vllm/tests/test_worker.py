@@ -1,4 +1,4 @@
-"""vLLM's scheduler and sampler over the rows of an engine, in one process."""
+"""vLLM's scheduler and sampler over the slots of an engine, in one process."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def folder(engine_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    with pytest.MonkeyPatch.context() as patch:  # the core in this process, to look into
+    with pytest.MonkeyPatch.context() as patch:  # engine core in this process, to inspect it
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         return LLM(str(folder))
 
 
 @pytest.fixture
 def runner(llm: LLM) -> Iterator[Any]:
-    """The runner, which holds nothing when a test is over."""
+    """The worker's runner; checks that it has no requests after the test."""
     found = worker(llm).runner
     yield found
     settled(llm)
@@ -52,12 +52,12 @@ def worker(llm: LLM) -> Any:
 
 
 def settled(llm: LLM) -> None:
-    """Run the step in which the worker is told what has ended."""
+    """Run the step in which the scheduler reports finished requests to the worker."""
     llm.llm_engine.engine_core.engine_core.step()
 
 
 def steps(core: Any) -> Iterator[list[Any]]:
-    """What comes of each step, until all has ended."""
+    """Yield the outputs of each step until no request is unfinished."""
     for _ in range(500):
         if not core.has_unfinished_requests():
             return
@@ -77,7 +77,7 @@ def said(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]
 
 
 def test_sixteen_requests_over_four_rows(llm: LLM, engine: Engine, runner: Any) -> None:
-    """Of any length, below and above a chunk, at and off its multiples."""
+    """Prompts of many lengths: below, at and above a chunk and its multiples."""
     prompts = [prompt(n, n) for n in (1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 300)]
     prompts += [prompt(7 + 13 * i, 100 + i) for i in range(8)]
     params = [SamplingParams(temperature=0, **FREE | {"max_tokens": 4 + i}) for i in range(16)]
@@ -131,8 +131,8 @@ def test_what_is_known_of_a_prompt_is_not_computed_again(
 def test_a_prompt_is_computed_between_steps_of_others(
     llm: LLM, engine: Engine, runner: Any
 ) -> None:
-    """While a prompt of many chunks is computed, each step gives the others their token, and
-    computes at most two chunks; the texts are those of single runs."""
+    """While a prompt of many chunks is prefilled, each step decodes a token of the other sequence
+    and computes at most two chunks; tokens equal those of single runs."""
     core, params = llm.llm_engine, SamplingParams(temperature=0, **FREE | {"max_tokens": 40})
     short, long = prompt(6, 1), prompt(9 * CHUNK, 2)
     core.add_request("short", {"prompt_token_ids": short}, params)
@@ -155,7 +155,7 @@ def test_a_prompt_is_computed_between_steps_of_others(
 
 
 def test_requests_that_are_aborted(llm: LLM, engine: Engine, runner: Any) -> None:
-    """One that decodes, one whose prompt is being computed, and one that waits."""
+    """Sequences in decode, one in prefill, and one in the queue."""
     core, params = llm.llm_engine, SamplingParams(temperature=0, **FREE)
     names = []
     for i, count in enumerate((5, 5, 5, 400, 5)):
@@ -173,7 +173,7 @@ def test_requests_that_are_aborted(llm: LLM, engine: Engine, runner: Any) -> Non
 
 
 def test_running_requests_that_are_preempted(llm: LLM, engine: Engine, runner: Any) -> None:
-    """Their rows are freed; they are computed again, and go on where they were."""
+    """Their slots are freed; prompt and generated tokens are prefilled again; decode goes on."""
     core = llm.llm_engine
     params = SamplingParams(temperature=0, **FREE | {"max_tokens": 20})
     for i in range(3):
@@ -194,7 +194,7 @@ def test_running_requests_that_are_preempted(llm: LLM, engine: Engine, runner: A
 def test_steps_that_leave_rows_out(
     llm: LLM, engine: Engine, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that the scheduler has no tokens for wait, and go on where they were."""
+    """Sequences that a step does not schedule keep their state, and go on in a later step."""
     core, given = llm.llm_engine, {"presence_penalty": 0.5, "max_tokens": 20}
     params = SamplingParams(temperature=0, **FREE | given)
     prompts = {f"w{i}": prompt(4 + i, i) for i in range(ROWS)}
@@ -218,7 +218,7 @@ def test_steps_that_leave_rows_out(
 def test_ids_that_are_never_drawn(
     llm: LLM, engine: Engine, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept out of the draw; log-probabilities are told before that."""
+    """Suppressed ids are never sampled; log-probabilities are those before suppression."""
     (never,) = worker(llm).batch.logitsprocs.non_argmax_invariant[-1:]
     (first,) = said(llm, [prompt(8)], SamplingParams(temperature=0, **FREE | {"max_tokens": 1}))
     monkeypatch.setattr(never, "ids", torch.tensor(first))
@@ -247,7 +247,7 @@ def test_what_is_refused_at_the_start(folder: Path, given: dict[str, Any], words
 
 
 def test_the_limits_of_the_engine(folder: Path) -> None:
-    """vLLM's defaults are cut to them; what is smaller is kept."""
+    """Larger limits of vLLM are reduced to the engine's; smaller ones are kept."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(str(folder)).create_engine_config().scheduler_config

@@ -4,8 +4,8 @@ is generated.
 Calls are marked text (see special_tokens.py), with strings between control tokens. Unambiguous
 deviations from the format are accepted: JSON strings, single quotes, bare words, `=` after declared
 keys, missing commas after delimited values, a second pair of braces. Parsed text is final, so all
-of it may be streamed. While a string is open, its tail is held back if it would not belong to an
-unclosed string: braces, and everything from a control token on that ends a call.
+of it may be streamed. While a string is open, text that lies outside of it if its closing delimiter
+is missing is held back: trailing braces, and everything from a control token on that ends a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _PARTIAL_HEAD = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SUR
 _KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
-#: control tokens that end a call; outside of strings also the one that begins reasoning
+#: control tokens that end a call, and (`_BREAKS`) those that end it outside of strings, among which
+#: is the one that begins reasoning
 _ENDS = {_CALL, _CALL_END, *control.END_MARKS}
 _BREAKS = {*_ENDS, control.MARKS[control.CHANNEL]}
 _OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
@@ -40,7 +41,8 @@ _FITS: dict[type, set[str]] = {kind: {"integer", "number"} for kind in (int, flo
 _FITS |= {bool: {"boolean"}, str: {"string"}, list: {"array"}, dict: {"object"}}
 #: maximum nesting of a call's values
 MAX_DEPTH = 64
-#: minimum final characters before arguments are streamed: a shorter text may turn out to be no call
+#: minimum final characters of string arguments before a call is streamed: a shorter text may turn
+#: out to be no call
 MIN_STREAMED = 32
 
 #: parser states: in a key, after a key, in a value, in a streamed string, after a value, or
@@ -74,8 +76,8 @@ def is_bare_key(text: str) -> bool:
 
 
 class CallBody:
-    """Parser of one call's arguments, after `head`. `plain`: a control token of calls ends it even
-    within a string."""
+    """Parser of one call's arguments, after `head`. `plain`: a begin or end token of calls ends it
+    even within a string."""
 
     def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
         self.name, self._parts, self._plain = name, [head], plain
@@ -86,10 +88,12 @@ class CallBody:
         self._schema, self._state = schema, KEY  # of the next value
         self._raw = list[str]()  # text of an unfinished key or value, or the held tail of a string
         self._quote = ""  # delimiter of the open string
-        self._escaped = self._closed = False  # after a backslash; after the end of the call
+        # after a backslash; after a call's end token in the open string
+        self._escaped = self._closed = False
         self._mark: int | None = None  # index in `_raw` of a control token that ends the call
         self._final_chars = 0  # final characters of strings
-        self._json_end = self._seen = len(head)  # input covered by JSON; all input
+        # characters of the call's text: converted to JSON; consumed
+        self._json_end = self._seen = len(head)
 
     @property
     def streams(self) -> bool:
@@ -103,12 +107,13 @@ class CallBody:
 
     @property
     def json(self) -> str:
-        """The final part of the JSON."""
+        """The JSON so far, all of which is final."""
         return "".join(self._json)
 
     @property
     def end(self) -> int:
-        """Where a call without an end token ends: at a control token in its open string."""
+        """The index in `raw` where a call without an end token ends: at the first control token of
+        its open string that ends calls, else at the end of the text."""
         return self._seen - (0 if self._mark is None else len("".join(self._raw)) - self._mark)
 
     def as_written(self, body: str) -> str:
@@ -128,8 +133,8 @@ class CallBody:
         return self.as_written(self.raw) if self._state == DEAD else self.json
 
     def close(self) -> bool:
-        """Close the open string before the braces that end the call; return whether they are
-        there."""
+        """If the closing braces of all open objects stand before the control token in the open
+        string, end the string before them and complete the JSON. Return whether they do."""
         if self._state != TEXT or self._mark is None or not is_text(self._schema):
             return False
         text = "".join(self._raw)[: self._mark].rstrip()
@@ -142,8 +147,8 @@ class CallBody:
         return True
 
     def scan(self, text: str, at: int) -> tuple[int, str]:
-        """Parse text from `at`. Return the end of what was consumed, and how the arguments ended
-        there, or None."""
+        """Parse text from index `at`. Return the index after the consumed text, and how the
+        arguments ended there: DONE, BROKEN, WRONG, or "" if they have not."""
         start, ended = at, ""
         while at < len(text) and not ended:
             at, ended = self._step(text, at)
@@ -319,7 +324,8 @@ class CallBody:
 
 
 def properties(schema: Schema | None, key: str = "properties") -> Mapping[str, Any]:
-    """Return the properties that a schema declares."""
+    """Return the mapping under a schema's keyword: by default the declared properties; empty if it
+    has none."""
     declared = (schema or {}).get(key)
     return declared if isinstance(declared, Mapping) else {}
 
@@ -337,7 +343,8 @@ def is_text(schema: Schema) -> bool:
 
 
 def fits(value: Any, schema: Schema) -> bool:
-    """Whether the schema's types include the value's; a schema without types allows all."""
+    """Whether the schema's types include the value's. None fits every schema, and every value fits
+    a schema without types."""
     kinds = kinds_of(schema)
     return not kinds or value is None or bool(_FITS[type(value)] & kinds)
 
@@ -348,8 +355,8 @@ def _unquoted(raw: str) -> str:
 
 
 def _typed(text: str, schema: Schema) -> Any:
-    """Convert a delimited text to the only schema type that it can be parsed as; otherwise return
-    it as it is."""
+    """Parse a delimited text as a number, boolean, null, list or object if the schema does not
+    allow strings; return it unchanged if that fails or gives another type."""
     if fits("", schema):
         return text
     word = text.strip()

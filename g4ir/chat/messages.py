@@ -42,7 +42,8 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, audio or video part as received; it is decoded by the caller."""
+    """An image, audio or video part as received; the caller decodes it. `where`: its field in the
+    request, for errors."""
 
     kind: str
     part: Any
@@ -186,7 +187,7 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value's repr, cut to 60 characters, for error messages."""
+    """Return a value's repr, cut to 60 characters, for error messages; `nothing` for None."""
     return "nothing" if value is None else repr(value)[:60]
 
 
@@ -238,7 +239,8 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Merge adjacent text parts: templates trim each part, which would drop spaces between them."""
+    """Merge adjacent text parts of each message, and make a content of texts alone a string:
+    templates trim each part, which would drop spaces between them."""
     return tuple(m | {"content": _joined(m["content"])} for m in messages)
 
 
@@ -295,7 +297,7 @@ def _called(answer: Message, waiting: list[Message], where: str) -> Message:
     if len(candidates) == 1:
         return candidates[0]
     ids = ", ".join(shown(c.get("id")) for c in waiting)
-    problem = f"{shown(call_id)} is no call that waits for an answer ({ids})"
+    problem = f"{shown(call_id)} is not the id of one call without a result ({ids})"
     raise InputError(f"{where}.tool_call_id: {problem}; give the id of the call")
 
 

@@ -30,7 +30,7 @@ CHEAP = 1 << 16
 _MARKS = range(0x20000, 0x2A6D7)
 _SHAPE = re.compile("<[^<>]*>")
 Strings = frozenset[str] | tuple[str, ...]
-#: characters scanned per call
+#: characters that `guard` scans at a time
 _BLOCK = 1 << 16
 
 
@@ -51,8 +51,8 @@ PromptInputs = tuple[Sequence[Message], Sequence[Any], Mapping[str, Any]]
 
 
 def guard(inputs: PromptInputs, source: str) -> tuple[PromptInputs, str]:
-    """Mark every `<` of the inputs; return them and the mark, a character that neither they nor the
-    template's source contain. InputError for lone surrogates."""
+    """Insert a mark after every `<` of the inputs; return them and the mark, a character that
+    neither they nor the template's source contain. InputError for lone surrogates."""
     seen = set(source)
 
     def look(text: str) -> str:
@@ -155,15 +155,15 @@ def find(text: str, strings: Strings) -> Iterator[tuple[int, int]]:
 def text_ids(
     tokenizer: Any, texts: Sequence[str], special: bool = False, label: str = "messages"
 ) -> list[list[int]]:
-    """Return the ids of each text. Unlike `encode`, `encode_batch_fast` releases the interpreter's
-    lock: other threads run while a long text is tokenised. InputError, which begins with the label,
-    if the tokenizer fails."""
+    """Return the token ids of each text; `special`: with the tokenizer's BOS and EOS. Unlike
+    `encode`, `encode_batch_fast` releases the GIL: other threads run while a long text is
+    tokenised. InputError, which begins with the label, if the tokenizer fails."""
     try:
         return [e.ids for e in tokenizer.encode_batch_fast([*texts], add_special_tokens=special)]
     except BaseException as e:  # a panic of the library is no Exception
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
-        raise InputError(f"{label}: tokenizer.json does not take a text: {e}") from e
+        raise InputError(f"{label}: tokenizer.json cannot tokenise a text: {e}") from e
 
 
 class Vocabulary:
@@ -226,17 +226,18 @@ class Vocabulary:
         return self.turn is not None
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
-        """Return the prefix-cache points of a prompt, where others are likely to diverge: after the
-        system turn, if there is one, and before the answer's turn."""
+        """Return the token indices at which the prefix cache stores a prompt, since other prompts
+        are likely to diverge there: after the system turn, if `system`, and before the answer's
+        turn."""
         turn = self.controls.get(self.turn or "")
         turns = [i for i, token in enumerate(tokens) if token == turn]
         return tuple(dict.fromkeys([*turns[1:2] * (system and len(turns) > 2), *turns[-1:]]))
 
     def encode(self, prompt: Prompt, media: Iterable[Iterable[int | str]] = ()) -> list[int]:
-        """Return the ids of a prompt; no BOS is added.
+        """Return the token ids of a prompt; no BOS is added.
 
         `media` are the expansions of the placeholders, in order: ids, and texts, which are
-        tokenised with the text around them. Without it placeholders stay one token each.
+        tokenised with the text around them. A placeholder without expansion stays one token.
         """
         texts, ids, remaining = [""], list[int](), iter(media)  # texts between ids
         for piece in prompt.pieces(self._names):
@@ -264,7 +265,7 @@ class Vocabulary:
         out = [[i for _ in parts for i in next(tokenised)] for parts in splits]
         wrong = self.strings.keys() - {self.controls.get(control.UNKNOWN)}
         if bad := next((self.strings[i] for i in chain(*out) if i in wrong), None):
-            raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")
+            raise InputError(f"messages: the tokenizer encodes a text without {bad} as that token")
         return out
 
     def _split(self, text: str) -> list[str]:
@@ -375,7 +376,7 @@ class TokenStream:
     def __init__(self, vocabulary: Vocabulary, spelled: bool = False) -> None:
         self.vocabulary = vocabulary
         self._text = TextStream(vocabulary)
-        #: whether control tokens count with their spelling, or as no text
+        #: whether `length` and `start` count the characters of control tokens
         self._spelled = spelled
         #: characters so far, and offset of the last token's first character; byte tokens of one
         #: character all have its offset
@@ -403,8 +404,8 @@ class TokenStream:
 
 
 def spelled(vocabulary: Vocabulary, ids: list[int]) -> str:
-    """Return the text of ids with control tokens spelled out."""
-    decode = vocabulary.tokenizer.decode_batch  # releases the interpreter's lock
+    """Return the text of token ids with control tokens spelled out."""
+    decode = vocabulary.tokenizer.decode_batch  # releases the GIL
     text: str = decode([ids], skip_special_tokens=False)[0]
     if REPLACEMENT not in text:
         return text

@@ -49,11 +49,12 @@ START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
 
 @dataclass(frozen=True)
 class Event:
-    """A piece of an answer.
+    """A piece of an answer; `text`: of reasoning (kind `thought`) or content.
 
-    `call`: `text` is its arguments as JSON, `arguments` their value, or None for a truncated or
-    unparsable call. If it was `streamed`, events `arguments` came before: `text` is the next piece
-    of the JSON of call `index`, the first of which has the `name`.
+    Kind `call`, at the end of call number `index`: `text` is all of its arguments as JSON,
+    `arguments` their value, or None for a truncated or unparsable call. If it was `streamed`, it
+    follows events of kind `arguments`, whose `text` is the next piece of that JSON; only the first
+    of them has the `name`.
     """
 
     kind: str
@@ -66,7 +67,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Answer:
-    """A complete answer; `events`: those released at the end. Arguments of a truncated or
+    """A complete answer; `events`: those that `finish` produced. Arguments of a truncated or
     unparsable call are a string."""
 
     reasoning: str
@@ -77,7 +78,7 @@ class Answer:
 
 
 def call_id() -> str:
-    """Return a new id of a call."""
+    """Return a random id for a tool call."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -134,7 +135,8 @@ class Reader:
 
     @property
     def speaking(self) -> bool:
-        """Whether the next text is content."""
+        """Whether the next text is content, outside of reasoning and of well-formed and malformed
+        calls, unless it begins one of these."""
         return self._state in (START, CONTENT)
 
     def feed(self, text: str) -> list[Event]:
@@ -203,7 +205,8 @@ class Reader:
             self._emit(Event("content", pending))
 
     def _text(self, text: str, at: int, end: int) -> int:
-        """Parse text without control tokens; return the end of what was consumed."""
+        """Parse text[at:end], which has no control tokens; return the index after the consumed
+        text."""
         if self._state == HEAD:
             return self._in_head(text, at, end)
         run, before = self._pending + text[at:end], len(self._pending)
@@ -230,7 +233,8 @@ class Reader:
         return run.removeprefix(control.THOUGHT) if thinks else run
 
     def _behind(self, run: str) -> int:
-        """After an unclosed call, look for another one; return the characters consumed."""
+        """After a call (its end token may be missing), look for another one without a begin token;
+        return the number of consumed characters."""
         text = run.lstrip()
         near = len(run) - len(text) <= LONGEST_GAP
         if near and _WORD.startswith(text):
@@ -259,7 +263,8 @@ class Reader:
             self._close(mark)
 
     def _close(self, mark: str = _CALL) -> None:
-        """Leave the state that a control token ends: reasoning, or the one after a call."""
+        """Leave the state that a control token ends, such as reasoning, for CONTENT. A token that
+        does not end the state is ignored."""
         state, named = self._state, self._pending == _NAME
         if mark == {OPENING: _CALL_END, THINKING: _CALL_END, BEHIND: _CHANNEL_END}.get(state):
             return
@@ -278,7 +283,7 @@ class Reader:
             self._emit_text("thought" if self._state in (OPENING, THINKING) else "content", pending)
 
     def _in_head(self, text: str, at: int, end: int) -> int:
-        """Parse a call's name up to its opening brace; return the end of what was consumed."""
+        """Parse a call's name up to its opening brace; return the index after the consumed text."""
         match = _BRACE.search(text, at, end)
         stop = match.end() if match else end
         self._pending += text[at:stop]
@@ -304,8 +309,8 @@ class Reader:
             self._mark(mark)
 
     def _in_body(self, text: str, at: int) -> tuple[int, str]:
-        """Parse a call's arguments; return the end of what was consumed, and text to parse again
-        first."""
+        """Parse a call's arguments. Return the index after the consumed text, and text to parse
+        again before the rest ("": none)."""
         end, ended = self._body.scan(text, at)
         if ended == BROKEN:
             return end, self._end_body()

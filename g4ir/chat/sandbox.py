@@ -1,8 +1,8 @@
 """Renders untrusted templates in jinja2's immutable sandbox, with limits on time and memory.
 
 The sandbox blocks access to objects and files. Templates have the filters and methods that
-published ones use; those of them that multiply values are checked in advance. Each step and each
-new value is charged to a budget, which also checks the time.
+published ones use; the size of a result that may be much larger than its operands is checked in
+advance. Each step and each new value is charged to a budget of memory and time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jinja2.visitor import NodeTransformer
 
 #: limits of rendering: characters of the prompt and of any value, seconds, and bytes of all values
 MAX_TEXT, MAX_SECONDS, MAX_MEMORY = 4 << 20, 10.0, 512 << 20
-#: limits: bits of an integer; characters of a strip set; columns of an indent
+#: maximum bits of an integer; maximum value or length of an argument of SHORT
 MAX_BITS, MAX_SHORT = 4096, 256
 #: bytes charged per step and per element
 ELEMENT = 64
@@ -101,7 +101,7 @@ def check_size(size: int) -> int:
 
 
 def charged(value: Any) -> Any:
-    """Charge a new value and return it."""
+    """Charge a new value to the budget and return it. LimitError if it is too large."""
     size = 0
     if isinstance(value, str):
         size = check_size(len(value)) * (1 if value.isascii() else 4)
@@ -143,11 +143,12 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], named: Mapping[s
     elif name == "join":
         check_size(len(value) * sum(len(str(x)) for x in (first, second) if x))
     elif name == "sum" and (args[1:] or "start" in named):
-        raise LimitError("sum: adds numbers alone")
+        raise LimitError("sum: a start value is not supported")
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter with the limits. An environment or context that jinja2 passes comes first."""
+    """Return a filter that checks and charges operand and result. An environment or context that
+    jinja2 passes is the first argument, before the operand."""
     first = int(getattr(function, "jinja_pass_arg", None) is not None)
 
     @wraps(function)
@@ -166,7 +167,8 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Counted:
-    """A loop's iterable that charges each step, including the `text` of the loop's body."""
+    """A loop's iterable that charges each step. `text`: characters of literal text in the loop's
+    body, charged too."""
 
     def __init__(self, values: Any, text: int = 0) -> None:
         BUDGET.spend()

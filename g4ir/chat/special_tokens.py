@@ -57,8 +57,8 @@ _SPELLED = str.maketrans({mark: text for text, mark in MARKS.items()})
 
 
 def aliases(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the control tokens by which a format writes tools and their strings, by those of the
-    full format: the syntax is the same, and so is its parser."""
+    """Return {control token of the full format: a format's own} for those tokens of tool calls and
+    their strings that differ. Otherwise the syntax is the same, so one parser reads both."""
     shared = _FULL_FORMAT["controls"].keys() & row["controls"].keys() - {"media"}
     pairs = (zip(_FULL_FORMAT["controls"][name], row["controls"][name]) for name in shared)
     return {full: text for full, text in chain(*pairs) if text != full}
@@ -83,8 +83,8 @@ END_MARKS = frozenset(MARKS[text] for text in ENDS)
 
 
 def find_format(declared: str, text: str) -> str:
-    """Return the chat format of models whose spec declares `declared`, found in a template or a
-    tokenizer."""
+    """Return the chat format, of those for specs that declare `declared`, whose marker occurs in
+    `text` (a template, or all control tokens of a tokenizer); if there is none, `declared`."""
     rows = ((name, row) for name, row in CHAT_FORMATS.items() if row.get("of") == declared)
     return next((name for name, row in rows if row["marker"] in text), declared)
 
@@ -100,7 +100,8 @@ def replace_surrogates(text: str) -> str:
 
 
 class Lexer:
-    """Pieces of text in, marked text out. `prompt_tail`: its turns tell the format."""
+    """Pieces of text in, marked text out. `prompt_tail`: the end of the prompt; other formats'
+    control tokens are recognised only if it has their turn tokens."""
 
     def __init__(self, prompt_tail: str = TURN) -> None:
         has_other_turns = any(turn in prompt_tail for turn in TURNS if turn != TURN)
@@ -115,6 +116,6 @@ class Lexer:
         return self._control.sub(lambda match: MARKS[match[0]], certain)
 
     def flush(self) -> str:
-        """Return the held text, a prefix of a control token that was not completed."""
+        """Return the buffered text, an incomplete control token."""
         pending, self._pending = self._pending, ""
         return pending

@@ -68,7 +68,7 @@ class Template:
 
     @staticmethod
     def built_in(chat_format: str, note: str | None = None) -> Template:
-        """Return the built-in template of a chat format; InputError for another one."""
+        """Return the built-in template of a chat format; InputError for an unknown format."""
         if chat_format not in CHAT_FORMATS:
             allowed = ", ".join(CHAT_FORMATS)
             raise InputError(f"chat form {chat_format!r}: must be one of {allowed}, or a Template")
@@ -174,7 +174,7 @@ class Template:
             "add_generation_prompt": True,
             **options,
         }
-        from .sandbox import RenderError, render  # jinja2 takes a tenth of a second
+        from .sandbox import RenderError, render  # importing jinja2 takes 0.1 s
 
         try:
             return render(self.source, self.origin, variables)
@@ -234,7 +234,7 @@ def _folded(messages: Sequence[Message], decode: bool = False) -> list[Message]:
 
 
 def _named(messages: Sequence[Message]) -> list[Message]:
-    """Give tool results the names of their calls."""
+    """Give tool messages without a name that of their call, found by its id; else `unknown`."""
     calls = {c.get("id"): c["function"] for m in messages for c in m.get("tool_calls") or ()}
     names = {id: function["name"] for id, function in calls.items()}
     return [
@@ -244,7 +244,8 @@ def _named(messages: Sequence[Message]) -> list[Message]:
 
 
 def _response(calls: Sequence[Message], answer: Message, decode: bool) -> dict[str, Any]:
-    """Return a tool result with its call's name: by id, else that of the last call."""
+    """Return an entry of `tool_responses`: a tool result with the name of the call that has its id,
+    else the message's own name, else `unknown`. `decode`: a JSON object is decoded."""
     matching = [c for c in calls if c.get("id") == answer.get("tool_call_id")]
     name = matching[-1]["function"]["name"] if matching else answer.get("name") or "unknown"
     content = answer["content"] or ""
@@ -286,14 +287,14 @@ def make_prompt(
 
     As `render`, and: calls and answers are paired, neighbouring texts of a message are one, schemas
     are lowered, and contents are marked, so that they never become control tokens. `continued`: the
-    last message is the head of the answer.
+    last message is the beginning of the answer.
     """
     checked, declared = joined(read_messages(messages)), read_tools(tools)
     check_pairs(checked)
     last = checked[-1]
     if continued:
         if last["role"] != ASSISTANT or last.get("tool_calls") or not last["content"]:
-            problem = "to be continued it must be the assistant's, with text only"
+            problem = "only an assistant message with text and without calls can be continued"
             raise InputError(f"messages[-1]: {problem}")
         options["add_generation_prompt"] = False
     template = _template(form)
@@ -320,11 +321,11 @@ def _prompt(
 def open_chat(
     folder: Path, tokenizer: Any, chat_format: str, label: str
 ) -> tuple[Template, Vocabulary]:
-    """Read a folder's template, or the built-in one of `chat_format`, for a tokenizer. InputError,
-    with the model's `label`, if the tokenizer has no chat turns."""
+    """Return a folder's chat template, or the built-in one of `chat_format`, and the tokenizer's
+    vocabulary. InputError, with the model's `label`, if the tokenizer has no turn tokens."""
     vocabulary = Vocabulary(tokenizer, chat_format)
     if not vocabulary.chats:
-        why = "its tokenizer has no turns of a chat: this model was not made for chats"
+        why = "its tokenizer has no turn tokens: this model was not trained for chat"
         raise InputError(f"{label}: {why}")
     return Template.open(folder, chat_format), vocabulary
 
@@ -332,8 +333,8 @@ def open_chat(
 def prompt_ids(
     prompt: Any, template: Template, vocabulary: Vocabulary, kinds: Sequence[str] = ()
 ) -> list[Any]:
-    """Return the ids of a prompt, or of each of several; one is a text or a list of messages. A
-    single text becomes a user message with media of `kinds`."""
+    """Return the token ids of a prompt, or of each prompt of a list. A prompt is a text or a list
+    of messages; a text becomes a user message. Media of `kinds` are added only to a single text."""
 
     def user_message(content: Any) -> list[Message]:
         return [{"role": "user", "content": content}]

@@ -38,7 +38,7 @@ def within_vocabulary(tokenizer: Any, size: int, path: Path) -> Any:
     if not beyond:  # several tokens share an id
         return tokenizer
     (first, text), names = beyond[0], {text for _, text in beyond}
-    message = "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)"
+    message = "%s: %d tokens with ids beyond the vocabulary size %d are left out, first %r (%d)"
     log.warning(message, path, len(beyond), size, text, first)
     values = json.loads(tokenizer.to_str())
     values["added_tokens"] = [t for t in values["added_tokens"] if t["id"] < size]

@@ -20,7 +20,8 @@ TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 NAME = re.compile(r"[\w.-]{1,128}")
 #: keys of a function that templates read
 OF_FUNCTION = ("name", "description", "parameters", "response")
-#: annotation keywords, without effect on validity
+#: keywords that are dropped without notice, since they constrain no value: annotations,
+#: identifiers, and definitions (references are resolved before)
 NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "examples", "deprecated"}
 #: keywords of a function declaration, in the order of processing
 KEYWORDS = ("description", "type", "enum", "nullable", "items", "properties", "required")
@@ -150,7 +151,8 @@ def resolve_ref(root: Mapping[str, Any], ref: Any) -> Any:
 
 @dataclass
 class _Lowering:
-    """Lowers one schema: references point into `root`; `refs` are those already followed."""
+    """Lowers one schema: `$ref`s point into `root`; dropped keywords are appended to `lost`.
+    `refs` of the methods: references already followed. `count`: schemas so far."""
 
     root: Mapping[str, Any]
     lost: list[str]

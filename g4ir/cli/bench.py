@@ -48,7 +48,7 @@ class Bench(Verb):
     json: str | None = flag(
         "print the report as JSON, or write it to FILE", None, "FILE", nargs="?", const="-"
     )
-    table: bool = flag("print a Markdown table; of reports A.json .. if they are MODEL", False)
+    table: bool = flag("print a Markdown table; of earlier reports if MODEL is A.json ..", False)
     plot: str | None = flag("plot the results, .png or .svg", None, "FILE")
     load: Load
 
@@ -58,7 +58,7 @@ class Bench(Verb):
 
     @property
     def file(self) -> Path | None:
-        """The file of the report."""
+        """The file to write the report to; None: none, or stdout."""
         return None if self.json in (None, STDOUT) else Path(str(self.json))
 
     def __call__(self) -> int:
@@ -75,7 +75,7 @@ class Bench(Verb):
         return 0 if all(r["outputs_agree"] for r in reports) else 1
 
     def _engine_paths(self) -> list[str]:
-        """Return the engines, built on first use for the largest of the batch sizes."""
+        """Return the engine directories, built on first use for the largest of the batch sizes."""
         use, options = self.first_use, self.first_use.options
         if "max_batch" not in self.explicit and not all(is_engine(Path(m)) for m in self.engines):
             largest = max(options.max_batch, *(self.batch or [1]))

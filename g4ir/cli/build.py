@@ -99,7 +99,8 @@ class Build(Verb):
         return output(self.json, result, f"{out}\n")
 
     def _sources(self) -> tuple[Source, BuildOptions]:
-        """Return the spec and the options; MODEL replaces --variant, --spec or --checkpoint."""
+        """Return the spec flags and build options, with MODEL in place of --variant, --spec or
+        --checkpoint."""
         if not (model := self.model):
             return self.source, self.options
         spec = "spec" if Path(model).suffix in SUFFIXES else "checkpoint"

@@ -177,7 +177,7 @@ class Repl:
             self._answer(lambda callback: self.talk.say(text, callback))
 
     def command(self, text: str) -> None:
-        """Execute a command, and print what it did."""
+        """Execute a command, and on a terminal print what it did."""
         name, *operands = text.split(maxsplit=1)
         name = TABLE["aliases"].get(name, name)
         if name not in COMMANDS:
@@ -208,14 +208,14 @@ class Repl:
         if turn.full:
             self._tell("the context is full: /save FILE keeps the conversation, /clear begins anew")
         elif turn.nothing:
-            self._tell("nothing was said yet: your message was taken back")
+            self._tell("no answer was generated: your message was removed")
 
     def attach(self, kind: str, path: str) -> str:
-        """Read a file for the next message."""
+        """Attach a media file to the next message; return a notice with its soft tokens."""
         return f"{self.talk.attach(kind, _path(path)).count} tokens, for the next message"
 
     def file(self, path: str) -> str:
-        """Put a text file before the next message."""
+        """Put a text file before the next message; return a notice with its tokens."""
         return f"{self.talk.attach_text(_path(path))} tokens, for the next message"
 
     def system(self, text: str) -> str:

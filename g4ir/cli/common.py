@@ -50,7 +50,7 @@ FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill
 
 
 def emit(value: Any, indent: int | None = None) -> None:
-    """Print JSON on stdout; records are objects, NaN and infinities null."""
+    """Print JSON on stdout; dataclasses become objects, NaN and infinities null."""
     print(json.dumps(strict(value), indent=indent, default=vars), flush=True)
 
 
@@ -76,7 +76,8 @@ def strict(value: Any) -> Any:
 
 
 def check_model(label: str, spec: Spec, encoder: bool | None) -> None:
-    """Raise InputError unless a model is an encoder, or generates; None: either."""
+    """Raise InputError unless a model is an encoder (`encoder` True) or generates text (False);
+    None: both are accepted."""
     from g4ir.engine.embeddings import need_decoder, need_encoder
 
     if encoder is not None:
@@ -142,7 +143,7 @@ class Load(Programs):
 
 
 class Draft(Part, title="speculative decoding"):
-    """Speculative decoding."""
+    """Flags of speculative decoding."""
 
     draft: str = flag(
         "ngram, mtp (draft model) or none; default: mtp for a folder with one", "none", "SOURCE"
@@ -161,14 +162,16 @@ class Draft(Part, title="speculative decoding"):
             raise InputError(f"{flag_text}: nothing is drafted; give --draft too")
 
     def check(self, label: str, config: BuildConfig) -> None:
-        """Raise InputError if an engine of this config cannot draft so."""
+        """Raise InputError if an engine of this config does not support these flags; `label`: its
+        name in the error."""
         if self.draft != "none" and self.draft_tokens != 0:
             from g4ir.engine.speculative import resolve_draft
 
             resolve_draft(config, label, self.draft, self.draft_tokens)
 
     def scheduler(self) -> dict[str, Any]:
-        """Return fields of SchedulerConfig; the scheduler checks them against an engine."""
+        """Return the fields of SchedulerConfig that these flags set; the scheduler checks them
+        against an engine."""
         from g4ir.engine.speculative import NO_DRAFT, SpeculativeConfig
 
         off = self.draft_tokens == 0
@@ -176,7 +179,7 @@ class Draft(Part, title="speculative decoding"):
 
 
 class OnDisk(Part):
-    """The prefix cache that outlives the process."""
+    """Flag of the prefix cache on disk, which outlives the process."""
 
     prefix_disk: Size = flag("prefix cache on disk: maximum size, such as 4GiB", 0, "BYTES")
 
@@ -188,7 +191,9 @@ class MediaFlags(Part, title="media"):
     image_budget: int | None = setting("maximum soft tokens per image")
     frames: int | None = setting("number of video frames to sample")
     fps: float | None = setting("video frames to sample per second")
-    audio_too_long: Literal["cut", "refuse"] | None = setting("what becomes of longer audio")
+    audio_too_long: Literal["cut", "refuse"] | None = setting(
+        "audio beyond the limit: cut (default) or refuse"
+    )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by name; None: the default."""
@@ -227,9 +232,9 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         encoder: bool | None = False,
         media: Iterable[tuple[str, str]] = (),
     ) -> list[str]:
-        """Return the engines of models, built on first use. Since a build may take minutes, checks
-        come first: flags, `encoder` (whether models must be encoders; None: either), support for
-        `draft`, and for the kinds of `media`. `progress`: default: on stderr."""
+        """Return the engine directories of models, built on first use. Since a build may take
+        minutes, checks come first: flags, `encoder` (as in `check_model`), support for `draft`, and
+        for the kinds of `media`. `progress`: callback with messages, default: to stderr."""
         from g4ir.artefact.directory import is_engine, refuse_options
         from g4ir.builder.library import find_engine
 
@@ -261,8 +266,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
             return [str(find_engine(m, o, check=partial(checked, m), **how)) for m, o in requests]
 
     def checkpoint(self, model: str, explicit: str | None) -> str | None:
-        """Return the original weights of MODEL: --checkpoint, else its own; None for an engine, and
-        for random weights."""
+        """Return the path of MODEL's original weights: --checkpoint (`explicit`), else MODEL's own;
+        None for an engine, a spec file and random weights."""
         from g4ir.artefact.directory import is_engine
 
         random = self.options.random_weights is not None
@@ -315,7 +320,8 @@ class OnEngine(Verb):
     first_use: FirstUse
 
     def engine_path(self, draft: Draft | None = None, **how: Any) -> str:
-        """Return the engine of MODEL, built on first use; `how`: as of FirstUse.engines."""
+        """Return the engine directory of MODEL, built on first use; `how`: arguments of
+        FirstUse.engines."""
         (path,) = self.first_use.engines([self.engine], draft, **how)
         return path
 

@@ -36,7 +36,7 @@ class CompareFormats(Verb):
     """Compare weight formats of a model: size, quality on a text, and speed."""
 
     models: list[str] = argument(
-        f"{ANY_MODEL}: the baseline, as it is; others of the same tokens are further rows",
+        f"{ANY_MODEL}: the baseline; others with the same tokenizer are further rows",
         "MODEL",
         "+",
     )
@@ -69,7 +69,7 @@ class CompareFormats(Verb):
         return 0
 
     def _formats(self) -> Iterator[Format]:
-        """Yield the rows, whose engines are built on first use."""
+        """Yield the formats, one per row of the table; their engines are built on first use."""
         from g4ir.bench.comparison import Format
         from g4ir.check.llama import binding
 
@@ -93,7 +93,8 @@ class CompareFormats(Verb):
             yield Format(f"llama.cpp, {file.stem}", file=file, other=file != Path(first))
 
     def _engines(self, model: str, quant: str | None, requantize: bool = False) -> tuple[str, str]:
-        """Return the engines of a format, with all_logits and without."""
+        """Return two engine directories of a format: with all_logits, for quality, and without, for
+        speed."""
         options = replace(self.first_use.options, quant=quant, requantize=requantize)
         use = replace(self.first_use, options=options)
         return use.engines([model], all_logits=True)[0], use.engines([model])[0]

@@ -49,7 +49,8 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _actions(parser: Parser) -> dict[str, argparse.Action | str]:
-    """Return key -> the argument that it sets, or the name of a setting."""
+    """Return key of a file (`max-gap`) -> the argparse argument that it sets, or, for one of --set,
+    the setting's name."""
     keys: dict[str, argparse.Action | str] = {n.replace("_", "-"): n for n in parser.flags.settings}
     for a in parser._actions:
         if a.dest not in ("help", "settings"):
@@ -99,8 +100,8 @@ def _file(parser: Parser, path: Path) -> dict[str, Any]:
 def _entries(
     tree: Map, actions: Mapping[str, argparse.Action | str]
 ) -> Iterator[tuple[str, argparse.Action | str, list[str]]]:
-    """Yield file, line and key, the argument, and its texts: of each entry, and of each under
-    SETTINGS, whose lists are joined by commas."""
+    """Yield (`file:line: key`, argument, texts of its values) for each entry of a file and for each
+    one under SETTINGS, whose lists are joined by commas."""
     for key, node in tree.entries.items():
         where, action = f"{tree.keys[key]}: {key}", actions.get(key.replace("_", "-"))
         if action:
@@ -127,7 +128,7 @@ def _repeats(action: argparse.Action | str) -> bool:
 
 
 def _parsed(parser: Parser, action: argparse.Action | str, texts: list[str]) -> dict[str, Any]:
-    """Return the values of an argument, parsed as on the command line."""
+    """Return {field: value} of an argument, parsed from texts as on the command line."""
     if len(texts) != 1 and not _repeats(action):
         raise InputError("expected one value")
     if isinstance(action, str):

@@ -32,7 +32,7 @@ NOTE = (
 )
 #: formats with a smaller share of the weights' bytes are omitted
 LITTLE = 0.15
-#: fields of a StepSize -> what a graph without them lacks
+#: fields of StepSize -> what a graph lacks that does not take them, for errors
 SIZES = {"prefill_chunk": "chunks", "batch": "batch", "context": "cache"}
 
 
@@ -63,7 +63,7 @@ class StepSize(Part):
         if new > length:
             detail = f"--draft-tokens {new - 1} and one" if single else f"--prefill-chunk {new}"
             raise InputError(f"{detail} is more than --context {length}")
-        if phase == DRAFT:  # the newest token is not in the caches
+        if phase == DRAFT:  # the newest token is not in the KV cache
             return Step(self.batch or 1, 1, length)
         return Step(self.batch or 1, new, length - new)
 
@@ -107,8 +107,8 @@ class CostOf(Verb):
 
 
 def _formats(graph: Graph, quant: QuantConfig | None) -> str:
-    """Return the formats to which the graph quantises weights; if it no longer does, its params'
-    formats, largest share first."""
+    """Return the name of the quantisation config, if the graph's weights are still to be quantised;
+    else the formats of its params, joined by slashes, largest share of the bytes first."""
     coded = any(v.type.dtype in FORMAT_OF for v in graph.params)
     if quant and not coded and not is_tower(graph.name):
         return quant.name

@@ -17,7 +17,7 @@ from g4ir.ui.files import write_file
 from .common import MediaFlags, OnEngine, Programs, output
 from .verb import flag, json_flag
 
-#: ends of --out
+#: suffixes of --out, which select the format
 NPY, JSONL = ".npy", ".jsonl"
 #: example of an --input line with media
 EXAMPLE = '{"content": ["a red car", {"type": "image", "image": "car.png"}]}'
@@ -30,7 +30,7 @@ WIDTH = 40
 class Embed(OnEngine):
     """Print or write embeddings of texts, images, audio and video."""
 
-    text: list[str] = flag("a text", (), "TEXT")
+    text: list[str] = flag("text to embed", (), "TEXT")
     input: str | None = flag(
         'a text per line of FILE.txt, {"text"} or {"content"} of FILE.jsonl; - for stdin',
         None,
@@ -41,7 +41,7 @@ class Embed(OnEngine):
     dims: int | None = flag("size of the embeddings (Matryoshka)", None, "N")
     truncate: bool = flag("cut texts beyond the context (default: refuse)", False)
     out: str | None = flag(
-        "write them: float32 [texts, size], or JSON lines", None, "FILE.npy|.jsonl"
+        "write the embeddings: float32 [texts, size], or JSON lines", None, "FILE.npy|.jsonl"
     )
     json: bool = json_flag()
     load: Programs
@@ -65,7 +65,7 @@ class Embed(OnEngine):
             engine.embedder.check(self.task, self.dims)
 
             def parts() -> Iterator[Any]:
-                """Yield the embeddings of some thousand texts at a time."""
+                """Yield the embeddings float32 [n, size] of WINDOW texts at a time."""
                 from g4ir.engine.embeddings import WINDOW
 
                 for start in range(0, len(texts), WINDOW):
@@ -88,8 +88,8 @@ class Embed(OnEngine):
 
 
 def read_texts(source: str) -> list[Any]:
-    """Return the texts of a file, or of stdin for `-`; with media their parts. InputError names the
-    line that has none."""
+    """Return the texts of a file, or of stdin for `-`: strings, or lists of parts for lines with
+    `content`. InputError names the line that has no text."""
     name = "stdin" if source == "-" else source
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
@@ -129,7 +129,8 @@ def _text(where: str, line: str, as_json: bool) -> Any:
 
 
 def _write(path: Path, parts: Iterator[Any], shape: tuple[int, int]) -> None:
-    """Write embeddings as they are computed; the file is complete or not there."""
+    """Write embeddings, `shape` [texts, size] together, as they are computed. The file appears only
+    once it is complete."""
     import numpy as np
 
     if path.suffix == NPY:

@@ -69,7 +69,8 @@ def _row(e: CachedEngine) -> dict[str, Any]:
 
 
 def _line(e: CachedEngine) -> str:
-    """Return size, last use, model and the options of its build that are not the default."""
+    """Return a line: name, size, last use, model, and the build options that differ from the
+    defaults."""
     options = " ".join(flags_of({**e.options, "checkpoint": None}))
     notes = ", in use" if e.in_use else ""
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used))

@@ -54,7 +54,7 @@ class NamedGraph(Part):
     options: BuildOptions = options("skip quant settings", GRAPH_SETTINGS)
 
     def check(self) -> None:
-        """Check that the model exists; InputError for options that are fixed in an engine."""
+        """Raise InputError if the model does not exist, or for options that an engine has fixed."""
         if self.built:
             fixed = self.explicit & {"quant", *GRAPH_SETTINGS.split()}
             refuse_options(self.built.path, [*map(flag_of, fixed)])
@@ -76,7 +76,7 @@ class NamedGraph(Part):
 
     @property
     def graph_name(self) -> str:
-        """The graph of --phase; default: the step of a decoder, or an encoder's."""
+        """The name of the graph: --phase, by default `decode`, or `encode` for an encoder."""
         return self.phase or text_graphs(self.spec)[-1]
 
     @property
@@ -86,7 +86,8 @@ class NamedGraph(Part):
 
     @cached_property
     def config(self) -> BuildConfig:
-        """The build options of the engine; flags override them."""
+        """The build config: an engine's own; else that of the flags, with the model's quantised
+        formats and its longest context."""
         if self.built:
             return self.built.config
         spec, requested = self.spec, self.options
@@ -105,8 +106,8 @@ class NamedGraph(Part):
         )
 
     def chosen(self) -> Graph:
-        """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
-        pipeline."""
+        """Return an engine's graph as it runs; without an engine, or with `--after`, the graph
+        after all passes or after that one."""
         if self.after is None and (engine := self.built):
             if self.options.skip:
                 reason = "an engine's graph is what was built"
@@ -134,7 +135,8 @@ class NamedGraph(Part):
         return graph, {*c.skip, *self.options.skip}
 
     def _of_rank(self, graph: Graph) -> Graph:
-        """Return the graph of one rank; InputError for one that ranks do not share."""
+        """Return the graph sharded for one rank; InputError (without an engine) for a graph that is
+        whole on every rank."""
         phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
         if self.graph_name in phases:
             return shard(graph, self.config.sharding)
@@ -152,9 +154,9 @@ def plain_graph(
     media: Media | None = None,
     drafter: Spec | None = None,
 ) -> Graph:
-    """Return a graph before all passes; a tower in the largest size of `media`, or in the variant's
-    own; a step of the drafter, or of the one that is shipped for the variant. Raises InputError if
-    the variant has no such graph."""
+    """Return a graph before all passes: of a tower that for the largest size of `media`, or of the
+    variant's default; of the draft model that of `drafter`, or of the one shipped for the variant.
+    InputError if the variant has no such graph."""
     if phase == DRAFT:
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:
@@ -170,7 +172,8 @@ def plain_graph(
 
 
 def find_graph(program: Program, phase: str, spec: Spec) -> Graph:
-    """Return a graph of an engine; of several sizes of a tower the largest."""
+    """Return an engine's graph of a phase; of a tower's graphs that for the largest size.
+    InputError if there is none."""
     if phase in program.graphs:
         return program.graphs[phase]
     sizes = [g for name, g in program.graphs.items() if name.startswith(f"{phase}_")]

@@ -27,7 +27,7 @@ class Inspect(Verb):
 
 
 def _stated(word: str, model: Model) -> dict[str, str]:
-    """Return the metadata of a model (not of an engine) as text by name."""
+    """Return {name: text} of the metadata of a model that is not an engine."""
     spec = model.spec
     forms = Counter(s.form for s in schemes_of(model.quant, spec).values())
     return {

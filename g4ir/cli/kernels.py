@@ -28,8 +28,8 @@ GPU = "h200"
 
 
 class Kernels(Verb):
-    """Print the kernels of a graph for a GPU and a maximum batch size, and the bytes of weights and
-    caches that a step moves: quantised values and scales of quantised weights."""
+    """Print the kernels of a graph for a GPU and a maximum batch size, and the bytes of weights
+    (quantised values and scales, if they are quantised) and KV caches that a step moves."""
 
     graph: NamedGraph
     step: StepSize
@@ -42,8 +42,8 @@ class Kernels(Verb):
         kernels, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
         facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
         facts |= {"starts": sum(r.starts for r in kernels), "context": context, "bytes": nbytes}
-        text = "{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own\n".format(**facts)
-        text += f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}\n"
+        text = "{phase} on {gpu}, batch up to {batch}: {starts} g4ir kernels\n".format(**facts)
+        text += f"weights and KV cache to read at {count_text(context)} tokens: {si(nbytes, 'B')}\n"
         head = ("op", "nodes", "kernel", "shape", "bytes", "settings")
         rows = [_plain(r) for r in kernels]
         text += aligned([head, *map(_line, kernels)])
@@ -51,7 +51,7 @@ class Kernels(Verb):
 
     def _scheduled(self, graph: Graph) -> tuple[Schedule, Step, dict[str, int]]:
         """Return the kernels of a graph, the step that the options describe, and the bytes of
-        weights and caches that it moves by a node's first result."""
+        weights and KV caches that each node moves, by the name of its first result."""
         step = self.step.of(self.graph)
         card = find_gpu(self.step.gpu or GPU)
         if not card.capability:

@@ -44,7 +44,7 @@ def named_model(word: str) -> Model:
 
 
 def without_quant(options: BuildOptions, preset: Preset, model: Model) -> BuildOptions:
-    """Return options without the preset's quantisation if the file is already quantised."""
+    """Return options without `quant` if it is the preset's and the model is quantised already."""
     quant = preset.options.get("quant")
     same = model.quant and quant is not None and options.quant == quant
     return replace(options, quant=None) if same else options
@@ -68,7 +68,8 @@ def _stated(source: str) -> tuple[Spec, Origin | None]:
 
 
 def _checkpoint_quant(spec: Spec, origin: Origin) -> QuantConfig | None:
-    """Return a checkpoint's weight format; None also for a directory with only a config."""
+    """Return the quantisation config of a checkpoint's weights; None if they are not quantised, and
+    for a directory with only a config.json."""
     if origin.path.is_dir() and not [*origin.path.glob("*.safetensors")]:
         return None
     opened = origin.open(spec, (), spec.dtype)

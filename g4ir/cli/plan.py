@@ -24,7 +24,7 @@ from .models import Model, named_model, without_quant
 from .verb import ANY_MODEL, PRESET, Counts, Verb, argument, flag, flag_of, json_flag, options
 
 ALL = "all"
-#: bytes below which a size lacks its unit
+#: a smaller --gpu size in bytes is taken for one without its unit
 MIN_GPU_BYTES = 1 << 20
 
 
@@ -75,7 +75,8 @@ class PlanModels(Verb):
         return models
 
     def _plan(self, model: Model, gpu: Gpu | None, several: bool) -> Plan:
-        """Make the plan of a model; of several, each at the contexts that it has."""
+        """Return the plan of a model on a GPU. `several`: contexts of --ctx that are longer than
+        the model's are left out, unless all are."""
         ctx, batch, longest = self.ctx, self.batch, model.spec.text.max_position_embeddings
         if model.engine:
             build_options = {"preset", *(f.name for f in fields(BuildOptions))}

@@ -34,9 +34,7 @@ class Run(OnEngine):
     chat: bool = flag("apply the chat template to the prompt", False, title="conversation")
     talk: Talk
     media: MediaFlags
-    dump: str | None = flag(
-        "write values inside the model, such as L*.out, no answer", None, "NAMES"
-    )
+    dump: str | None = flag("write values of the graph, such as L*.out; no answer", None, "NAMES")
     dump_to: str | None = flag("safetensors file of --dump", None, "FILE")
     bos: bool | None = setting("off: no <bos> before a raw prompt")
     sampling: Sampling
@@ -119,7 +117,7 @@ class Run(OnEngine):
         return 0
 
     def _dump(self, offline: OfflineEngine, progress: console.Progress) -> int:
-        """Write values inside the model, and print their names, dtypes and shapes."""
+        """Write the values of --dump to a file, and print their names, dtypes and shapes."""
         from g4ir.generate.dump import write_values
 
         name = "prompt" if self.tokens is None else "tokens"
@@ -159,7 +157,8 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 
 
 def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.Progress) -> Result:
-    """Print each piece as it comes: text, or ids without a tokenizer."""
+    """Answer a request, printing the text of each token as it is generated, or token ids without a
+    tokenizer; return the result."""
     from g4ir.chat.prompt import TextStream
 
     text = TextStream(offline.codec.vocabulary) if offline.codec else None

@@ -189,7 +189,8 @@ class Serve(Verb):
         return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
 
     def _pool(self, router: Any, engines: Mapping[str, str]) -> ModelPool:
-        """Return the Router's models by name; their processes get this verb's flags."""
+        """Return the router's pool of models, from their engine directories by name; their
+        processes get this verb's flags."""
         from g4ir.serve import worker
         from g4ir.serve.pool import ModelPool
 
@@ -224,7 +225,7 @@ class Serve(Verb):
             check_engine(model, self.load.trust)
 
     def make_server(self) -> tuple[Server, Address]:
-        """Create the server from the flags: of several models a Router."""
+        """Return the server (for several models a Router) and its address, from the flags."""
         try:
             from g4ir.serve.app import ANY_NAME, Server
             from g4ir.serve.auth import Auth, allowed_hosts
@@ -307,7 +308,7 @@ def serve_one(pipe: Any, verb: Serve, secret: str) -> None:
 
 
 def _origins(origins: Sequence[str]) -> tuple[str, ...]:
-    """Return web origins in the form that browsers send."""
+    """Return the origins; InputError for one that is not in the form that browsers send."""
     for origin in origins:
         parts = urlsplit(origin)
         web = parts.scheme in ("http", "https") and parts.netloc and not parts.path
@@ -317,7 +318,7 @@ def _origins(origins: Sequence[str]) -> tuple[str, ...]:
 
 
 def _root_path(prefix: str) -> str:
-    """Return the prefix of paths, without a slash at its end."""
+    """Return the URL path prefix without a slash at its end; InputError for an invalid one."""
     path = prefix.rstrip("/")
     if path and (not path.startswith("/") or set(path) & set("?#{} ")):
         raise InputError(f"--root-path {prefix}: expected a path that begins with a slash")
@@ -358,7 +359,8 @@ def _pairs(word: str) -> list[tuple[str, str]]:
 
 
 def _pooled(name: str, engine: Path, memory: int, prefixes: int) -> PooledModel:
-    """Return a pooled model; its bytes are the plan's memory and the prefix cache."""
+    """Return the entry of a model for the pool; `memory`: bytes for all models; `prefixes`: bytes
+    of its prefix cache, added to the planned ones of the engine."""
     from g4ir.backends import find_backend
     from g4ir.builder.load import described
     from g4ir.chat import Template

@@ -18,8 +18,8 @@ from .verb import Verb, flag, flag_of, json_flag
 
 NOTE = """\
 kind: the part of the model; `by name`: that of the first result's name
-rounded, summed: how far two right computations may lie apart, in units of the dtype and in fp32
-units of a sum
+rounded, summed: terms of the tolerance, in rounding units of the model's dtype, and of fp32 for
+sums in another order
 """
 
 
@@ -102,7 +102,7 @@ def _nodes_of(g: Graph, layer: int) -> list[Node]:
 
 
 def _op_facts(o: Op) -> dict[str, Any]:
-    """Return an op's record as a dict."""
+    """Return an op's kind, tolerance and the first paragraph of its definition."""
     return {
         "op": o.name,
         "kind": o.kind or "by name",

@@ -29,7 +29,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Talk(Part, title="conversation"):
-    """A conversation."""
+    """Flags of a conversation."""
 
     system: str | None = flag("system prompt", None, "TEXT")
     tools: str | None = flag("JSON file of tool definitions in OpenAI's format", None, "FILE")
@@ -44,7 +44,7 @@ class Talk(Part, title="conversation"):
 
 
 class Sampling(Part, title="sampling"):
-    """Sampling parameters."""
+    """Flags of sampling."""
 
     max_new_tokens: int | None = flag("maximum tokens to generate", None, "N")
     temperature: float | None = flag("sampling temperature; 0: greedy", None, "T")
@@ -53,7 +53,7 @@ class Sampling(Part, title="sampling"):
     seed: int | None = flag("sampling seed (default: random)", None, "N")
 
     def settings(self) -> dict[str, Any]:
-        """Return the values by name; None: the checkpoint's."""
+        """Return flag -> value; None: the checkpoint's default."""
         return {k: v for k, v in vars(self).items() if k != "explicit"}
 
 
@@ -61,7 +61,7 @@ class Sampling(Part, title="sampling"):
 def open_chat(
     engine: Engine, draft: Draft, disk: OnDisk, talk: Talk, sampling: Sampling
 ) -> Iterator[ChatSession]:
-    """Open a conversation with the flags' settings, for the duration of a context."""
+    """Context with a new conversation that has the flags' settings; closes it at the end."""
     from g4ir.engine.scheduler import SchedulerConfig
     from g4ir.generate.conversation import ChatSession
 
@@ -145,8 +145,8 @@ def chat_summary(turn: Turn, talk: ChatSession) -> str:
 
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
-    """Return an answer's summary line: tokens, tokens/s, tokens per verification step, finish
-    reason."""
+    """Return an answer's summary line: prompt tokens (known: from the prefix cache), new tokens,
+    TTFT, tokens/s, tokens per verification step, finish reason."""
     cached = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""

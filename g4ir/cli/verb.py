@@ -41,7 +41,7 @@ SWITCHES = {"on": True, "off": False}
 
 
 def size(text: str, flag: str) -> int:
-    """`4GiB` -> bytes; 0 is allowed."""
+    """Parse a size: `4GiB` -> bytes; unlike `parse_bytes` this accepts 0."""
     return 0 if text.strip() == "0" else parse_bytes(text, flag)
 
 
@@ -262,7 +262,7 @@ class Flags:
 
 
 def _parser_kwargs(hint: Any, flag: str, default: Any) -> dict[str, Any]:
-    """Return the arguments of add_argument for a field's type."""
+    """Return the arguments of add_argument that a field's type and default determine."""
     if NoneType in get_args(hint):
         (hint,) = (h for h in get_args(hint) if h is not NoneType)
     if get_origin(hint) is Annotated:

@@ -54,7 +54,7 @@ class Verify(OnEngine):
         return compared(path, self.load, self.json, *how)
 
     def _on_texts(self) -> int:
-        """Compare an engine with its unquantised weights on texts."""
+        """Score texts with an engine and, if they are available, its unquantised weights."""
         from g4ir.chat.text_files import check_files
         from g4ir.check.reference import unquantised
         from g4ir.check.stage_report import engine_name
@@ -83,7 +83,8 @@ def compared(
     checkpoint: str | Path | None = None,
     each_pass: bool = False,
 ) -> int:
-    """Compare the logits of an engine directory; `build --verify` does this too."""
+    """Compare the logits of the engine directory `path` with the reference or Hugging Face
+    (`against`), print the report, and return the exit code: 1 if they differ."""
     from g4ir.check.logits import verify_engine
     from g4ir.check.passes import verify_each_pass
 

@@ -49,7 +49,7 @@ class Waveform:
 
     samples: NDArray[Any]
     rate: int  # Hz
-    name: str = "audio"  # for messages: the file's name
+    name: str = "audio"  # in errors and warnings; the file's name if there is one
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +67,8 @@ def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT)
     """Return the features of one audio clip.
 
     `too_long`: `cut` keeps the beginning, as the reference does, and warns; `refuse` raises.
-    InputError, naming the clip, for samples that are none, not finite or of an unknown type, for
-    a rate out of range, and for clips too short for one soft token.
+    InputError, naming the clip, for samples that are missing, not finite or not floats, for a rate
+    out of range, and for clips too short for one soft token.
     """
     if too_long not in (CUT, REFUSE):
         raise InputError(f"too_long {too_long!r}: {CUT} or {REFUSE}")
@@ -138,7 +138,8 @@ _BLOCK = 1 << 18  # outputs at a time, so that memory does not grow with the cli
 
 
 def resampled_length(length: int, old: int, new: int) -> int:
-    """Return the samples of a clip of `length` after a change of rate from `old` to `new`."""
+    """Return the number of samples of a clip of `length` samples after resampling from `old` to
+    `new` Hz."""
     return -(-length * int(new) // int(old))
 
 
@@ -167,7 +168,7 @@ def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
 
 @lru_cache(maxsize=8)
 def _taps(old: int, new: int) -> F64:
-    """Return the filter around each of the `new` phases of an output: [new, taps]."""
+    """Return the windowed sinc for each of the `new` phases of output samples: f64 [new, taps]."""
     cutoff = min(old, new) * ROLLOFF / old  # in cycles per two samples
     reach = math.ceil(ZERO_CROSSINGS / cutoff) + 1
     phase = (np.arange(new) * old % new) / new
@@ -181,7 +182,8 @@ def _taps(old: int, new: int) -> F64:
 
 
 def extract_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
-    """Return f32 [T, F], frames of padding zero, and the mask [T] of frames that hold audio."""
+    """Return features f32 [T, F], zero in frames of padding, and the mask bool [T] of frames that
+    contain audio."""
     if isinstance(settings, RawSettings):
         fill = round_up(len(samples), settings.frame) - len(samples)
         frames = np.pad(samples, (0, fill)).reshape(-1, settings.frame)
@@ -216,7 +218,7 @@ def log_mel(samples: F32, settings: MelSettings) -> F32:
 
 
 def _emphasised(windows: F32, settings: MelSettings) -> F32:
-    """Return the analysed samples [T, frame] of windows [T, frame + 1]."""
+    """Apply pre-emphasis, if any: windows [T, frame + 1] -> [T, frame]."""
     share = np.float32(settings.preemphasis)
     if share <= 0:
         return windows[:, :-1]
@@ -233,8 +235,8 @@ def _hann(length: int) -> F32:
 
 @lru_cache(maxsize=8)
 def mel_filters(settings: MelSettings) -> F64:
-    """Return triangles on the HTK mel scale, not normalised: f64 [fft / 2 + 1, bins]. The uppermost
-    may fall between two points and be zero, as in the reference."""
+    """Return triangular filters on the HTK mel scale, not normalised: f64 [fft / 2 + 1, bins]. A
+    narrow filter may fall between two FFT bins and be zero, as in the reference."""
     ends = np.array([settings.min_frequency, settings.max_frequency])
     low, high = 2595.0 * np.log10(1.0 + ends / 700.0)
     mels = np.linspace(low, high, settings.bins + 2)
@@ -273,7 +275,8 @@ def read_audio(path: str | Path) -> Waveform:
         return _decode(file, path)
 
 
-#: first bytes of the formats that are opened; those of MPEG audio are a frame of layer I to III
+#: first bytes of the formats that are opened; MPEG audio begins with a frame header of layer I, II
+#: or III
 MAGIC = re.compile(rb"RIFF|fLaC|OggS|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]")
 #: a FLAC that was written to a pipe states this number of samples, or more
 UNKNOWN_FRAMES = 1 << 62

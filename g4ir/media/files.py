@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from g4ir.errors import InputError, MissingError
 
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
-#: top-level elements with content: of MP4, of AVI and WAV, of Matroska
+#: types of top-level elements that hold media data: of MP4 (3), of AVI and WAV, of Matroska
 CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT)
 _MAX_ELEMENTS = 1 << 16  # elements to look at, so that the walk through a damaged file ends
 
@@ -67,7 +67,8 @@ def is_cut(file: BinaryIO, total: int) -> bool:
 
 
 def _size(head: bytes) -> int:
-    """Return the size of the element with this header; 0 if it is unknown."""
+    """Return the size in bytes of the element with this header of 24 bytes, header included; 0 if
+    it is unknown."""
     kind, word = head[:4], int.from_bytes(head[4:8], "little")
     if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: leading zeros encode how many
         width = 9 - head[4].bit_length()

@@ -3,8 +3,8 @@
     pixels = read_image("photo.jpg")                             # uint8 [H, W, 3]
     image = prepare_image(pixels, image_settings(spec, 280))   # patches, positions, soft_tokens
 
-From pixels onwards the arithmetic is equal to the bit to the image processors of transformers 5.17
-on a CPU, whose resize works on uint8 and so rounds and clamps after each direction. As the
+From pixels onwards the results are bit-identical to the image processors of transformers 5.17 on a
+CPU, whose resize works on uint8 and so rounds and clamps after each direction. As the
 reference's `load_image` does, we apply the EXIF orientation and convert to RGB by Pillow: alpha is
 dropped, palettes are looked up, of animations the first frame counts. (Its processors, given a
 path, ignore the orientation.) Pixels of 16 bits, which Pillow clips, are scaled.
@@ -39,8 +39,8 @@ MAX_BYTES, MAX_PIXELS = 1 << 28, 1 << 27  # maximum bytes of a file; maximum pix
 
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
-    """One image prepared for a variant. Rows from `soft_tokens` on (merged patches) or from the
-    number of patches on are padding: zeros at position (-1, -1)."""
+    """One image prepared for a variant. If a model takes the patches of a soft token merged into
+    one, P counts those. Patches after the image's own are padding: zeros at position (-1, -1)."""
 
     patches: F32  # [P, cell * cell * 3], order (row, column, channel), values in [0, 1]
     positions: I64  # [P, 2], (x, y)
@@ -85,7 +85,8 @@ def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
 
 
 def resize(frames: U8, grid: Grid) -> U8:
-    """[T, H, W, 3] -> [T, grid.height, grid.width, 3], antialiased bicubic (rule 31)."""
+    """Resize frames by antialiased bicubic interpolation: uint8 [T, H, W, 3] ->
+    [T, grid.height, grid.width, 3] (rule 31)."""
     if frames.shape[1:3] == (grid.height, grid.width):
         return frames
     # A copy, since torch accepts neither read-only arrays nor negative strides.
@@ -98,7 +99,8 @@ def resize(frames: U8, grid: Grid) -> U8:
 
 
 def patchify(frames: U8, cell: int) -> F32:
-    """[T, H, W, 3] -> f32 [T, H * W / cell^2, cell * cell * 3], cells in reading order."""
+    """Cut frames into patches of cell x cell pixels, in reading order: uint8 [T, H, W, 3] -> f32
+    [T, H * W / cell^2, cell * cell * 3]."""
     count, height, width, channels = frames.shape
     cells = frames.reshape(count, height // cell, cell, width // cell, cell, channels)
     flat = cells.transpose(0, 1, 3, 2, 4, 5).reshape(count, -1, cell * cell * channels)
@@ -106,7 +108,7 @@ def patchify(frames: U8, cell: int) -> F32:
 
 
 def positions_of(grid: Grid, settings: ImageSettings) -> I64:
-    """Return (x, y) of every row of the input in reading order, then of padding."""
+    """Return the positions (x, y) of the patches in reading order, then of padding: i64 [P, 2]."""
     size = grid.width // settings.cell, grid.height // settings.cell
     positions = np.stack(np.meshgrid(*map(np.arange, size)), axis=-1).reshape(-1, 2)
     fill = settings.rows - len(positions)
@@ -145,7 +147,7 @@ def _decode(file: BinaryIO, path: Path) -> U8:
 
 def _rgb(image: Any, name: str) -> U8:
     white_is_zero = getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0
-    deep = image.format == "PNG" and image.mode == "I"  # 16 bits in older Pillows
+    deep = image.format == "PNG" and image.mode == "I"  # PNG of 16 bits in older Pillow versions
     image = library("PIL.ImageOps", f"{name}: images need Pillow").exif_transpose(image)
     if image.mode[0] not in "IF":
         return np.array(image.convert("RGB"))

@@ -1,4 +1,4 @@
-"""Replaces placeholders by soft tokens, and cuts prompts into chunks, but no image.
+"""Replaces placeholders by soft tokens, and cuts prompts into chunks without splitting an image.
 
     prompt = merged(tokens, lengths, softs, ids, blocks=True)
     for piece in prompt.pieces(chunk):
@@ -29,8 +29,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of each row that a step processes: start[b] to start[b] + count[b], i64[B] both;
-    `at`: the start, if it is the same in all rows."""
+    """The tokens of each sequence b that a step processes: start[b] to start[b] + count[b], i64[B]
+    both. `at`: the start, if it is the same for all sequences."""
 
     start: Tensor
     count: Tensor
@@ -41,7 +41,7 @@ class Piece:
         return int(self.count.max())
 
     def take(self, t: Tensor, fill: int) -> Tensor:
-        """Return [B, width] of t [B, S], `fill` after a row's last token."""
+        """Return the piece of t [B, S] as [B, width], with `fill` after a sequence's last token."""
         if self.at is not None:
             return t[:, self.at : self.at + self.width]
         column = torch.arange(self.width)
@@ -51,8 +51,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens i64[B,S], of which row b's first lengths[b] are valid; the row of each token in the
-    table of soft tokens, or -1; and its block, or -1."""
+    """Tokens i64[B,S], of which sequence b's first lengths[b] are valid. `soft_rows` i64[B,S]:
+    index of each placeholder's soft token in `table` [N, hidden], else -1; `block_ids` i64[B,S]:
+    index in the prompt of the first token of its block, else -1."""
 
     tokens: Tensor
     lengths: Tensor
@@ -61,26 +62,27 @@ class TokenBatch:
     block_ids: Tensor | None = None
 
     def pieces(self, chunk: int) -> list[Piece]:
-        """Return the steps, each of at most `chunk` tokens per sequence."""
+        """Return the pieces for successive steps, each of at most `chunk` tokens per sequence."""
         return cut(self.lengths, chunk, self.block_ids)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return the piece of the only row from `start` to `stop`, or to the end that `piece_ends`
-        allows if that would split a block."""
+        """Return the piece of the only sequence from `start` to `stop`, or to the end that
+        `piece_ends` gives if that would split a block."""
         if self.block_ids is not None:
             at, end = torch.tensor([[start], [stop]])
             stop = int(piece_ends(at, end, self.lengths, self.block_ids)[0])
         return Piece(torch.tensor([start]), torch.tensor([stop - start]), start)
 
     def boundary(self, index: int) -> int:
-        """Return an index of the only row, or the start of the block that a cut there splits."""
+        """Return `index`, or, if a cut there would split a block, that block's start; for one
+        sequence."""
         if self.block_ids is None:
             return index
         return int(_before_block(torch.tensor([index]), self.lengths, self.block_ids)[0])
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The start and stop of each block of the only row."""
+        """The start and stop of each block of the only sequence."""
         if self.block_ids is None:
             return []
         starts, counts = self.block_ids[self.block_ids >= 0].unique(return_counts=True)
@@ -94,7 +96,8 @@ class TokenBatch:
         return ids if bool((ids >= 0).any()) else None
 
     def put_soft(self, embeds: Tensor, piece: Piece) -> None:
-        """Overwrite the rows of placeholders in a piece's embeds [B, width, hidden]."""
+        """Overwrite the embeddings of placeholders in a piece's embeds [B, width, hidden] by their
+        soft tokens, in place."""
         if self.soft_rows is None or self.table is None:
             return
         rows = piece.take(self.soft_rows, -1)
@@ -109,9 +112,10 @@ class TokenBatch:
 def merged(
     tokens: Tensor, lengths: Tensor, softs: Sequence[Soft], ids: Mapping[str, int], blocks: bool
 ) -> TokenBatch:
-    """Return the prompt of tokens and soft tokens, which passed `check_softs`. `ids`: placeholder
-    of each kind; those of a kind take its soft tokens in row-major order. InputError if their
-    numbers differ."""
+    """Return the batch of tokens i64[B,S] and soft tokens, which passed `check_softs`. `ids`:
+    placeholder id of each kind; a kind's placeholders take its soft tokens in row-major order.
+    `blocks`: whether the model attends to images in both directions. InputError if the numbers of
+    placeholders and soft tokens differ."""
     if not ids:
         return TokenBatch(tokens, lengths)
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
@@ -153,8 +157,8 @@ def _is_rows(x: Any, hidden: int) -> bool:
 
 
 def block_ids(pictures: Tensor) -> Tensor:
-    """bool[B,S] -> i64[B,S], the index in the prompt of the first token of a run, -1 outside of
-    runs. A piece of the prompt has the same ids."""
+    """Return the block of each token, i64[B,S]: the index in the prompt of the first token of its
+    run in `pictures` bool[B,S]; -1 outside of runs."""
     before = torch.nn.functional.pad(pictures, (1, 0))[:, :-1]
     index = torch.arange(pictures.shape[1]).expand(pictures.shape)
     first = index.where(pictures & ~before, 0)
@@ -165,8 +169,8 @@ def block_ids(pictures: Tensor) -> Tensor:
 
 
 def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Piece]:
-    """Return pieces of at most `chunk` tokens per sequence, as long as possible; `piece_ends`
-    says where a row is cut. InputError if a block is longer than a chunk."""
+    """Return pieces of at most `chunk` tokens per sequence, as long as possible, cut where
+    `piece_ends` allows. InputError if a block is longer than a chunk."""
     if block_ids is None:
         starts = range(0, int(lengths.max()), chunk)
         return [
@@ -182,16 +186,15 @@ def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Pi
 
 
 def piece_ends(start: Tensor, stop: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
-    """Return where pieces of rows end, i64[B], which start outside of blocks and should end at
-    `stop`. A stop within a block moves to the block's start; if the piece starts there, to the
-    block's end."""
+    """Return the end of each sequence's piece, i64[B]: `stop`, or, if that is within a block, the
+    block's start; if the piece starts there, the block's end. `start` is not within a block."""
     end = _before_block(stop, lengths, block_ids)
     size = (block_ids == start[:, None]).sum(1)
     return torch.where(end > start, end, start + size)
 
 
 def _before_block(end: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
-    """Return the end, or the start of the block that it would cut."""
+    """Return `end` i64[B], or the start of the block that a cut there would split."""
     last = (end - 1).clamp(min=0)[:, None]
     after = end.clamp(max=block_ids.shape[1] - 1)[:, None]
     here, there = (block_ids.gather(1, i)[:, 0] for i in (last, after))
@@ -207,7 +210,7 @@ def _check_blocks(block_ids: Tensor, chunk: int) -> None:
     if (longest := int(sizes.max())) > chunk:
         row, at = blocks[sizes.argmax()].tolist()
         raise InputError(
-            f"row {row}: the {longest} soft tokens of the image at index {at} see each other "
-            f"and must be in one chunk, of at most {chunk}; build with --prefill-chunk {longest} "
-            f"or more, or give the image fewer soft tokens"
+            f"sequence {row}: the {longest} soft tokens of the image at index {at} attend to each "
+            f"other and must be in one chunk, of at most {chunk}; build with --prefill-chunk "
+            f"{longest} or more, or give the image fewer soft tokens"
         )

@@ -27,7 +27,7 @@ class Soft:
 
 
 def counts(softs: Sequence[Soft]) -> dict[str, int]:
-    """Return soft tokens per kind."""
+    """Return the number of soft tokens of each kind of media."""
     out: dict[str, int] = {}
     for s in softs:
         out[s.kind] = out.get(s.kind, 0) + s.count

@@ -3,8 +3,8 @@
     clip = read_footage("clip.mp4", video_settings(spec))          # patches, positions, times
     clip = prepare_video(Video(frames, rate), video_settings(spec))
 
-Frames are sampled evenly and each is prepared like an image of a smaller budget (rules 31, 38),
-equal to the bit to the video processors of transformers 5.17; files are decoded by av.
+Frames are sampled evenly and each is prepared like an image with fewer soft tokens (rules 31, 38),
+bit-identical to the video processors of transformers 5.17; files are decoded by av.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Video:
 
     frames: U8
     rate: float | None = None  # frames per second
-    name: str = "video"  # for messages: the file's name
+    name: str = "video"  # in errors; the file's name if there is one
 
 
 @dataclass(frozen=True, eq=False)
 class Footage:
     """One video prepared for a variant; every frame is a separate image."""
 
-    patches: F32  # [T, P, cell * cell * 3], rows of padding are zero
+    patches: F32  # [T, P, cell * cell * 3], padding is zero
     positions: I64  # [T, P, 2], (x, y), padding (-1, -1)
     soft_tokens: int  # of each frame
     times: tuple[str, ...]  # of each frame, mm:ss
@@ -62,8 +62,8 @@ MAX_BYTES, MAX_PIXELS, MAX_FRAMES, MAX_DECODED = 1 << 32, 1 << 25, 1 << 20, 1 <<
 
 
 def video_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
-    """Return a variant's settings for video frames; `budget`: soft tokens per frame. InputError as
-    in `image_settings`."""
+    """Return a variant's settings for video frames; `budget`: maximum soft tokens per frame, None:
+    the variant's. InputError as in `image_settings`."""
     return image_settings(spec, frame_budget(spec) if budget is None else budget)
 
 
@@ -104,8 +104,9 @@ def _frame_count(fps: float, seconds: Sequence[float], name: str) -> int:
 def frames_by_time(
     fps: float, seconds: Sequence[float], frames: int | None = None, name: str = "video"
 ) -> tuple[int, ...]:
-    """Return the indices of the frames shown at 0, 1 / fps, ... seconds; of more than `frames`
-    (default FRAMES) as many, evenly spread (`EmbeddingGemma2VideoProcessor` of transformers)."""
+    """Return the indices of the frames shown at 0, 1 / fps, 2 / fps, ... seconds; if these are more
+    than `frames` (default FRAMES), of that many evenly spread ones
+    (`EmbeddingGemma2VideoProcessor` of transformers)."""
     limit, count = FRAMES if frames is None else frames, _frame_count(fps, seconds, name)
     if type(limit) is not int or limit < 1:
         raise InputError(f"{name}: {limit!r} frames asked for; expected at least 1")
@@ -225,7 +226,8 @@ def read_footage(
 
 @dataclass(frozen=True)
 class _Sample:
-    """The frames to take from a file, by their timestamps `keys`; None: by their indices."""
+    """The frames to take from a file: `indices` in presentation order, times in `seconds`, and
+    timestamps in `keys` (time base of the stream) to find them by; None: by their indices."""
 
     total: int  # frames that the file shows
     rate: float | None
@@ -259,15 +261,15 @@ def _sample(path: Path, frames: int | None, fps: float | None, by_time: bool = F
     else:
         indices = spread_frames(seconds, frames_at(fps, seconds, frames, str(path)), str(path))
     late = ticks[0] * unit.numerator / unit.denominator - start
-    late = late if late >= 1 else 0.0  # the audio starts first
+    late = late if late >= 1 else 0.0  # times count from the audio's start if that is earlier
     keys = None if by_index else tuple(ticks[i] for i in indices)
     times = tuple(late + seconds[i] for i in indices)
     return _Sample(len(ticks), rate, indices, times, keys)
 
 
 def _timestamps(container: Any, path: Path) -> Sequence[Any]:
-    """Return the presentation timestamp of each packet that is shown; None if a packet has none, or
-    timestamps restart within the file."""
+    """Return the presentation timestamp of each packet that is shown; None for a packet without,
+    and for all packets if timestamps restart within the file."""
     stream = container.streams.video[0]
     stamps, clock, complete = list[Any](), list[int](), True
     for packet in container.demux(stream):
@@ -286,11 +288,12 @@ def _timestamps(container: Any, path: Path) -> Sequence[Any]:
 
 
 def _decoded(path: Path, sample: _Sample) -> Iterator[U8]:
-    """Decode the frames of a sample one by one. If the decoder drops one, as between a cut and the
-    next key frame, the next is taken, or the last."""
+    """Decode the frames of a sample one by one, as uint8 [H, W, 3]. For one that the decoder drops,
+    as between a cut and the next key frame, the next is taken, or the last."""
     keys, pending, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
     with _opened(path) as container:
-        container.streams.video[0].codec_context.thread_count = 1  # others: decode steps
+        # one thread: the other cores compute decode steps of running requests
+        container.streams.video[0].codec_context.thread_count = 1
         for i, frame in enumerate(container.decode(video=0), 1):
             check_limit()
             check_size(path, frame.width, frame.height, MAX_PIXELS)
@@ -313,7 +316,7 @@ def _upright(frame: Any, path: Path) -> U8:
     pixels: U8 = frame.to_ndarray(format="rgb24")
     if abs(b) > abs(a):
         pixels, a, b, c, d = pixels.swapaxes(0, 1), c, d, a, b
-    if max(abs(b), abs(c)) > 0.02 * min(abs(a), abs(d)):  # a degree
+    if max(abs(b), abs(c)) > 0.02 * min(abs(a), abs(d)):  # more than about a degree
         raise InputError(f"{path}: is shown at an oblique angle; rotate it by right angles only")
     return pixels[:: 1 if d > 0 else -1, :: 1 if a > 0 else -1]
 

@@ -18,8 +18,9 @@ Action = Callable[[Adapters, Mapping[str, Any], Sequence[Path]], str]
 
 
 def load(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path]) -> str:
-    """Load `lora_path` as `lora_name`; `load_inplace`: replace an adapter of that name. Refused for
-    a path outside of `folders`, so that clients cannot read arbitrary files."""
+    """Load the adapter directory `lora_path` under the name `lora_name` and return a message;
+    `load_inplace`: replace an adapter of that name. Refused for a path outside of `folders`, so
+    that clients cannot read arbitrary files."""
     name = schema.TEXT(fields.get("lora_name"), "lora_name")
     path = Path(schema.TEXT(fields.get("lora_path"), "lora_path"))
     if not any(path.resolve().is_relative_to(f.resolve()) for f in folders):
@@ -30,7 +31,7 @@ def load(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path])
 
 
 def unload(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path]) -> str:
-    """Remove `lora_name`; requests that use it finish."""
+    """Remove the adapter `lora_name` and return a message; running requests that use it finish."""
     name = schema.TEXT(fields.get("lora_name"), "lora_name")
     if name not in adapters.loaded:
         message = f"lora_name: no adapter {name[:80]!r} is loaded"
@@ -42,7 +43,7 @@ def unload(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path
 def adapters_of(engine: Engine) -> Adapters:
     """Return an engine's adapters; Refused if it was served without."""
     if engine.adapters is None:
-        message = "this server has no adapters: start one of this model alone with --adapter"
-        message += ", or --set adapter_slots=4"
+        message = "this server has no adapters: serve this model alone, with --adapter"
+        message += " or --set adapter_slots=4"
         raise Refused(400, message, code="not_supported")
     return engine.adapters

@@ -36,7 +36,7 @@ class ResponseFormat(AnswerFormat):
         return "messages" in self.fields
 
     def _echo(self, a: AnswerStream) -> str:
-        """Return the text of an answer's prompt, if it is to be echoed."""
+        """Return the text of an answer's prompt if the request has `echo`, else ""."""
         if not self.fields.get("echo"):
             return ""
         index = a.index // self.requests[0].n
@@ -92,8 +92,8 @@ class ResponseFormat(AnswerFormat):
         return out | {"text_offset": starts}
 
     def _starts(self, a: AnswerStream, echo: str) -> list[int]:
-        """Return the offsets of a prompt's tokens in its text, which may not contain their
-        <bos>."""
+        """Return the character offset of each prompt token in the echoed text, which may lack the
+        <bos> that the tokens have."""
         stream, starts = TokenStream(a.vocabulary, spelled=True), list[int]()
         for token, _ in a.prompt:
             stream.push(token)
@@ -103,7 +103,8 @@ class ResponseFormat(AnswerFormat):
         return [min(max(start - absent, 0), len(echo)) for start in starts]
 
     def first(self, count: int) -> list[dict[str, Any]]:
-        """Return the chunks before the first token, which have the role."""
+        """Return the chunks before the first token: of chat completions, one with the role for each
+        of `count` answers."""
         if not self.chat:
             return []
         delta = {"role": "assistant", "content": ""}
@@ -174,8 +175,8 @@ def usage_of(
     drafts: bool,
     media: Sequence[Soft],
 ) -> dict[str, Any]:
-    """Return the token counts of a request, those of its `media` by kind; with `drafts` also its
-    accepted and rejected draft tokens."""
+    """Return OpenAI's `usage` of a request: token counts, soft tokens of its `media` by kind, and
+    with `drafts` the accepted and rejected draft tokens."""
     counted = [handle.counts for handle in handles]
     prompt, cached = sum(c.prompt for c in counted), sum(c.cached for c in counted)
     new = sum(a.tokens for a in answers)

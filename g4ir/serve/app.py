@@ -71,8 +71,9 @@ Named = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Api:
-    """A protocol: its fields (after translation), the constructor of requests from them, and the
-    format of answers."""
+    """A protocol. `read`: translation of its bodies to chat completions, None if it needs none;
+    `fields`: readers of the translated body's fields; `make`: constructor of engine requests;
+    `format`: format of answers."""
 
     fields: Callable[[Body], Mapping[str, schema.Read]]
     make: Callable[..., Requests] = Prompts.requests
@@ -85,8 +86,8 @@ class Api:
 
 @dataclass(frozen=True)
 class EmbeddingApi:
-    """A protocol of embeddings: the reader of bodies, and the answer to (request, vectors, tokens,
-    model)."""
+    """A protocol of embeddings. `read`: body -> request; `body`: (request, vectors float32 [N, D],
+    number of tokens, model name) -> body of the answer."""
 
     read: Callable[[Body], EmbeddingRequest]
     body: Callable[[EmbeddingRequest, Any, int, str], Body]
@@ -169,7 +170,8 @@ class Server:
         self._media = MediaQueue(self.settings.waiting)
 
     def start(self, engine: Engine) -> list[str]:
-        """Serve this engine from now on; returns lines for the log."""
+        """Serve this engine from now on: answers if it generates, embeddings if it is an encoder.
+        Return lines for the log."""
         if engine.spec.embedding:
             self.embedder, self.embeddings = self.name, EmbeddingModel(self.name, engine)
             return []
@@ -185,8 +187,8 @@ class Server:
         return [service.scheduler.prefiller.capacity()]
 
     def read_keys(self) -> int:
-        """Read the key file (again), and return the number of keys. InputError if it is wrong: the
-        keys stay."""
+        """Read the key file (again), if there is one; return the number of keys. InputError if it
+        is wrong; then the keys stay as they were."""
         keys = read_keys(self.key_file) if self.key_file else {}
         default = self.key_limits
         both = (
@@ -416,7 +418,11 @@ class Server:
         """Return the embeddings of texts, or documents ranked by them."""
         self._check_ready()
         if not (model := self.embeddings):
-            raise Refused(400, "no embedding model here: use --embed MODEL", code="not_supported")
+            raise Refused(
+                400,
+                "this server has no embedding model: start it with --embed MODEL",
+                code="not_supported",
+            )
         if api.content_type != JSON:
             self._check_origin(request)
         raw = await self.gate.body(request, api.content_type)
@@ -462,8 +468,8 @@ class Server:
         return [f"{name}:{adapter}" for name in self.names for adapter in self._adapters]
 
     def _check_model(self, name: str | None) -> str:
-        """Return the adapter that a model name means, MODEL:ADAPTER or ADAPTER; empty: none.
-        Refused for an unknown one."""
+        """Return the adapter in a request's model name, MODEL:ADAPTER or ADAPTER; "" if it has
+        none. Refused for an unknown name, and for that of a separate embedding model."""
         if name is None or name in self.names:
             return ""
         if name in self.embedders:
@@ -571,7 +577,7 @@ class Server:
         origin = request.headers.get("origin")
         is_local = origin is None or origin.partition("://")[2] == request.headers.get("host")
         if not is_local and not {"*", origin} & {*self.origins}:
-            message = f"the page at {str(origin)[:80]} may not ask; --allow-origin lets it"
+            message = f"cross-origin request of {str(origin)[:80]}; --allow-origin permits it"
             raise Refused(403, message, code="wrong_origin")
 
     async def answer(self, request: Request, api: Api) -> Response:
@@ -679,8 +685,8 @@ class Running:
         return total | {k: v and round(v, 4) for k, v in times.items()} | {"end": ends}
 
     async def _events(self) -> AsyncIterator[Iterator[tuple[AnswerStream, Event]]]:
-        """Yield batches of events until every answer is over; an empty batch after a silence.
-        Refused if the client disconnects."""
+        """Yield batches of events until every answer is over; an empty batch every LOOK_S seconds
+        without events. Refused if the client disconnects."""
         watcher = self._loop.create_task(self._wait_for_leaving())
         self._look()
         try:
@@ -745,8 +751,8 @@ class Running:
         )
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events, all that are queued at once; an error is the last
-        of them."""
+        """Yield the answer in frames of its format (server-sent events or lines of JSON), all that
+        are queued at once; an error is the last frame."""
         format = self.format
         try:
             async for values in self._pieces():
@@ -760,7 +766,8 @@ class Running:
                 yield format.frame(value, _text(value))
 
     async def _pieces(self) -> AsyncIterator[list[Body] | None]:
-        """Yield the queued chunks, or None (a keepalive) after ALIVE_S seconds of silence."""
+        """Yield the chunks of each batch of events, or None (a keepalive) after ALIVE_S seconds
+        without chunks."""
         yield self.format.first(len(self.answers))
         spoke = time.monotonic()
         async for events in self._events():
@@ -809,8 +816,8 @@ _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 
 def _text(value: Any) -> str:
-    """Return ASCII JSON: model output may contain lone surrogates, escaped. The items of long lists
-    are encoded one by one: the encoder holds the interpreter lock, for seconds with all."""
+    """Return ASCII JSON: lone surrogates in model output are escaped. The items of long lists are
+    encoded one by one, since the encoder holds the GIL, for a list of all of them for seconds."""
     if isinstance(value, list) and len(value) > 64:
         return f"[{', '.join(map(_encode, value))}]"
     if isinstance(value, dict) and any(isinstance(v, list) for v in value.values()):

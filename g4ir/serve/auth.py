@@ -29,7 +29,8 @@ GUARDED = ("/v1/", "/api/", "/metrics", "/tokenize", "/detokenize", "/render", "
 
 @dataclass(frozen=True)
 class Auth:
-    """hosts: allowed Host names, None: any; keys: allowed API keys, (): none is needed."""
+    """Access rules. `keys`: allowed API keys, (): none is needed; `hosts`: allowed Host names,
+    None: any; `max_body`: maximum bytes of a body; `body_s`: maximum seconds to receive it."""
 
     keys: Collection[bytes] = ()
     hosts: tuple[str, ...] | None = None
@@ -37,7 +38,8 @@ class Auth:
     body_s: float = 30.0
 
     def check(self, request: Request, path: str) -> str:
-        """Refuse a request that is not allowed; return the prefix-cache salt of its key."""
+        """Refuse a request that is not allowed. Return the prefix-cache salt of its key, "" if the
+        path or the server needs none."""
         self._check_host(request)
         guarded = path.startswith(GUARDED)
         if not self.keys or not guarded:
@@ -96,7 +98,7 @@ class Auth:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name is loopback."""
+    """Whether a name is `localhost` or a loopback address."""
     try:
         return name in LOCAL or ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -110,8 +112,8 @@ def salt_of(key: bytes) -> str:
 
 
 def read_keys(path: str | Path) -> dict[bytes, KeyLimits]:
-    """Read API keys and their limits from a file, one per line: KEY [requests=N] [tokens=N], both a
-    minute. InputError names the line."""
+    """Read API keys and their limits per minute from a file, one per line: KEY [requests=N]
+    [tokens=N]. InputError gives the number of the wrong key, empty lines not counted."""
     path, keys = Path(path), dict[bytes, KeyLimits]()
     try:
         lines = [line.split() for line in path.read_text().split("\n") if line.strip()]
@@ -119,7 +121,9 @@ def read_keys(path: str | Path) -> dict[bytes, KeyLimits]:
         raise InputError(f"{path}: not UTF-8; write one key a line") from None
     for number, (key, *words) in enumerate(lines, 1):
         if not (key.isascii() and key.isprintable()) or not all("=" in word for word in words):
-            raise InputError(f"{path}: key {number} has characters that no header can have")
+            raise InputError(
+                f"{path}: key {number}: expected printable ASCII without spaces, then limits NAME=N"
+            )
         limits = dict[str, int]()
         for word in words:
             match = re.fullmatch(r"(requests|tokens)=([1-9][0-9]{0,11})", word)

@@ -37,7 +37,7 @@ class EmbeddingModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the model's entry of /v1/models."""
+        """The model's own keys in /v1/models: context length, and sizes of embeddings."""
         sizes = [*getattr(self.engine.spec.embedding, "dims", ())]
         return {"max_model_len": self.engine.limits.max_seq, "embedding_sizes": sizes}
 
@@ -57,8 +57,8 @@ class EmbeddingModel:
         return replace(asked, texts=filled)
 
     async def embed(self, request: Request, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
-        """Return the embeddings float32 [N, D] of a request's texts, and their tokens. Refused for
-        a wrong text, and if the client disconnects."""
+        """Return the embeddings float32 [N, D] of a request's N texts, and their number of tokens.
+        Refused for an invalid text, task or size, and if the client disconnects."""
         return await until_disconnect(request, self._embed(asked))
 
     async def _embed(self, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:

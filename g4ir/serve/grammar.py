@@ -85,8 +85,8 @@ class Grammars:
         many: bool,
         content: Constraint | None = None,
     ) -> FullMask:
-        """Return the mask for an answer that is one call of these functions, or `many`; or, with
-        `content`, JSON of its schema."""
+        """Return the mask for an answer that is one call of these functions, or with `many` one or
+        more. With `content` (a JSON schema) the answer may also be JSON of that schema."""
         named = None if content is None else self._schema(content)
         text = grammar_of(functions, self.vocabulary.controls, many=many, content=named)
         return self._masked(text, "tools", thinking, inside)
@@ -116,7 +116,8 @@ class Grammars:
             raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
 
     def _schema(self, c: Constraint) -> str:
-        """Return a schema, as JSON for llguidance."""
+        """Return a constraint's schema as JSON text for llguidance; refused if it is too long or
+        not supported."""
         if len(json.dumps(c.value)) > LARGEST:
             raise bad(c.field, f"the schema has more than {LARGEST} characters")
 
@@ -145,7 +146,7 @@ class Grammars:
             tables = self._tables
         limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=MAX_STEP_ITEMS)
         matcher = library.LLMatcher(tables, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # trial run
+        matcher.compute_bitmask()  # some errors appear only here
         if error := matcher.get_error():
             reason = f"is not supported: {_short_error(error)}"
             raise bad(field, "matches no text" if "NoExtensionBias" in error else reason)
@@ -154,8 +155,9 @@ class Grammars:
 
 @dataclass
 class Mask:
-    """Logits mask of one answer. `initial`: the state at the start of its grammar; `named`: the
-    field of its constraint; `inside`: whether it is in its reasoning."""
+    """Logits mask of one answer. `initial`: matcher at the start of its grammar, copied for use;
+    `named`: the request's field with the constraint, for errors; `inside`: whether the answer is
+    within its reasoning."""
 
     initial: Any
     named: str
@@ -166,7 +168,8 @@ class Mask:
     read: int = field(default=0, init=False)
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Return int32 words of bits; None: all tokens may follow."""
+        """Return the mask of the next token after `generated`, all tokens of the answer so far:
+        int32 [ceil(vocab / 32)], a bit per token, 1: allowed; None: all are allowed."""
         for token in generated[self.read :]:
             self._read(token)
         self.read = len(generated)
@@ -179,7 +182,7 @@ class Mask:
         if self.matcher is None:
             return None
         words = words_of(self.matcher)
-        if error := self.matcher.get_error():  # in an error state it allows only the end
+        if error := self.matcher.get_error():  # after an error the mask allows only the end
             after = f"after {self.read} tokens"
             raise InputError(f"{self.named}: the grammar fails {after}: {_short_error(error)}")
         return words
@@ -236,7 +239,7 @@ class LazyMask(Mask):
 
 
 def words_of(matcher: Any) -> Any:
-    """Return int32 words of bits: the tokens that may follow."""
+    """Return a matcher's mask of the next token: int32 [ceil(vocab / 32)], a bit per token."""
     return np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
 
 

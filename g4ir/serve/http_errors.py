@@ -48,7 +48,7 @@ def bad(param: str, message: str) -> Refused:
 
 
 def missing(param: str, message: str) -> Refused:
-    """Return a 400 error for an unsupported feature (clients would retry a 5xx)."""
+    """Return the error for an unsupported value of a field: 400, since clients retry 5xx."""
     return Refused(400, f"{param}: {message}", param=param, code="not_supported")
 
 
@@ -71,7 +71,7 @@ def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refu
 
 def ending() -> Refused:
     """Return the error for requests during shutdown."""
-    return later(503, "shutting_down", "the server is shutting down; ask another one")
+    return later(503, "shutting_down", "the server is shutting down; retry at another server")
 
 
 def refusal(
@@ -81,7 +81,8 @@ def refusal(
     wait_s: float = RETRY_S,
 ) -> Refused:
     """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
-    `hidden`: names of the engine, which are left out."""
+    `fields`: names that a message may begin with, which become `param`; `hidden`: names and paths
+    of the engine, which messages leave out; `wait_s`: Retry-After if the queue is full."""
     if isinstance(error, Refused):
         return error
     text = reduce(lambda t, name: t.replace(name, "the engine"), hidden, str(error))
@@ -101,5 +102,5 @@ def refusal(
     log.error("request failed, error %s: %s\n%s", number, named, where)
     # Errors of the engine itself, such as NaN logits, would recur: no Retry-After.
     headers = {"x-should-retry": "false"} if isinstance(error, G4Error) else {}
-    message = f"an error of the server; its log has it as {number}"
+    message = f"internal server error; the server's log has it under the id {number}"
     return Refused(500, message, SERVER, headers=headers)

@@ -86,7 +86,7 @@ def read_schema(
 
 
 def judge(schema: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return why llguidance does not accept a schema, or "", and its warnings."""
+    """Return (why llguidance does not accept a schema, []), or ("", its warnings)."""
     matcher = llguidance().LLMatcher
     grammar = matcher.grammar_from_json_schema(json.dumps(schema))
     failed, messages = matcher.validate_grammar_with_warnings(grammar)
@@ -111,7 +111,7 @@ class _Reader:
     where: str
     strict: bool
     refuse: Callable[[str, str], Refused]
-    #: references that were read
+    #: all `$ref`s of the schema
     refs: set[str] = field(default_factory=set, init=False)
 
     def drop(self, where: str, reason: str) -> None:

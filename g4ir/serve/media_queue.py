@@ -57,8 +57,8 @@ class MediaQueue:
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of some work. If the client disconnects first it is cancelled, and Refused
-    raised."""
+    """Return the result of `work`. If the request's client disconnects first, the work is cancelled
+    and Refused raised."""
     done = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(wait_for_leaving(request))
     try:
@@ -79,5 +79,5 @@ async def wait_for_leaving(request: Request) -> None:
 
 
 def lower_thread() -> None:
-    """Lower the priority of this thread."""
+    """Lower the OS priority of the calling thread."""
     lower_priority(threading.get_native_id())

@@ -31,8 +31,8 @@ DETAILS = {"low": 0, "high": -1, "original": -1}
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """The folder (--media-dir) from which requests may read files; None: not allowed. `max_bytes`:
-    maximum size of a request's files together."""
+    """The folder (--media-dir) below which `file:` URLs may read; None: they are refused.
+    `max_bytes`: maximum size of a request's files together."""
 
     path: Path | None = None
     max_bytes: int = 32 << 20
@@ -45,19 +45,22 @@ class MediaFolder:
         return cls(None if path is None else Path(path).resolve(), max_bytes)
 
     def read(self, url: str, where: str) -> bytes:
-        """Read the file of a URL; InputError if it may not be read."""
+        """Return the bytes of a `file:` URL's file, at most `max_bytes` + 1; InputError for another
+        URL, and for a file that is not below the folder."""
         try:
             parts = urlsplit(url) if url.isprintable() else urlsplit("")
         except ValueError:
             parts = urlsplit("")
         if parts.scheme != "file":
             raise InputError(
-                f"{where}: must be a data URL in base64, such as data:image/png;base64,..., or a "
-                f"file that this server may read; nothing is fetched"
+                f"{where}: must be a base64 data URL, such as data:image/png;base64,..., or a "
+                f"file:// URL below --media-dir; http(s) URLs are not fetched"
             )
         if self.path is None:
-            raise InputError(f"{where}: no file is read here; see --media-dir, or give a data URL")
-        # One message for all errors, which does not reveal whether other files exist.
+            raise InputError(
+                f"{where}: this server has no --media-dir, so it reads no files; give a data URL"
+            )
+        # One message for all errors, so that it does not reveal whether other files exist.
         refused = InputError(f"{where}: is no file that lies below --media-dir")
         try:
             path = Path(url2pathname(parts.path))
@@ -75,7 +78,7 @@ class MediaFolder:
 
 
 def _opened(path: str, flags: int) -> int:
-    # which Windows lacks
+    # Windows lacks both flags.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -87,8 +90,9 @@ def encode_media(
     limit: Limit,
     field: str = "messages",
 ) -> tuple[Soft, ...]:
-    """Return the soft tokens of a request's media, in order; `field`: the field that has them, for
-    errors. Refused or InputError for media that cannot be read, or too many."""
+    """Return the soft tokens of a request's media, in order, within the CPU time of `limit`.
+    `field`: the request's field with the media, for errors. Refused or InputError for media that
+    cannot be read, or too many."""
     items = _read_bytes(engine, media, folder, field)
     settings = {"audio_too_long": REFUSE, **settings}
     with limited(limit):

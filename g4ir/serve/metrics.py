@@ -66,14 +66,15 @@ class Metrics:
         return generate_latest(self.registry)
 
     def took(self, counts: Counts) -> None:
-        """Count a request that ended."""
+        """Add the prompt tokens and times of a request that ended."""
         self.prompts.inc(counts.prompt)
         for attribute, histogram in self.times.items():
             if (seconds := getattr(counts, attribute)) is not None:
                 histogram.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the scheduler, and the model."""
+        """Yield the metrics of the scheduler and the model (called by the registry); none while the
+        engine is loading."""
         if (service := self.service) is None:
             return
         for metric, part in ((GaugeMetricFamily, "gauges"), (CounterMetricFamily, "counters")):

@@ -34,6 +34,6 @@ class Asset:
 
 
 def read_assets() -> dict[str, Asset]:
-    """Return path -> file."""
+    """Return URL path -> file of the page."""
     folder, named = Path(__file__).with_name("assets"), ASSETS.items()
     return {path: Asset((folder / name).read_bytes(), kind) for path, (name, kind) in named}

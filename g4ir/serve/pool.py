@@ -29,9 +29,9 @@ UNLOADED, LOADING, READY, UNLOADING = "unloaded", "loading", "ready", "unloading
 
 @dataclass(eq=False)
 class PooledModel:
-    """A model: its engine, the bytes that it needs, and facts for clients (`tag`: as ollama lists
-    it). `active`: running requests; `used`: when the last one began; `advice`: why it can never
-    fit, else ""."""
+    """A model: the directory of its engine, the bytes of memory that it needs, and its keys in
+    /v1/models (`facts`) and /api/tags (`tag`). `active`: running requests; `used`: monotonic time
+    at which the last one began; `advice`: why it can never fit, else ""."""
 
     name: str
     path: Path
@@ -51,7 +51,8 @@ class PooledModel:
 
 @dataclass(eq=False)
 class Ticket:
-    """A queued request. `blocked`: since when only busy models prevent its model from loading."""
+    """A queued request. `blocked`: monotonic time since which only busy models prevent its model
+    from loading."""
 
     model: PooledModel
     granted: asyncio.Future[None]
@@ -141,8 +142,8 @@ class ModelPool:
             ticket.granted.set_result(None)
 
     def _victims(self, model: PooledModel) -> list[PooledModel]:
-        """Return the models to unload before another is loaded: idle ones first, least recently
-        used first."""
+        """Return the models to unload before another is loaded: those that are being unloaded, then
+        idle ones, then busy ones, then those being loaded; least recently used first."""
         resident = [m for m in self.models if m.resident]
         resident.sort(
             key=lambda m: (m.state != UNLOADING, m.state == LOADING, m.active > 0, m.used)

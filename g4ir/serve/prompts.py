@@ -1,5 +1,4 @@
-"""Converts request fields to engine requests: prompts, sampling parameters, logits masks and output
-parsers."""
+"""Converts request fields to engine requests: prompts, sampling parameters and logits masks."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ class Prompts:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Compiled grammars of structured output."""
+        """Compiler of logits masks for structured output."""
         ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 
@@ -90,7 +89,7 @@ class Prompts:
         if "messages" not in fields:
             return None
         if not self.vocabulary.chats:
-            raise missing("messages", "the tokenizer of this model has no turns of a chat")
+            raise missing("messages", "the tokenizer of this model has no turn tokens")
         options = _template_options(fields)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
@@ -101,7 +100,8 @@ class Prompts:
         return prompt
 
     def warm_up(self) -> None:
-        """Import and compile what the first conversation needs."""
+        """Render and tokenise a conversation, so that the first request does not wait for imports
+        and the compilation of the chat template."""
         fields = {"messages": [{"role": "user", "content": "Hi"}]}
         with suppress(Refused, InputError):
             self.requests(fields, self.render(fields))
@@ -114,7 +114,9 @@ class Prompts:
         salt: str = "",
         adapter: str = "",
     ) -> Requests:
-        """Return the request of a conversation, whose media are `soft`, or one for each prompt."""
+        """Return the engine request of a conversation (`prompt`, with the soft tokens of its
+        media), or without one a request for each text of the field `prompt`. `salt`: of the prefix
+        cache; `adapter`: name of a LoRA adapter."""
         salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
         top, marks = fields.get("logprobs"), tuple[int, ...]()
         if prompt:
@@ -136,7 +138,8 @@ class Prompts:
         return tuple(Request((*t,), n, sampling, **shared) for t, n in zip(ids, counts))
 
     def _mask(self, fields: Fields, prompt: Prompt | None) -> LogitsMask | None:
-        """Return the logits mask for a request's tool choice, response format and reasoning."""
+        """Return the logits mask for a request's tool choice, response format and reasoning budget;
+        None if nothing is constrained."""
         choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.name, strict=not forced) if choice.mode != "none" else []
@@ -180,12 +183,12 @@ class Prompts:
         }
 
     def text(self, tokens: Any) -> str:
-        """Return the text of ids, with control tokens."""
+        """Return the text of token ids, with control tokens spelled out."""
         ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
         return spelled(self.vocabulary, ids)
 
     def _check_length(self, characters: int, name: str) -> None:
-        """Refuse a text that is too long, before it is tokenised."""
+        """Refuse a text that must exceed the context, before it is tokenised."""
         try:
             self.vocabulary.check_length(characters, self.engine.limits.max_seq, name)
         except InputError as e:
@@ -199,7 +202,8 @@ class Prompts:
             return checked_ids(prompt, self.engine.spec.text.vocab_size, "prompt")
 
     def _max_new(self, tokens: Sequence[int], fields: Fields) -> int:
-        """Return the maximum number of new tokens; Refused if they do not fit the context."""
+        """Return the maximum number of new tokens (at least 1); Refused if prompt and new tokens do
+        not fit the context."""
         name, max_seq = "messages" if "messages" in fields else "prompt", self.engine.limits.max_seq
         count = max_new_tokens(fields)
         count = max(max_seq + 1 - len(tokens), 1) if count is None else count

@@ -19,14 +19,14 @@ class KeyLimits:
 
 
 class Bucket:
-    """Token bucket: remaining amount, refilled steadily up to one minute's limit. A request's
-    tokens are known only at its end, so the amount may become negative."""
+    """Token bucket: `level` is the remaining amount, refilled steadily up to `rate`, the limit per
+    minute. A request's tokens are known only at its end, so the level may become negative."""
 
     def __init__(self, rate: int, now: float) -> None:
         self.rate, self.level, self._at = rate, float(rate), now
 
     def wait_s(self, need: float, now: float) -> float:
-        """Return the seconds until `need` is available, 0 if it is."""
+        """Refill the bucket; return the seconds until `need` is available, 0 if it is."""
         self.level = min(self.level + (now - self._at) * self.rate / 60, self.rate)
         self._at = now
         return max(need - self.level, 0) * 60 / self.rate

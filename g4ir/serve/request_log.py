@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-#: accepted ids of clients
+#: request ids of clients that are used as they are
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 #: headers of the id: OpenAI's clients and proxies read the first, Anthropic's the second
 HEADERS = ("X-Request-Id", "request-id")
@@ -20,9 +20,9 @@ HEADERS = ("X-Request-Id", "request-id")
 
 @dataclass
 class RequestLog:
-    """ASGI middleware. log: callback with values that have no text of a request; None: no log (a
-    forwarded request is logged by the process that answers it).
-    count: callback with the path and status of each response, 0 for none."""
+    """ASGI middleware. `log`: callback with the values of a log line, without texts of the request;
+    None: no log. GET requests are not logged, nor are forwarded ones: the process that answers them
+    logs them. `count`: callback with the path and status of each response, 0 for none."""
 
     app: ASGIApp
     log: Callable[..., None] | None = None

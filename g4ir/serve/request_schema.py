@@ -1,5 +1,5 @@
-"""Reads bodies of requests by tables of fields. `null` means absent, unsupported fields are refused
-by name, unknown fields are ignored and logged once.
+"""Parses and checks bodies of requests by tables of fields. `null` means absent, unsupported fields
+are refused by name, unknown fields are ignored and logged once.
 
 `prompts` accepts only the fields of CHAT, as `read_fields` returns them; other protocols' bodies
 are translated to these.
@@ -124,7 +124,8 @@ TEXT: Read = _text
 def that(
     reader: Read, holds: Callable[[Any], bool], words: str, describe: Callable[[Any], Any] = shown
 ) -> Read:
-    """Return a reader that also checks a condition."""
+    """Return a reader that also checks `holds(value)`. An error says "must {words}, found
+    {describe(value)}"."""
 
     def read(value: Any, name: str) -> Any:
         if not holds(reader(value, name)):
@@ -135,12 +136,12 @@ def that(
 
 
 def number(low: float, high: float, reader: Read = NUMBER) -> Read:
-    """Return a reader of numbers of a range."""
+    """Return a reader of numbers from `low` to `high`, both included."""
     return that(reader, lambda value: low <= value <= high, f"be {low} to {high}")
 
 
 def integer(low: int, high: int = MAX_INT) -> Read:
-    """Return a reader of integers of a range."""
+    """Return a reader of integers from `low` to `high`, both included."""
     return number(low, high, INTEGER)
 
 
@@ -151,13 +152,14 @@ def listed(max_items: int, min_items: int = 0, reader: Read = LIST) -> Read:
 
 
 def one_of(*words: str) -> Read:
-    """Return a reader of an enum of strings."""
+    """Return a reader that accepts one of these strings."""
     expected = f"be one of {', '.join(words)}"
     return that(lambda value, _: value, lambda value: value in words, expected)
 
 
 def unsupported(*neutral: Any, fix: str = "leave it out") -> Read:
-    """Return a reader that accepts only neutral values, and ignores them."""
+    """Return a reader of an unsupported field: it returns None for neutral values, which change no
+    answer, and refuses all others with the remedy `fix`."""
 
     def read(value: Any, name: str) -> None:
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
@@ -215,7 +217,8 @@ def _options(value: Any, name: str) -> dict[str, Any]:
 
 
 def _messages(value: Any, name: str) -> list[Any]:
-    """Return the messages; refuses other servers' fields for continuing a message."""
+    """Return the list of messages, whose length is checked but not their contents. Refuses other
+    servers' fields for continuing a message."""
     messages: list[Any] = listed(MAX_MESSAGES, 1)(value, name)
     for i, message in enumerate(messages):
         for key in ("prefix", "partial"):  # fields of DeepSeek and Mistral, of Kimi and Qwen
@@ -387,8 +390,8 @@ UNSAID = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
 
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
-    """Read the known fields of a body; a field that depends on another one is refused without
-    it."""
+    """Return the known fields of a body, checked, and without absent ones. Refused for invalid
+    fields, and for combinations of fields that exclude or lack each other."""
     _log_unknown(body.keys() - table.keys() - HARMLESS)
     content = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):

@@ -39,7 +39,8 @@ OWN_METRICS = re.compile(r"g4ir_(http_responses|build)")
 
 @dataclass
 class Router(Server):
-    """State of the server; `pool` is None until the engines have been built and checked."""
+    """Server of several models. `pool` is None until their engines have been built and checked;
+    `secret` authenticates requests to the workers."""
 
     pool: ModelPool | None = None
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -59,13 +60,13 @@ class Router(Server):
         return [f"models: {', '.join(m.name for m in engine.models)}"]
 
     def stop(self) -> None:
-        """Cancel all requests."""
+        """Ask all workers to end, which ends their requests with an error."""
         for model in self.pool.models if self.pool else ():
             if model.worker:
                 model.worker.end()
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, and wait for that."""
         if self.pool:
             asyncio.run(self.pool.close())
 
@@ -110,7 +111,8 @@ class Router(Server):
         return json_response({"models": [m.tag for m in models]})
 
     def _named(self, name: str | None) -> PooledModel:
-        """Return the model of a request; the first one if it names none."""
+        """Return the model with a request's model name; the first one if it is None. Refused (404)
+        for an unknown name, unless the server accepts any."""
         models = self._pool().models
         if name is None:
             return models[0]
@@ -198,7 +200,8 @@ class Forwarded(Response):
 
 
 def merged_metrics(texts: list[tuple[str | None, str]]) -> bytes:
-    """Join metrics of several models, each family once, its samples with a label `model`."""
+    """Join Prometheus texts of (model, text): each family once, with a label `model` on the samples
+    of a model; None: the router's own, without that label."""
     merged = dict[str, Metric]()
     for model, text in texts:
         for family in text_string_to_metric_families(text):

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 #: maximum seconds to wait at shutdown for an engine that is being loaded or built (temporary files
 #: are removed)
 LOADING_S = 5.0
-#: maximum seconds of a connection for a request's headers
+#: maximum seconds of a connection until the headers of its next request are complete
 HEAD_S = 10.0
 #: maximum bytes of a request's headers
 MAX_HEAD = 1 << 16
@@ -46,8 +46,8 @@ MAX_FILES = 1 << 16
 
 
 def open_files() -> int:
-    """Raise the soft limit of open files as far as allowed, and return it; Windows has no such
-    limit for connections."""
+    """Raise the process's soft limit of open files to MAX_FILES or the hard limit, and return it.
+    Windows has no such limit for connections: MAX_FILES."""
     if sys.platform == "win32":
         return MAX_FILES
     import resource
@@ -164,8 +164,8 @@ class ServerProcess(uvicorn.Server):
         return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Shut down if another rank has ended. Twice a second, close connections without a complete
-        request for too long."""
+        """Return whether to shut down: on a signal, or if another rank has ended. Twice a second,
+        close idle connections."""
         if counter % 5 == 0:
             self._close_idle(time.monotonic())
         service = self.server.service
@@ -175,8 +175,8 @@ class ServerProcess(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_idle(self, now: float) -> None:
-        """Close connections without complete headers after HEAD_S seconds, and the longest idle
-        ones if the number of open files nears its limit."""
+        """Close connections that have been without a running request for HEAD_S seconds, and the
+        longest idle ones if there are more than `most_connections`."""
         connections: list[Any] = [c for c in self.server_state.connections if "cycle" in vars(c)]
         free = [c for c in connections if c.cycle is None or c.cycle.response_complete]
         idle = {(c, c.cycle) for c in free}
@@ -221,7 +221,7 @@ class ServerProcess(uvicorn.Server):
         threading.Thread(target=self.drain, args=(wait,), daemon=True).start()
 
     def drain(self, seconds: float) -> None:
-        """Wait `seconds` for running answers, cancel the others, and exit."""
+        """Wait at most `seconds` for running answers, cancel those left, and exit."""
         end, ready = time.monotonic() + seconds, self.server.ready
         if ready:
             self.log("draining", running=len(self.server_state.tasks), seconds=seconds)
@@ -233,7 +233,8 @@ class ServerProcess(uvicorn.Server):
         self.should_exit = True
 
     def load(self, loader: Callable[[], Engine]) -> None:
-        """Load the engine (in a thread); a failure ends the server."""
+        """Load the engine (in a thread) and serve it; a failure ends the server and is stored in
+        `error`."""
         try:
             engine = loader()
             if self.server.draining:

@@ -55,8 +55,8 @@ class Called:
 
 
 def called(tools: Sequence[Mapping[str, Any]], only: str | None, strict: bool) -> list[Called]:
-    """Return the tool with this name, or all. With `strict`, only strict tools are constrained
-    by their schemas."""
+    """Return the tool with the name `only`, or all for None. With `strict`, only tools that are
+    declared strict are constrained by their schemas."""
     out = []
     for i, tool in enumerate(tools):
         name, schema = tool["function"]["name"], tool["function"].get("parameters") or {}
@@ -74,8 +74,9 @@ def grammar_of(
     many: bool = True,
     content: str | None = None,
 ) -> str:
-    """Return the grammar of an answer that is one function call, or `many`; or, if given, JSON of
-    the schema `content`. `controls`: ids of control tokens."""
+    """Return the grammar of an answer that is one function call, or with `many` one or more. With
+    `content`, a JSON schema, the answer may also be JSON of that schema. `controls`: ids of control
+    tokens."""
     if absent := next((c for c in (CALL, CALL_END, QUOTE) if c not in controls), None):
         raise missing("tools", f"the tokenizer lacks {absent}, which tool calls need")
     rules = _Rules({c: f"<[{i}]>" for c, i in controls.items()})
@@ -97,7 +98,7 @@ def _call(rules: _Rules, function: Called) -> str:
 
 
 def _parameters(function: Called) -> dict[str, Any]:
-    """Return the schema of a function's arguments. A function without a schema has none."""
+    """Return the schema of a function's arguments. A function without a schema takes none."""
     schema = {"type": "object", **function.schema, "nullable": False}
     if not schema.keys() & OPEN and not schema.get("properties"):
         schema["additionalProperties"] = False
@@ -121,7 +122,8 @@ class _Rules:
     count: int = 0
 
     def rule(self, body: str, prefix: str = "r") -> str:
-        """Return the name of a rule; names of terminals are in upper case."""
+        """Return the name of the rule with this body, added if it is new. Names of terminals begin
+        with a capital letter."""
         return self.names.setdefault(body, f"{prefix}{len(self.names)}")
 
     def terminal(self, *regexes: str) -> str:
@@ -221,7 +223,7 @@ class _Schema:
         return self.rules.rule(" | ".join(allowed)) if (allowed := [*filter(None, rules)]) else ""
 
     def _reference(self, parts: Sequence[Any]) -> str:
-        """Return the rule of an intersection with references, which may refer to itself."""
+        """Return the name of the rule for an intersection with `$ref`s; it may be recursive."""
         key = json.dumps(parts, sort_keys=True)
         if key not in self._names:
             self._names[key] = name = f"d{self.rules.count}"
@@ -234,7 +236,7 @@ class _Schema:
         return self._names[key]
 
     def _values(self, parts: Sequence[Any]) -> list[Any]:
-        """Return the enum values that all parts allow."""
+        """Return the values of an enum or const that all parts allow."""
         first = next(part for part in parts if part.keys() & {"enum", "const"})
         values = [first["const"]] if "const" in first else first["enum"]
         if len(parts) == 1 and len(first) == 1:
@@ -341,7 +343,8 @@ def _kinds(parts: Sequence[Any]) -> list[str] | None:
 
 
 def _bounds(parts: Sequence[Any], low: str, high: str) -> tuple[int, int | None]:
-    """Return the strictest bounds of a length."""
+    """Return the strictest bounds of a length over all parts, from the keywords `low` and `high`; 0
+    and None if no part has them."""
     lows, highs = ([int(p[k]) for p in parts if k in p] for k in (low, high))
     return max(lows, default=0), min(highs, default=None)
 
@@ -353,7 +356,7 @@ def _prefix(part: Mapping[str, Any]) -> Sequence[Schema]:
 
 
 def _items(parts: Sequence[Any], index: int) -> Iterator[Schema]:
-    """Yield the schemas that apply to an item."""
+    """Yield each part's schema of the array item at an index."""
     for part in parts:
         prefix, items = _prefix(part), part.get("items", True)
         items = part.get("additionalItems", True) if isinstance(items, list) else items
@@ -361,7 +364,7 @@ def _items(parts: Sequence[Any], index: int) -> Iterator[Schema]:
 
 
 def _members(parts: Sequence[Any], name: str) -> Iterator[Schema]:
-    """Yield the schemas that apply to a property."""
+    """Yield each part's schema of the property `name`."""
     for part in parts:
         declared = part.get("properties", {})
         yield declared[name] if name in declared else part.get("additionalProperties", True)

@@ -71,7 +71,8 @@ class Parent:
 
 
 class WorkerProcess(ServerProcess):
-    """A server that tells its parent its port once it is ready."""
+    """A server on any free port, which it sends to its parent once the engine is loaded; or the
+    error."""
 
     def __init__(self, server: Server, parent: Parent, loader: Callable[[], Engine]) -> None:
         log = lambda message, **values: None  # noqa: E731  # the router logs starts and ends
@@ -93,14 +94,14 @@ class WorkerProcess(ServerProcess):
 
 
 def serve_model(server: Server, parent: Parent, loader: Callable[[], Engine]) -> None:
-    """Serve one model to the router, until the pipe or a signal ends it; ends the process."""
+    """Serve one model to the router until the parent or a signal ends it; then exit the process."""
     process = WorkerProcess(server, parent, loader)
     server.charge = lambda salt, tokens: parent.send(salt=salt, tokens=tokens)
     threading.Thread(target=process.watch, daemon=True).start()
     try:
         process.run()
     finally:
-        os._exit(0)  # a library may still run in a thread
+        os._exit(0)  # without waiting for threads of libraries
 
 
 @cache
@@ -121,8 +122,9 @@ def warm_up() -> None:
 
 @dataclass
 class WorkerHandle:
-    """The parent's side. `main`: a module's function of the pipe and `args`, run in the child;
-    `log`: callback with the child's log lines; `charge`: with salt and tokens of its requests."""
+    """The parent's side. `main(pipe, *args)`: module-level function that runs in the child; `log`:
+    callback with the child's log lines; `charge`: callback with key salt and tokens of each of its
+    requests."""
 
     main: Callable[..., None]
     args: tuple[Any, ...]
@@ -140,7 +142,8 @@ class WorkerHandle:
         return bool(self._process.is_alive())
 
     async def load(self) -> None:
-        """Start the process, and wait until its model is loaded. EngineError with its reason."""
+        """Start the process, and wait until its model is loaded. EngineError if that fails, with
+        the child's error message."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[int] = loop.create_future()
 

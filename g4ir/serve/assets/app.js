@@ -80,7 +80,7 @@ function system() {
   return words ? [{ role: "system", content: words }] : [];
 }
 
-// The request fields that determine the prompt.
+// Returns the request fields that determine the prompt.
 function asking() {
   const out = { messages: [...system(), ...state.messages.map(plain)] };
   if (state.models.length > 1) out.model = chosenModel();
@@ -270,7 +270,7 @@ function show() {
   }
 }
 
-// Saves the conversation, with the partial answer.
+// Saves the conversation; `coming`: the partial answer, if one is being generated.
 function save(coming = null) {
   const kept = (state.kept ??= { id: newId(), created: Date.now(), updated: 0 });
   const before = state.messages.filter((m) => !coming || m !== state.continued);

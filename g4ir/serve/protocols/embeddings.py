@@ -30,8 +30,10 @@ INPUTS = "a text, token ids or an object with `content`, or a list of these or o
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """Texts, token ids or lists of parts (texts and media) to embed. `tasks`: one for all inputs,
-    or one for the first and one for the others; `settings`: of media."""
+    """Texts, token ids or lists of parts (texts and media) to embed. `field`: their field in the
+    body, for errors; `tasks`: one for all inputs, or one for the first and one for the others;
+    `dims`: size of the embeddings; `top_n`, `returned`: number of documents in an answer of rerank,
+    and whether it has their texts; `settings`: options of media."""
 
     texts: list[Any]
     field: str
@@ -60,7 +62,7 @@ def read_embeddings(body: Body) -> EmbeddingRequest:
 
 
 def read_ollama(body: Body) -> EmbeddingRequest:
-    """Read a body of /api/embed, which cuts long texts by default."""
+    """Read a body of /api/embed; texts beyond the context are truncated by default."""
     texts = _inputs(body.get(TEXTS), TEXTS) if body.get(TEXTS) != [] else []
     cut = _optional(body, "truncate", schema.FLAG, True)
     return EmbeddingRequest(texts, TEXTS, dims=_optional(body, SIZE, SIZES), truncate=cut)
@@ -91,7 +93,7 @@ def embeddings_body(
     rows: Sequence[Any] = (
         [base64.b64encode(v.numpy().tobytes()).decode() for v in vectors]
         if asked.base64
-        else [v.tolist() for v in vectors]  # releases the interpreter lock in between
+        else [v.tolist() for v in vectors]  # one by one, so that the GIL is released in between
     )
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -107,7 +109,8 @@ def ollama_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, mod
 
 
 def rerank_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, model: str) -> Body:
-    """Return the answer of /v1/rerank: documents by falling similarity to the query, row 0."""
+    """Return the answer of /v1/rerank: the documents (vectors[1:]) by descending similarity to the
+    query (vectors[0])."""
     scores = (vectors[1:] @ vectors[0]).tolist()
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     results: list[Body] = [

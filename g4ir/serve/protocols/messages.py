@@ -33,7 +33,8 @@ def read(original: Body) -> Translation:
 
 
 def count(original: Body) -> Translation:
-    """Translate a count_tokens body to chat completions."""
+    """Translate a body of /v1/messages or count_tokens, which has no `max_tokens`, to chat
+    completions."""
     out = translated(Translation(original), "messages", CHANGES)
     out.names["tool_call_id"] = "tool_use_id"
     if out.messages and out.messages[-1]["role"] == "assistant":
@@ -97,7 +98,8 @@ def _image(block: Body, where: str) -> Body:
 
 
 def _result(block: Body, where: str) -> Body:
-    """Return a tool result's content: None, text, or texts and images."""
+    """Return a tool_result block as the fields of a tool message: `content`, a text or a list of
+    texts and images, and `tool_call_id`."""
     content = block.get("content") or ""
     if not isinstance(content, str):
         table = {"text": _text, "image": _image}
@@ -244,7 +246,7 @@ class MessageFormat(PartsFormat):
 
 
 def _value(text: str) -> Any:
-    """Return a call's arguments; a truncated or unparsable call's text."""
+    """Return a call's arguments; for a truncated or unparsable call {"partial_json": its text}."""
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -252,7 +254,7 @@ def _value(text: str) -> Any:
 
 
 def _usage(usage: Mapping[str, Any]) -> Body:
-    """Return the token counts of a request; tokens from the prefix cache are counted separately."""
+    """Return Anthropic's `usage`, in which `input_tokens` excludes tokens from the prefix cache."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
     return counts | {"cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}

@@ -31,8 +31,8 @@ LATEST = ":latest"
 
 
 class NothingAsked(Exception):
-    """Raised for a request without a prompt, by which clients load a model: it is loaded by
-    then."""
+    """Raised for a request without a prompt, by which ollama's clients load a model; here the model
+    is already loaded. `body`: the answer."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -112,7 +112,8 @@ def _call(call: Any, where: str, number: str) -> Body:
 
 
 def _content(message: Body, where: str) -> Any:
-    """Return a message's content: a text, or its images and the text."""
+    """Return a message's content for chat completions: a text, or a list of its images as parts
+    and the text."""
     text = schema.TEXT(message.get("content") or "", f"{where}.content")
     images = message.get("images")
     if not images:
@@ -264,7 +265,7 @@ def tag(name: str, engine: Engine) -> Body:
 
 
 def show(engine: Engine, template: Template | None = None) -> Body:
-    """Return the description of an engine by /api/show; an encoder's has no template."""
+    """Return the body of /api/show for an engine; `template`: None for an encoder."""
     spec, facts = engine.spec, tag("", engine)
     info = {"context_length": engine.limits.max_seq, "embedding_length": spec.text.hidden_size}
     info |= {"block_count": spec.text.num_hidden_layers, "vocab_size": spec.text.vocab_size}

@@ -1,5 +1,5 @@
-"""Formats of answers: the base of all, and the base of those that are a sequence of parts
-(reasoning, text, tool calls)."""
+"""Formats of answers: the base class of all, and that of formats whose answers are a sequence of
+parts (reasoning, text, tool calls)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THOUGHT, CONTENT, CALL = "thought", "content", "call"
 class AnswerFormat(Protocol):
     """Format of the answers to one request, complete or as the values of a stream."""
 
-    #: of a stream
+    #: Content-Type of a stream
     content_type: str = "text/event-stream"
     #: keepalive, and end of a stream
     alive: str = ": keepalive\n\n"
@@ -84,7 +84,7 @@ class PartsFormat(AnswerFormat, Protocol):
         """Return the events that append a text (possibly empty) to the open part."""
 
     def closed(self, cut: bool = False) -> list[Body]:
-        """End the open part, if there is one."""
+        """Close the open part, if there is one; return its events. `cut`: it was truncated."""
         out = self.ended(cut) if self.part else []
         self.part = None
         return out
@@ -109,7 +109,7 @@ _CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 
 
 class JsonText:
-    """Incrementally decodes the string in a JSON object with one member."""
+    """Incrementally decodes the string of a JSON object {"NAME": "string"}."""
 
     def __init__(self, name: str) -> None:
         self._head = re.compile(r'\{\s*"' + re.escape(name) + r'"\s*:\s*"')
@@ -129,5 +129,5 @@ class JsonText:
         return str(json.loads(f'"{end[0]}"', strict=False))
 
     def remainder(self) -> str:
-        """Return the raw JSON if it is not such an object."""
+        """Return the raw JSON if it does not begin such an object, else ""."""
         return "" if self._inside else self._raw

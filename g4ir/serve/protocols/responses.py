@@ -66,7 +66,7 @@ def _message(out: Translation, item: Body, where: str) -> None:
 
 
 def _content(content: Any, where: str) -> Any:
-    """Return a text, or the list of its parts."""
+    """Return a content for chat completions: a text, or a list of parts."""
     if isinstance(content, str):
         return content
     return [_part(p, f"{where}[{i}]") for i, p in enumerate(schema.LIST(content, where))]
@@ -125,7 +125,8 @@ def _tools(out: Translation, value: Any, name: str) -> None:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
-    """Yield (tool, path), with the namespace's name and description in its tools."""
+    """Yield (tool, path) of all declared tools; those within a namespace get its name (key
+    `namespace`) and its description before their own."""
     for i, tool in enumerate(schema.listed(schema.MAX_TOOLS)(value, name)):
         where = f"{name}[{i}]"
         kind = kind_in(tool, (*TOOLS, NAMESPACE, *IGNORED_TOOLS), where)
@@ -267,7 +268,7 @@ class ResponsesFormat(PartsFormat):
 
     @property
     def _open_text(self) -> Body:
-        """Return the object that contains the open item's text."""
+        """The object with the open item's text: its content part, or the item of a call."""
         item = self.output[-1]
         return item["content"][0] if "content" in item else item
 
@@ -291,7 +292,7 @@ class ResponsesFormat(PartsFormat):
     def ended(self, cut: bool) -> list[Body]:
         item, holder = self.output[-1], self._open_text
         _, event, key = TYPES[item["type"]]
-        if self._input:  # not an object with one string
+        if self._input:  # the raw arguments, if they are not an object with one string
             holder[key] += self._input.remainder()
             self._input = None
         item["status"] = "incomplete" if cut else "completed"
@@ -319,7 +320,7 @@ class ResponsesFormat(PartsFormat):
 
 
 def copied(item: Body) -> Body:
-    """Return an item as it is now."""
+    """Return a copy of an item, with copies of its content parts: the original is still changed."""
     return {k: [dict(p) for p in v] if k == "content" else v for k, v in item.items()}
 
 

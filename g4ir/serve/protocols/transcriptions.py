@@ -34,7 +34,7 @@ def parse_multipart(raw: bytes, content_type: str) -> Body:
     mark = b"\r\n--" + boundary.encode()
     _, *parts = (b"\r\n" + raw).split(mark, MAX_PARTS + 1)
     if not parts or not parts[-1].startswith(b"--"):
-        raise Refused(400, f"the form has no end, or more than {MAX_PARTS} parts")
+        raise Refused(400, f"the form has no final boundary, or more than {MAX_PARTS} parts")
     return dict(_field(part) for part in parts[:-1])
 
 

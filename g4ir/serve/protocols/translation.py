@@ -90,7 +90,8 @@ class Translation:
 
 
 def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -> Translation:
-    """Translate a body in place, and return it. Refused for unsupported fields."""
+    """Fill `out.body` from `out.original` by the protocol's table and the readers `changes`; return
+    `out`. Refused for unsupported fields."""
     table, original = TABLES[protocol], out.original
     for name in table["not_of_it"]:
         if original.get(name) is not None and name not in table["becomes"]:
@@ -119,7 +120,7 @@ def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -
 
 
 def kind_in(value: Any, kinds: Collection[str], where: str, key: str = "type") -> str:
-    """Return the type of an object; Refused unless it is one of `kinds`."""
+    """Return the `key` (by default the type) of an object; Refused unless it is one of `kinds`."""
     kind = schema.OBJECT(value, where).get(key)
     if not isinstance(kind, str) or kind not in kinds:
         why = f"{shown(kind)} is not supported; one of {', '.join(sorted(kinds))} is"
@@ -128,5 +129,5 @@ def kind_in(value: Any, kinds: Collection[str], where: str, key: str = "type") -
 
 
 def text_in(value: Body, key: str, where: str) -> str:
-    """Return a string field of an object."""
+    """Return the string under a key of an object; Refused if it is absent or no string."""
     return schema.TEXT(value.get(key), f"{where}.{key}")
