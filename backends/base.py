@@ -232,7 +232,8 @@ class Backend(PlannedBackend, ABC):
         return {}
 
     def machine(self, device: str) -> str:
-        """Return the instruction set of compiled files; an engine refuses other machines."""
+        """Return the instruction set of compiled files; an engine is refused on machines with
+        another one."""
         return "any"
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
@@ -244,7 +245,8 @@ class Backend(PlannedBackend, ABC):
         return False
 
     def require_adapters(self, model: str, device: str, settings: Mapping[str, str]) -> None:
-        """Raise MissingError unless engines of this model support per-request LoRA adapters."""
+        """Raise MissingError unless engines of this model take LoRA adapters per request
+        (`takes_adapters`)."""
         if not self.takes_adapters(device, settings):
             why = f"programs that {self.name} compiles for {device} take no adapters at load"
             fix = "use --backend torch --device cpu, or merge one adapter: g4ir build --adapter DIR"
@@ -270,7 +272,7 @@ class Prepared:
     #: number of rewrites by each pass
     acted: PassCounts
     source: Checkpoint
-    #: one of artefact.WEIGHTS; None in a dry run without any
+    #: record of how weights are stored (artefact.WEIGHTS); None in a dry run without weights
     weights: Any
     #: side files of the checkpoint (tokenizer, configs), name -> content
     side_files: Future[Mapping[str, bytes]]

@@ -125,7 +125,7 @@ class SamplingParams:
 
     @property
     def draw(self) -> tuple[float, float, float, float]:
-        """Row of the `draws` tensor."""
+        """Settings of a sequence's draw: a row of the `draws` tensor [B, 4]."""
         top_k = math.inf if self.top_k is None else self.top_k
         return (self.temperature or 1.0, top_k, self.top_p or ALL, METHODS.index(self.method))
 
@@ -206,7 +206,8 @@ class Sampler:
         return not isinstance(mask, BackgroundMask) or mask.ready(self.generated, timeout)
 
     def takes(self, largest: int) -> bool:
-        """Whether the argmax token is the result, so that logits need not be copied."""
+        """Whether `largest`, the argmax of the raw logits, is the sampled token, so that the logits
+        need not be processed."""
         if not self._greedy or largest in self._never:
             return False
         return not (self._is_short and largest in self.stops)

@@ -62,7 +62,8 @@ def fitted_groups(
 
 
 def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torch.Tensor) -> None:
-    """`quantize_columns` by the C kernel, if there is one."""
+    """Quantise the columns of x in place, with error compensation, as `quantize_columns` does; by
+    the C kernel if there is one."""
     if not _has_kernel(DTYPES[x.dtype], GROUP):
         quantize_columns(x, by, grid, start)
         return

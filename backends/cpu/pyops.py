@@ -78,7 +78,7 @@ def _open_library(library: Library, progress: Progress) -> ctypes.CDLL:
 
 
 def takes_width(codes: Tensor, scales: int) -> bool:
-    """Whether the kernels take codes [.., k] with `scales` scales per row."""
+    """Whether the kernels take codes [.., k] with `scales` scales (minima included) per row."""
     (min_group, per_group), k = _GROUPS[codes.dtype], values_per_row(codes)
     groups = scales // per_group
     return (

@@ -70,8 +70,8 @@ def record_loop(
     suppress: Sequence[int],
 ) -> LoopProgram:
     """Record embedding, decode step and sampling for these caches; NoInstruction if an op or a
-    table has none. fixed: inputs at fixed addresses, i64 [B]. suppress: ids that are never
-    sampled."""
+    table has no instruction. fixed: inputs at fixed addresses, i64 [B]. suppress: ids that are
+    never sampled."""
     (batch,) = {len(t) for t in fixed.values()}
 
     def zeros(*shape: int) -> Tensor:
@@ -96,7 +96,7 @@ def record_loop(
         raise NoInstruction("an op without an instruction, which torch runs")
     end = len(r.instructions)
     r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, history, pace)
-    code = r.code(())  # weights and tables too: steps may still run when their engine is dropped
+    code = r.code(())  # owns weights and tables: steps may outlive their engine
     rows = tokens, lengths, active, stops
     return LoopProgram(code, end, *rows, history, pace, logits, chosen, never)
 

@@ -206,7 +206,7 @@ class Recorder:
         return len(self.instructions), len(self.torch_ops)
 
     def _watched_values(self, n: Node) -> Iterator[tuple[str, Tensor]]:
-        """Yield the outputs of a node, except caches and quantised weights."""
+        """Yield (name, value) of the outputs of a node, except caches and quantised weights."""
         updated = {new.name for _, new in n.definition.updated(n.inputs, n.outputs)}
         for v in n.outputs:
             if v.name not in updated and isinstance(value := self.env[v.name], Tensor):
@@ -391,7 +391,7 @@ def _add(r: Recorder, n: Node, a: Tensor, b: Tensor) -> Any:
     return r.emit("add", a, b, r.like(a))
 
 
-#: one table in memory for all programs
+#: cached, so that all programs share a table
 _frequencies = cache(inverse_frequencies)
 
 

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: our Triton kernels, recorded steps, loops on the device."""
+"""NVIDIA GPUs: Triton kernels, CUDA graphs of steps, and decode loops that sample on the device."""

@@ -43,7 +43,7 @@ class CudaRuntime(ProgramRuntime):
         return {n: t.view(torch.uint8) if n in packed else t for n, t in params.items()}
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        """Gather rows on the device if it has all tables, quantised or dense."""
+        """Run the embed graph on the device if all tables are there, quantised or dense."""
         plan = self.plans.get((EMBED, True))
         if plan is None or not all(getattr(t, "is_cuda", False) for t in tables.values()):
             return super().embed(tokens, tables)
@@ -58,7 +58,8 @@ class CudaRuntime(ProgramRuntime):
         return super().run(step, state)
 
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
-        """Return a step with all outputs of a graph, over the full caches."""
+        """Return a function that runs a graph over the full caches (max_seq slots), and returns all
+        outputs."""
         return self._plan_step(phase, state.views(self.limits.max_seq))
 
     def _plan_step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:

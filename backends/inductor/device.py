@@ -1,5 +1,5 @@
-"""Interface of a device: what it adds to the programs of torch's compiler. Implementations are in
-backends/cpu and backends/cuda."""
+"""Interface of a device of `--backend torch`: its runtime, and what it adds to programs of torch's
+compiler. Implementations are in backends/cpu and backends/cuda."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ class Device(ABC):
         """Return the program with weights in the layouts of its kernels."""
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
-        """Return limits -> scratch bytes of a step beyond the workspace of its graphs."""
+        """Return a function from limits to the scratch bytes of a step, beyond the workspace of its
+        graphs."""
         return no_scratch(program)
 
     @abstractmethod
     def runtime(self, task: Task, steps: Steps, cuda_graph: bool) -> Any:
-        """Return a loaded engine."""
+        """Return the runtime of an engine; `cuda_graph`: whether steps may be CUDA graphs."""
 
 
 class Compiler(Device):
@@ -74,7 +75,7 @@ class Compiler(Device):
         return frozenset()
 
     def notes(self, target: Target) -> Iterator[str]:
-        """Yield messages of a build about its target."""
+        """Yield messages for the user of a build about its target."""
         yield from ()
 
     def versions(self) -> Sequence[str]:
@@ -82,7 +83,7 @@ class Compiler(Device):
         return ()
 
     def options(self) -> dict[str, Any]:
-        """Return options of torch's compiler."""
+        """Return options of torch's compiler, in addition to compile.INDUCTOR."""
         return {}
 
 

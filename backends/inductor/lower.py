@@ -1,4 +1,4 @@
-"""A segment as a torch module: each op's lowering, or its reference."""
+"""A segment as a torch module: each op by its lowering, its reference or its expansion."""
 
 from __future__ import annotations
 

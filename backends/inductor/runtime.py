@@ -85,7 +85,7 @@ class ProgramRuntime:
             return {name: _load_program(folder / name, device, index) for name in names}
 
     def _call(self, step: Step, file: str | None) -> Call:
-        """Return the function that runs a step."""
+        """Return the function that runs a step: its program, or its node by torch."""
         if step.node is None:
             return self.calls[str(file)]
         return partial(self.group.run_node if self.group else run_node, step.node)
@@ -100,7 +100,8 @@ class ProgramRuntime:
         return dict(params)
 
     def _load_params(self, names: Iterable[str], task: Task) -> dict[str, Tensor]:
-        """Load each param once, tensor by tensor."""
+        """Load the params of these names, one after another, to the device; those of LoRA adapters
+        are in `task.added`."""
         names, loaded = list(names), dict[str, Tensor]()
         source, move = self._open_params(task)
         for i, name in enumerate(names):

@@ -1,9 +1,10 @@
-"""Splits a graph into segments, each of which is compiled into one program or runs eagerly.
+"""Splits a graph into steps: segments, each compiled into one program, and nodes that run eagerly.
 
-Nodes of one layer form a segment. Segments of the same text share a program, so that compile
-cost follows the number of distinct layer kinds. Views and row gathers (`glue` ops) run between
-segments. Caches are written in place, so a write follows every read of the old contents. An op
-declares its writes (`updates`, g4ir/ops/base.py) and may have other outputs too.
+The nodes of one layer, up to an eager node, form a segment. Segments of the same text share a
+program, so that compile cost follows the number of distinct layer kinds. Views and row gathers
+(`glue` ops) run between segments. Caches are written in place, so a write follows every read of the
+old contents. An op declares its writes (`updates`, g4ir/ops/base.py) and may have other outputs
+too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def graph_steps(g: Graph) -> list[Step]:
 
 
 def state_steps(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps that cache writes depend on, for a chunk without logits."""
+    """Return the steps that write caches, and those that they depend on, for a chunk without
+    logits."""
     live: set[str] = set()
     out: list[Step] = []
     for s in reversed(steps):

@@ -202,7 +202,7 @@ class OnnxEmitter(Emitter):
 
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
         """Emit a DequantizeLinear that onnxruntime fuses with the following matmul if the weight is
-        column-major. The result has the scales' dtype."""
+        column-major. Scales are cast, since the result has their dtype."""
         if codes.dtype == "u8":
             codes = self._view(codes, t, onnx.TensorProto.INT4)
         attrs = {"axis": axis, "block_size": int(t.shape[axis]) // int(scales.shape[axis])}
@@ -287,7 +287,7 @@ class OnnxEmitter(Emitter):
     # --- the model ----------------------------------------------------------------------------
 
     def name_values(self, values: Mapping[str, Operand]) -> None:
-        """Rename tensors to their IR values' names."""
+        """Rename tensors to the names of the IR values that they are, where these are free."""
         used = {*self.renamed.values(), *self.initializers, *(i.name for i in self.inputs)}
         for name, x in values.items():
             if x.handle in self.types and x.handle not in self.renamed and name not in used:
@@ -343,7 +343,7 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
 def outside(
     name: str, element: int, shape: Sequence[Dim], location: DataLocation
 ) -> onnx.TensorProto:
-    """Return an initialiser of external data."""
+    """Return an initialiser whose data is at a location outside of the model file."""
     tensor = onnx.TensorProto(name=name, data_type=element, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in asdict(location).items():

@@ -88,8 +88,8 @@ def rotated_half(e: Emitter, x: Operand) -> Operand:
 def cache_write(
     net: Network, n: Node, cache: Operand, new: Operand, start: Operand, lengths: Operand
 ) -> Operand:
-    """Write the chunk contiguously into the slots from `start` on (network.py); padding after its
-    valid tokens is masked."""
+    """Write the chunk contiguously into the slots from that of position `start` on (network.py),
+    padding included, which masks hide."""
     first = first_slot(net, n["cache"], n["start"])
     return net.e.append(cache, net.e.transpose(new, 0, 2, 1, 3), first)
 

@@ -15,7 +15,8 @@ from .network import Network, full_slots
 def packed_attention(
     net: Network, n: Node, q: Operand, k: Operand, v: Operand, ends: Operand
 ) -> Operand:
-    """Attend within each text, and within the window on each side."""
+    """Attend within each text, bidirectionally, and within the window on each side; q
+    [1,S,heads,d]."""
     e, window = net.e, n.integer("window")
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
 
@@ -34,7 +35,7 @@ def packed_attention(
 
 
 def packed_mean(net: Network, n: Node, x: Operand, ends: Operand) -> Operand:
-    """Return each text's mean by a matmul in fp32."""
+    """Return the mean over each text's tokens, [1,B,D], by a matmul in fp32."""
     e = net.e
     every = e.constant(torch.arange(net.limits.max_batch))
     texts = e.unsqueeze(e.prefix(every, 0, ends), 1)
@@ -66,7 +67,8 @@ def _tokens(net: Network, x: Operand) -> Operand:
 
 
 def _text_of_tokens(net: Network, n: Node, x: Operand, ends: Operand) -> Operand:
-    """Return i64[1,S]: the number of ends up to each token of x [1,S,...]."""
+    """Return i64[1,S]: the index of the text of each token of x [1,S,...], which is the number of
+    ends up to it."""
     e = net.e
 
     def number() -> Operand:

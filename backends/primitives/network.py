@@ -73,7 +73,8 @@ class Network:
             e.output(f"{name}.next", self.env[v.name])
 
     def node(self, n: Node) -> None:
-        """Emit a node by the target's lowering, or its expansion."""
+        """Emit a node by its op's lowering, else by its expansion; LowerError names the op and the
+        value."""
         lower = self.lowerings.get(n.op)
         self.e.scope = n.outputs[0].name
         if lower is None and n.definition.expand is None:
@@ -133,7 +134,8 @@ def is_ring(cache: Type) -> bool:
 
 
 def network_inputs(g: Graph, limits: Limits) -> dict[str, Type]:
-    """Return the inputs of the network of a graph, with its slots and caches, by name."""
+    """Return the inputs of a graph's network by name: the graph's own, `slots`, `turned`, and the
+    caches."""
     rings = [v for v in g.state if is_ring(v.type)]
     slots = {SLOTS: Type("i64", (FULL,))} if len(rings) < len(g.state) else {}
     turned = {TURNED: Type("i64", rings[0].type.shape[1:2])} if rings else {}

@@ -29,12 +29,13 @@ def centre_pixels(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def _coordinate(e: Emitter, positions: Operand, axis: int) -> Operand:
-    """Return i64[B,P] of i64[B,P,2]: columns, or rows."""
+    """Return i64[B,P]: the column (axis 0) or the row (axis 1) of each patch, of positions
+    i64[B,P,2]."""
     return e.reshape(e.slice(positions, 2, axis, axis + 1), *positions.shape[:2])
 
 
 def _padding(net: Network, positions: Value) -> Operand:
-    """Return bool[B,P]: patches at (-1, -1)."""
+    """Return bool[B,P]: whether a patch is padding, at (-1, -1)."""
     e, at = net.e, net.operand(positions)
 
     def make() -> Operand:
@@ -82,7 +83,7 @@ def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand
 
 
 def axial_rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
-    """Rotate x with three roundings; both halves of the head alike."""
+    """Apply RoPE to each half of the head dim (by column, by row); three roundings."""
     e, half = net.e, int(x.shape[3]) // 2
     turned = [rotated_half(e, e.slice(x, 3, i * half, (i + 1) * half)) for i in (0, 1)]
     cos, sin = (e.unsqueeze(t, 2) for t in (cos, sin))
@@ -105,7 +106,8 @@ def encoder_attention(
     valid: Operand,
     impl: EncoderAttend | None = None,
 ) -> Operand:
-    """Attend; `impl`: the target's own attention, instead of matmuls and a softmax."""
+    """Attend over the valid patches, bidirectionally; `impl`: the target's own attention, instead
+    of matmuls and a softmax."""
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
     visible = net.shared(("valid keys", n["valid"]), lambda: e.unsqueeze(valid, 1, 2))
@@ -121,7 +123,8 @@ def attend_in_blocks(
     visible: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """Attend with queries in parts of equal size except the last; `softmax` as in `weigh`."""
+    """Attend in blocks of queries, so that about SCORES scores exist at a time; `softmax` as in
+    `weigh`."""
     e, (b, p, heads, _) = net.e, map(int, q.shape)
     count = math.ceil(b * heads * p * p / SCORES)
     size = math.ceil(p / count)

@@ -42,10 +42,10 @@ NO_DRIVER = "CUDA driver version is insufficient"
 #: part of the refused layer's name, or of the error message -> remedy
 REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, which TensorRT does not fuse",
-    "attention": "--set attention=plain, whose attention is products and the plainest layers",
+    "attention": "--set attention=plain, whose attention is matmuls and elementwise layers",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq",
-    "attn": "--set attention=plain, whose attention is products and the plainest layers",
-    "": "--set attention=plain, the plainest form of the network",
+    "attn": "--set attention=plain, whose attention is matmuls and elementwise layers",
+    "": "--set attention=plain, the form of the network with the simplest layers",
 }
 
 

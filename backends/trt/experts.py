@@ -34,8 +34,9 @@ def experts(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
     """Return the routed experts' sum. By default each sequence's first token gathers its experts'
-    weights, and the other tokens (none in a decode step) are sorted by expert; if the sequences
-    together choose about as many experts as there are, all experts multiply every token."""
+    weights, and the other tokens (none in a decode step) are sorted by expert; if a batch of decode
+    steps may choose a third of the experts or more (`gathers`), all experts multiply every
+    token."""
     e, count = net.e, int(params[0].shape[0])
     few = gathers(net.limits, int(index.shape[2]), count)
     if x.shape[1] == 1 or not few:
@@ -49,7 +50,8 @@ def experts(
 
 
 def gathers(limits: Limits, top_k: int, count: int) -> bool:
-    """Whether a decode step reads only the chosen experts' weights."""
+    """Whether a decode step gathers the chosen experts' weights: if that moves fewer bytes than
+    reading the weights of all experts once."""
     return limits.max_batch * top_k * MOVED < count
 
 
@@ -134,8 +136,8 @@ class Sorted:
         return e.cast(e.reshape(e.reduce("sum", chosen, 2), *x.shape), x.dtype)
 
     def _slots(self, size: Operand) -> Operand:
-        """Return the row [B,S,K] of each choice in the concatenated blocks; `size` [1,1,1]: rows
-        per expert in the first blocks."""
+        """Return the index [B,S,K] of each choice in the tokens of the concatenated blocks; `size`
+        [1,1,1]: tokens per expert in the first blocks."""
         e, capacity, count = self.e, self.capacity, self.count
         number = e.constant(torch.arange(count, dtype=torch.float32)[None, None])
         near = e.add(e.mul(number, size), self.rank)

@@ -133,8 +133,8 @@ def spans(limits: Limits) -> tuple[int, ...]:
 
 
 def phases_of(g: Graph) -> tuple[str, ...]:
-    """Return the phases for which a network has profiles; a draft step only reads caches, an
-    encoder has none, a tower has no profiles."""
+    """Return the phases for which a network has profiles: the graph's name for a draft step (which
+    only reads caches) or an encoder (which has none); none for a tower."""
     if g.name in (DRAFT, ENCODE):
         return (g.name,)
     names = {v.name for v in g.inputs}
@@ -163,7 +163,8 @@ def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
 
 
 def _verified(g: Graph, limits: Limits) -> int:
-    """Return the maximum tokens of a verification step: the slack of ring caches + 1."""
+    """Return the maximum tokens of a verification step: the slots of ring caches beyond the window,
+    plus one, or MAX_VERIFIED; at most a chunk."""
     rings = (
         int(v.type.shape[0]) - n.integer("window")
         for n in g.nodes

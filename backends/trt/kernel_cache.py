@@ -3,7 +3,7 @@ loads an engine.
 
 The file is next to the engine directory, which contains files of the build only. It contains native
 code, so it is read only if no other user can write it, and only for the engine, GPU and library
-version that wrote it. Losing it costs only time: an unusable file is removed, which is logged once.
+version that wrote it. Losing it costs only time: an unusable file is reported and removed.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ ATTENTION_KINDS: Mapping[str, tuple[Callable[..., Operand], vision.EncoderAttend
     ),
     "fused": (attend, attend),
 }
-#: maximum head size (16-bit) for which TensorRT-RTX has an attention kernel
+#: maximum head dim (in bf16) for which TensorRT-RTX has an attention kernel
 MAX_HEAD = 256
 #: choose the kind per head size
 AUTO = "auto"
@@ -278,7 +278,7 @@ Chosen = Mapping[int, str]
 
 
 def head_size(n: Node) -> int | None:
-    """Return an attention node's head size; None for other nodes."""
+    """Return an attention node's head dim; None for other nodes."""
     return int(n["q"].type.shape[-1]) if n.op in ATTENTIONS else None
 
 
@@ -307,7 +307,7 @@ def _attention(chosen: Callable[[int], str]) -> Mapping[str, Lowering]:
     }
 
 
-#: attention of encoders, which has no choice
+#: attention op of text encoders, for which there is one lowering
 PACKED = "packed_attention"
 #: ops with a choice of attention kinds
 ATTENTIONS = ("attention", "attention_latent", "encoder_attention")

@@ -86,7 +86,8 @@ class TrtSteps:
         #: scratch memory of captured steps, which never run concurrently
         self.scratch = self._scratch(*recorded) if recorded else None
         self.slots = torch.arange(full_slots(limits), device=self.device)
-        #: (sequences, tokens) -> empty block ids; captured steps reference them
+        #: (sequences, tokens) -> block ids without a block (NO_BLOCK); captured steps reference
+        #: them
         self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
         self.communicator: Communicator | None = None
         #: contexts without a communicator yet
@@ -136,7 +137,7 @@ class TrtSteps:
         communicator = self.communicator()
         for context in self.unlinked:
             if not context.set_communicator(communicator):
-                raise self._error("it takes no communicator", "start all ranks again")
+                raise self._error("it rejects the communicator", "start all ranks again")
         self.unlinked.clear()
 
     # --- steps --------------------------------------------------------------------------------
@@ -244,17 +245,17 @@ class TrtSteps:
             fits = context.set_input_shape(name, tuple(t.shape))
             if not fits or not context.set_tensor_address(name, t.data_ptr()):
                 raise self._error(
-                    f"it does not take {name} {list(t.shape)}", "build it with higher limits"
+                    f"it rejects the input {name} {list(t.shape)}", "build it with higher limits"
                 )
         for name, t in outputs.items():
             if not context.set_tensor_address(name, t.data_ptr()):
-                raise self._error(f"it does not write {name} {list(t.shape)}")
+                raise self._error(f"it rejects the output {name} {list(t.shape)}")
         try:
             missing = context.infer_shapes()
         except RuntimeError as e:  # the binding raises this for a result of -1
-            raise self._error(f"it finds no shapes for this step ({e})") from e
+            raise self._error(f"shape inference fails for this step ({e})") from e
         if missing:
-            raise self._error(f"it still lacks {', '.join(missing)}")
+            raise self._error(f"shapes or addresses are missing: {', '.join(missing)}")
 
     def _error(self, problem: str, fix: str = "build it again") -> EngineError:
         return EngineError(f"TensorRT engine: {problem}: {self.log.reason()}; {fix}")

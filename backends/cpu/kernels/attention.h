@@ -23,7 +23,7 @@ typedef struct {
     /* Derived from the arguments: */
     int64_t parts, group;       /* splits of the keys (split-KV); query heads per KV head */
     int64_t rows, padded;       /* query rows in total; rows of one query, padded to a multiple of TOGETHER */
-    int64_t wide;               /* elements of a row as computed */
+    int64_t wide;               /* d, rounded up to a multiple of PAIR */
     int as_held;                /* whether cache rows are used as stored, else converted to fp32 */
     float *partial;
     uint32_t *made; /* completed splits of each KV head */
@@ -52,7 +52,7 @@ static inline int64_t held_bytes(const attention *a) {
     return a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
 }
 
-/* Range of key positions that are still unread in a query's split. */
+/* Key positions of a query's split that are not read yet: `from` to `end`, exclusive. */
 typedef struct {
     int64_t from, end;
 } keys_left;

@@ -31,7 +31,7 @@ static inline pair pair_f32(const float *p) {
     return (pair){v[0], v[1]};
 }
 
-/* Permutes a row of x to the lane order of pair_bf16. */
+/* Converts a bf16 row of x to fp32, in the lane order of pair_bf16. */
 static void in_pairs(const bf16 *from, float *to, int64_t k) {
     int64_t i = 0;
     for (; i + PAIR <= k; i += PAIR) {
@@ -119,7 +119,8 @@ typedef struct {
     SEVERAL(DOT_OF, NAME)                                                                       \
     static const dots NAME##s[] = {{0}, SEVERAL(DOTS_OF, NAME)};
 
-/* A thread's copy of the rows of x, permuted; NULL if out of memory. */
+/* Replaces the rows of x by a copy of this thread, in fp32 in the lane order of pair_bf16. Returns the copy, to be
+ * freed; NULL if out of memory. */
 static void *formed(product *p) {
     char *form = take_lines((p->rows * p->apart + LINE - 1) / LINE * LINE);
     for (int64_t r = 0; form && r < p->rows; r++)

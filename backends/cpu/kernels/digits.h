@@ -188,7 +188,7 @@ static inline __m256i in_order(int form, __m256i bytes) {
     return EVEN_ODD(form) ? _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order)) : bytes;
 }
 
-/* Maximum absolute value of a block. */
+/* Maximum absolute value of a block, as bits of a bf16. */
 static inline uint32_t top_of(__m256i first, __m256i second) {
     __m256i sign = _mm256_set1_epi16(0x7fff);
     __m256i most = _mm256_max_epu16(_mm256_and_si256(first, sign), _mm256_and_si256(second, sign));
@@ -247,7 +247,7 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
     set_sums(form, sums, to);
 }
 #elif WIDE == 32
-/* `pairs`: whether integers are stored as pairs of 16 bits. */
+/* Converts a block of x to integers: to pairs of 16 bits with `pairs`, else to digits. */
 static inline void integers_of_block(int parts, int form, int pairs, const bf16 *x, digits *to) {
     __m256i first = _mm256_loadu_si256((const __m256i *)x), second = _mm256_loadu_si256((const __m256i *)x + 1);
     uint32_t top = top_of(first, second);

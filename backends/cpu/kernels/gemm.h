@@ -5,7 +5,8 @@
 #pragma once
 #include "amx_registers.h"
 
-/* Words along k of a row of A that are contiguous; k is padded to a multiple. */
+/* Lanes of a vector; rows of C per micro kernel; its maximum vectors per row; DEPTH: words along k of a row of A that
+ * are contiguous (k is padded to a multiple). */
 #if defined(PANELS_BF16) && defined(__AMX_BF16__)
 #define PANELS_AMX
 enum { LANE = 16, ROWS = 32, VECTORS_MAX = 2, DEPTH = 16 };
@@ -19,7 +20,7 @@ enum { LANE = 4, ROWS = 6, VECTORS_MAX = 4, DEPTH = 1 };
 enum { LANE = 4, ROWS = 6, VECTORS_MAX = 2, DEPTH = 1 };
 #endif
 
-/* ROWS x VECTORS_MAX sums fill the registers. */
+/* Columns of C per micro kernel: ROWS x VECTORS_MAX sums fill the registers. */
 enum { COLUMNS = VECTORS_MAX * LANE };
 typedef float lanes __attribute__((vector_size(LANE * 4)));
 typedef float any_lanes __attribute__((vector_size(LANE * 4), aligned(4), may_alias));

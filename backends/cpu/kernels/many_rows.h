@@ -17,7 +17,7 @@ typedef struct {
     int64_t rows, lane, columns;      /* rows of an x panel; lanes of a vector; max columns of a strip */
     int64_t values, x_words, w_words; /* values of a step along k; its panel words per row of x and column of w */
     void (*pack)(const char *rows, int dtype, int64_t stride, int64_t count, int64_t values, void *to);
-    micro_kernel_of *const *kernels; /* by vectors */
+    micro_kernel_of *const *kernels; /* indexed by number of vectors */
     void (*begin)(void), (*end)(void); /* called once per thread before and after the kernels */
 } micro_kernel_set;
 static const micro_kernel_set FLOAT_SET = {

@@ -213,7 +213,7 @@ int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, in
     return p.refused;
 }
 
-/* Half the entries of a table of levels (grids.py). */
+/* Half the entries of a table of levels, four per unit of y (grids.py). */
 enum { REACH = 512 };
 
 /* The level of an entry of the table; y may be NaN. */
@@ -281,7 +281,7 @@ static void fit_tile(grid_search *p, int64_t first) {
         extreme[s] = fabsf(x[i][s]) > fabsf(extreme[s]) ? x[i][s] : extreme[s];
     }
     if (large) __atomic_store_n(&p->refused, 1, __ATOMIC_RELAXED);
-    EACH inverse[s] = p->lowest * (1 / (extreme[s] != 0 ? extreme[s] : 1)); /* as torch divides */
+    EACH inverse[s] = p->lowest * (1 / (extreme[s] != 0 ? extreme[s] : 1)); /* as torch divides a number by a tensor */
     for (int n = 0; n < 2 * LEVEL_STARTS; n++) {
         const float add = n < LEVEL_STARTS ? 0 : p->shift;
         EACH factor[s] = inverse[s] * level_starts[n % LEVEL_STARTS];
@@ -313,7 +313,7 @@ int g4ir_fit_groups(const float *x, const float *moments, const float *levels, f
     return p.refused;
 }
 
-/* Rows of w per unit of work, columns per block. */
+/* Rows of the weight per unit of work; maximum columns per block. */
 enum { LANES = 64, BLOCK_MOST = 128 };
 
 typedef struct {

@@ -1,5 +1,5 @@
-/* GEMM and prefill attention on packed panels (gemm.h) of bf16 (PANELS_BF16) or fp32; weights are quantised in
- * FORM, or dense if FORM is not defined. On a CPU without bf16 instructions fp32 panels serve both dtypes. */
+/* GEMM and prefill attention on packed panels (gemm.h) of bf16 (PANELS_BF16) or fp32; weights are quantised in FORM,
+ * or dense if FORM is not defined. Where bf16 panels do not pay, fp32 panels serve both dtypes. */
 #include "gemm.h"
 
 #ifdef FORM

@@ -18,7 +18,7 @@ typedef struct {
     int dtype, held; /* dtype of queries and output; of cache rows */
     int64_t batch, queries, heads, kv_heads, d, slots, width, window;
     float scale;
-    /* derived */
+    /* derived from the above */
     int64_t group, blocks;   /* query heads per KV head; blocks of keys */
     int64_t padded, words;   /* d rounded up to ROWS; panel words of d, rounded up to DEPTH */
     panel_word *packed[2];   /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * padded / PER_WORD] */

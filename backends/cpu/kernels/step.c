@@ -180,7 +180,7 @@ static float sum_of_squares(const float *x, int64_t count) {
     return sums[0] + sums[1] + (sums[2] + sums[3]);
 }
 
-/* x, w of all rows or none, y; f: eps */
+/* x, w (one row for all; null: none), y; f: eps */
 static void rms_norm(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
     int64_t width = x->width;
@@ -815,7 +815,7 @@ static int expert_products(const running *a, const operand *w, int64_t form, int
     int64_t n = y->width, count = rows_of(y), local = rows_of(w) / n;
     for (int64_t from = 0, end; from < count; from = end) {
         int64_t e = local_expert(a, chosen[order[from]], local);
-        if (e == local) return 0; /* the last are those of other ranks */
+        if (e == local) return 0; /* the remaining rows are of other ranks' experts */
         for (end = from; end < count && local_expert(a, chosen[order[end]], local) == e;) end++;
         const char *at = w->at + e * n * w->width * w->bytes;
         coded_product p = {.codes = at, .scales = scales->at + e * n * scales->width * scales->bytes,
@@ -950,7 +950,7 @@ static int lora_high(void *context, units *left) {
             for (int64_t r = 0; r < rank && first < last; r++) {
                 float by = ((const float *)row(h, t))[p * rank + r];
                 const char *b = row(high, slot * rank + r);
-                if (by == 0) continue; /* the rank of this adapter is smaller */
+                if (by == 0) continue; /* beyond the rank of this adapter */
                 if (high->dtype == F32)
                     for (int64_t j = first; j < last; j++) out[j - from] += by * ((const float *)b)[j];
                 else

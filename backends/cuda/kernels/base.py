@@ -92,7 +92,7 @@ class Choice:
 
     @property
     def use(self) -> Use:
-        """The launch settings of the first kernel."""
+        """The launch settings of the kernel that is launched first."""
         return self.uses[self.name]
 
 
@@ -122,7 +122,7 @@ def is_skinny(n: Node, target: Target) -> bool:
 
 
 def size(t: Type, axis: int) -> int:
-    """Return a static dim."""
+    """Return the size of a dim that is static."""
     dim = t.shape[axis]
     assert isinstance(dim, int)
     return dim
@@ -141,12 +141,12 @@ def codes_of(n: Node | None) -> dict[str, int]:
 
 
 def weight_codes(g: Graph, *weights: Value) -> dict[str, int]:
-    """Return `codes_of` the nodes that define weights."""
+    """Return {format: codes per scale} (`codes_of`) of all quantised ones among weights."""
     return {k: v for w in weights for k, v in codes_of(g.producers.get(w.name)).items()}
 
 
 def is_quantised(shape: Shape) -> bool:
-    """Whether a launch shape has the codes of a quantised weight (`codes_of`)."""
+    """Whether a launch shape contains the format of a quantised weight (`weight_codes`)."""
     return any(fmt in shape for fmt in FORMATS)
 
 

@@ -106,7 +106,7 @@ def _weigh(s, real, top, total, inner, outer, CAPPED):
 
 @triton.jit
 def _write(out, o, total, GROUP, D):
-    """Store the normalised output of a group of heads; 0 if no key was visible."""
+    """Store the output of a group of query heads, o / total; 0 if no key was visible."""
     h, cols = tl.arange(0, o.shape[0])[:, None], tl.arange(0, o.shape[1])[None, :]
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + h * D + cols, o.to(out.dtype.element_ty), mask=(h < GROUP) & (cols < D))
@@ -114,7 +114,7 @@ def _write(out, o, total, GROUP, D):
 
 @triton.jit
 def _put(parts, stats, i, o, top, total, GROUP, D):
-    """Store partial result i in the workspace."""
+    """Store the partial result of split i: o [M, DP], maximum and sum [M]."""
     h, cols = tl.arange(0, o.shape[0]), tl.arange(0, o.shape[1])[None, :]
     tl.store(stats + 2 * i * GROUP + h, top, mask=h < GROUP)
     tl.store(stats + (2 * i + 1) * GROUP + h, total, mask=h < GROUP)
@@ -147,9 +147,9 @@ def _merge(parts, stats, number, GROUP, D, DP, STAGES):
 
 @triton.jit
 def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, STAGES):
-    """Publish a split's partial result (o [M, DP], maximum and sum [M]); the last program of the
-    pair (sequence, KV head) merges all and stores the output. work: partial results, their maxima
-    and sums, counters."""
+    """Store a split's partial result (o [M, DP], maximum and sum [M]); the last program of the pair
+    (sequence, KV head) merges all of them and stores the output. work: partial results, their
+    maxima and sums, arrival counters."""
     o, top, total = sums
     parts, stats, arrivals = work
     DP: tl.constexpr = o.shape[1]
@@ -197,7 +197,8 @@ def _attended(query, caches, share, sums, factors, CAPPED, D, N, ROW: tl.constex
 
 @triton.jit
 def _still_query(q, w, cols, P, D):
-    """Query for rows of V: q * w, rounded, on K's unrotated dims; 0 on the rotated ones."""
+    """Return the query against rows of V: q * w, rounded, on K's unrotated dims, which are V * w; 0
+    on the rotated ones."""
     weight = tl.load(w + cols, mask=cols < D, other=0.0).to(tl.float32)
     j = tl.where(cols < D // 2, cols, cols - D // 2)
     still = q.to(tl.float32) * tl.where(j < P, 0.0, weight)[None, :]

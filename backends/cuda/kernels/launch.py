@@ -63,7 +63,7 @@ def by_default() -> Any:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Record launches in the list instead of running them, for the duration of a context."""
+    """Context with a list in which launches are recorded instead of run."""
     seen: list[Launch] = []
     with _starting(lambda *launch: seen.append(launch)):
         yield seen

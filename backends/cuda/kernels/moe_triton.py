@@ -70,7 +70,7 @@ def _score(key, FP32):
 @triton.jit
 def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, FP32):
     """Top-k of rows of scores (pointers [R, 1]): return experts int64 and weights fp32 [R, S] for
-    ranks `slots` [1, S] (0 from TOP_K on), and a flag for each expert that a row chose,
+    the top-k ranks `slots` [1, S] (0 from TOP_K on), and a flag for each expert that a row chose,
     i32[E_P]."""
     i = tl.arange(0, E_P)[None, :]
     # bypass L1: other programs stored them
@@ -95,7 +95,7 @@ def _choose(logits, per_expert, slots, EXPERTS, E_P, TOP_K, FP32):
 def _route_all(
     logits, per_expert, weights, index, listed, rows, EXPERTS, E_P, TOP_K, S, ROWS, FP32
 ):
-    """Select the experts of all rows, and list those in use."""
+    """Select the experts of all rows, and list those in use: ascending, then -1."""
     i, slots = tl.arange(0, E_P), tl.arange(0, S)[None, :]
     used = tl.zeros([E_P], tl.int32)
     for r0 in range(0, rows, ROWS):
@@ -159,7 +159,7 @@ def _route(
 
 @triton.jit
 def _slots_of(index, expert, m, rows, TOP_K, S):
-    """Return for each row m whether it chose the expert, and the slot."""
+    """Return for each row m whether it chose the expert, and in which slot (top-k rank)."""
     slots = tl.arange(0, S)[None, :]
     inside = (m < rows)[:, None] & (slots < TOP_K)
     hit = tl.load(index + m[:, None] * TOP_K + slots, mask=inside, other=-2) == expert
