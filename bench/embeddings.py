@@ -142,7 +142,7 @@ def measure(
         rows = torch.nn.functional.normalize(embed(texts[:: max(1, len(texts) // 8)]), dim=-1)
         wanted = rows if wanted is None else wanted
         if (worst := float((rows * wanted).sum(-1).min())) < SIMILAR:
-            raise SystemExit(f"{name}: a cosine of {worst:.4f} to {next(iter(runs))}")
+            raise SystemExit(f"{name}: cosine {worst:.4f} to the embeddings of {next(iter(runs))}")
     texts = sorted(texts, key=len)
     batches = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)]
     for turn in range(SLICES):

@@ -424,7 +424,7 @@ def _check_files(
                 continue
             if not stat.S_ISREG(kind):
                 fix = "put the file itself there, or build the engine again"
-                raise EngineError(f"{label} is a link or no ordinary file; {fix}")
+                raise EngineError(f"{label} is a link or not a regular file; {fix}")
             if at not in (*files, MANIFEST):
                 foreign = f"{label} is not among the files of {MANIFEST}"
                 raise EngineError(f"{foreign}; remove it, or build the engine again")

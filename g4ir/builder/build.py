@@ -146,7 +146,7 @@ def prepare(
     checkpoint = sources.checkpoint(config)
     if options.requantize:
         if not (checkpoint and checkpoint.forms and (config.quant or options.bits)):
-            why = "it applies --quant to a quantised checkpoint, and there is not both"
+            why = "it needs a quantised checkpoint, and --quant or --bits"
             raise InputError(f"--set requantize=on: {why}; leave it out")
         checkpoint = checkpoint.dequantised()
     config = _with_recipe(config, checkpoint, sources, options.bits)
@@ -211,7 +211,7 @@ def _check_linked(o: BuildOptions, backend: Backend) -> None:
             flag = " ".join(flags_of({name: value}))
             raise InputError(f"{flag} with --link-weights: {why}; leave one out")
     if backend.packs_weights:
-        reason = f"what backend {backend.name} writes refers to packed weights"
+        reason = f"programs of backend {backend.name} refer to packed weights"
         raise InputError(f"--link-weights: {reason}; leave the option out")
 
 

@@ -152,7 +152,7 @@ def _checked_dtype(out: Path, format: str, dtype: str | None) -> str:
         return find_dtype(dtype, DTYPES) if dtype else ""
     kind = (dtype or "BF16").upper()
     if kind not in WRITTEN:
-        raise InputError(f"--dtype {dtype}: a GGUF file has {', '.join(WRITTEN)}")
+        raise InputError(f"--dtype {dtype}: a GGUF file takes {', '.join(WRITTEN)}")
     return kind
 
 

@@ -146,7 +146,7 @@ def open_for_weights(path: str | Path) -> Engine:
     Seeded weights are computed on the CPU; all ranks' weights are available. EngineError as by
     `load_engine`."""
     artefact = open_artefact(Path(path), check_weights=True)
-    why = f"{artefact.label} was opened for its weights alone"
+    why = f"{artefact.label} was opened to read its weights, not to run"
     return _engine(artefact, Refusing(why, _open_params(artefact, "cpu")), {})
 
 

@@ -102,7 +102,7 @@ def verify_texts(
     """Compare the embeddings of texts and media with a reference's, and intermediate values with
     the interpreter's; in 16 bits against transformers, also compare the text graphs in float64."""
     towered = not isinstance(peer, EnginePeer)
-    progress("towers beside the interpreter's")
+    progress("towers against the interpreter's")
     media, wrong = media_texts(engine) if with_media else ([], [])
     media = [] if isinstance(peer, HfPeer) and not peer.with_towers else media
     embed, *other_modes = _peer_modes(peer)
@@ -131,7 +131,7 @@ def verify_texts(
         tolerance, engine.dtype, [got, alone], want, anchor=anchor, rounding=rounding
     )
     reference = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
-    progress("values inside beside the interpreter's")
+    progress("intermediate values against the interpreter's")
     step = encode_step(engine, texts, embedded=True)
     first = compare_stage(stored_stage(engine, reference), None, [[step]], engine).first
     wrong += [first] if first else []

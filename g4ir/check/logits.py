@@ -70,7 +70,7 @@ def verify_engine(
     peer = find_peer(engine, against, checkpoint, progress)
     report = _compare(engine, peer, turns, progress)
     if not report.ok or report.float64:
-        progress("values inside beside the interpreter's")
+        progress("intermediate values against the interpreter's")
         report = _with_inside(engine, peer, turns, report)
     if not engine.media.kinds:
         return report
@@ -152,9 +152,9 @@ def _with_inside(engine: Engine, peer: Peer, turns: Turns, report: VerifyReport)
     rounding = report.budget.rounding
     if rounding and not rounding.reason and visible and _has_routers(engine):
         return replace(report, near_ties=not report.rows_ok)
-    reason = "none inside; the logits differ"
+    reason = "no intermediate value, only the logits"
     if not isinstance(peer, EnginePeer):
-        reason = "none against reference: the graph or weights are not what transformers computes"
+        reason = "none against the interpreter: transformers has another graph or other weights"
     return replace(report, first_difference=reason)
 
 

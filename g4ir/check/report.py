@@ -147,7 +147,7 @@ class VerifyReport:
         reference = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
         yield "distance", f"{engine}; {reference}"
         if self.near_ties:
-            yield "experts", "rows differ by near ties of a router: no value inside does"
+            yield "experts", "rows differ by near ties of a router: no intermediate value does"
         elif not self.typical:
             yield "", "the positions as a whole are out of tolerance"
         if rounding.reason:

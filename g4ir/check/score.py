@@ -144,7 +144,7 @@ def require_all_logits(engine: Engine) -> None:
     need_decoder(engine.spec, engine.label)
     if not engine.all_logits:
         again = rebuild(engine.path, engine.configured(all_logits=True).facts)
-        why = f"{engine.label} was built without --all-logits, and scoring needs every token's"
+        why = f"{engine.label} was built without --all-logits, which scoring needs"
         raise InputError(f"{why}; {again}")
 
 

@@ -68,7 +68,7 @@ class PrefixDisk:
     def __init__(self, engine: EngineParts, max_bytes: int) -> None:
         if engine.ranks > 1:
             why = f"{engine.label} runs on {engine.ranks} ranks"
-            raise MissingError(f"--prefix-disk: {why}, whose KV caches are not kept; leave it out")
+            raise MissingError(f"--prefix-disk: {why}, whose KV caches are not saved; leave it out")
         self.root, self.max_bytes = private(cache_root() / "prefixes"), max_bytes
         machine = find_backend(engine.config.backend).machine(engine.device)
         self._engine = f"{__version__}\0{engine.facts.digest}\0{machine}"
@@ -248,7 +248,7 @@ def _read(path: Path) -> Snapshot:
     mapped = map_file(header)
     match = NAME.fullmatch(path.name)
     if not (match and has_digest(path, match[3])):
-        raise WeightsError("its digest is not that of its name")
+        raise WeightsError("its SHA-256 is not the one in its name")
     tensors = {name: view(mapped, entry) for name, entry in header.entries.items()}
     length, written = (torch.tensor([int(header.metadata[k])]) for k in ("length", "written"))
     hidden = HiddenStates.single(tensors.pop(HIDDEN, None), length)

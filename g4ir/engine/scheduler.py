@@ -148,7 +148,7 @@ class Scheduler:
         checked_prompt(request.tokens, request.max_new_tokens, vocab, max_seq, "prompt")
         row_prompt(self.engine, request.tokens, request.soft)
         if not 1 <= request.n <= max_batch:
-            raise InputError(f"n {request.n}: this engine answers 1 to {max_batch} times at once")
+            raise InputError(f"n {request.n}: expected 1 to {max_batch} answers (--max-batch)")
         if request.adapter:
             self.engine.loaded_adapters(request.adapter).check(request.adapter)
         checked_ids([*s.stop], vocab, "stop")

@@ -79,7 +79,7 @@ class Session:
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
-                "all_logits: this engine was built without --all-logits; build it again with it"
+                "all_logits: this engine was built without --all-logits, which it needs"
             )
         media = {"images": images, "videos": videos, "audio": audio}
         prompt = self._inputs.prompt(self.length, tokens, lengths, soft, **media)
@@ -184,7 +184,7 @@ class Session:
         self._inputs.rows(row, "copy to")
         source._inputs.rows(start, "copy from")
         if source.engine is not self.engine:
-            raise InputError(f"copy_row: from a session of {source.engine!r} to {self.engine!r}")
+            raise InputError(f"copy_row: engine {source.engine!r} is not {self.engine!r}")
         length = int(source.length[start])
         if length and (source is not self or start != row):
             self.state.copy(source.state, start, row, length)
