@@ -62,7 +62,8 @@ def keep_equal(engine: str) -> None:
 
 
 def sources_digest() -> str:
-    """Return a digest of the identities of this package's files."""
+    """Return a digest of the paths and identities (size, times, inode) of this package's
+    sources."""
     facts = [(str(p), identity_of(p)) for p in _sources()]
     return sha256_of(repr(sorted(facts)).encode()).hexdigest()
 

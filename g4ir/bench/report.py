@@ -28,7 +28,7 @@ VERSION = 4
 KIND = "g4ir bench"
 #: kind of a file with the reports of several workloads
 SWEEP_KIND = "g4ir bench sweep"
-#: vLLM's names of statistics -> ours; its throughputs
+#: vLLM's name of a statistic -> ours; vLLM's name of a throughput -> ours
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
 VLLM_RATES = {"total_token_throughput": "total_throughput"} | {
     name: name for name in ("request_throughput", "output_throughput")

@@ -42,7 +42,7 @@ MORE = 3
 
 @dataclass(frozen=True)
 class MediaPart:
-    """Result of a tower on one item, or of the prompt: the comparison, and its intermediate
+    """Result for a tower on one item, or for the prompt; `about`: the input, `report`: the compared
     values."""
 
     name: str

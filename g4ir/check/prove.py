@@ -89,7 +89,9 @@ Result = tuple[bool | None, str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Prover:
-    """Runs the parts of a report on engines of one model, one per KV cache format."""
+    """Runs the parts of a report on engines of one model, one per KV cache format. contexts:
+    lengths in tokens; deadline: by time.monotonic(); cache: folder of the parts that passed, or
+    None."""
 
     contexts: Sequence[int]
     checkpoint: str | Path | None = None

@@ -44,7 +44,7 @@ class Greedy:
 class VerifyReport:
     """An engine against a reference: errors of logits, and greedy tokens."""
 
-    #: names in messages: of compared rows, of a row's index, of several indices
+    #: words in the report for: the compared values, the index of one, several of them
     ROWS: ClassVar = ("logits", "position", "positions")
     engine: str
     against: str

@@ -32,8 +32,9 @@ class OpError:
 
 @dataclass(frozen=True)
 class Difference(OpError):
-    """A value out of tolerance: the nodes that compute it from values of both stages, in the
-    earlier stage (`before`) and in this one (`after`)."""
+    """A value out of tolerance, in graph `phase` on the chunk from token `at`: the nodes that
+    compute it from values of both stages, in the earlier stage (`before`) and in this one
+    (`after`)."""
 
     phase: str
     at: int

@@ -101,7 +101,8 @@ class Turns:
 
 
 def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
-    """Return the turns of `turn_sizes`, without a short one."""
+    """Return the ids in turns of `turn_sizes` for the engine's window and STEPS single steps;
+    logits of every token if the engine has them and they are not too many."""
     every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
     return Turns(ids, turn_sizes(len(ids), window_of(engine), STEPS), every)
 

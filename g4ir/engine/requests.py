@@ -119,7 +119,7 @@ class SequenceState:
 
 
 class RequestHandle:
-    """A submitted request."""
+    """A submitted request: its state, answers, token counts and times."""
 
     def __init__(
         self, request: Request, keys: tuple[int, ...], samplers: Sequence[Sampler]
