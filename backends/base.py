@@ -288,7 +288,7 @@ class Prepared:
         return sum(v.type.nbytes() for v in self.packing.program.params().values())
 
     def share(self, rank: int) -> Share:
-        """Return a rank's share of the weights."""
+        """Return the description of a rank's share of the weights."""
         return Share(self.config.sharding, rank)
 
     def written_bytes(self) -> int:

@@ -84,10 +84,10 @@ def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
         return
     sizes, threads = (*x.shape, x.stride(0)), torch.get_num_threads()
     if pyops.kernel("add_products")(x.data_ptr(), total.data_ptr(), dtype, *sizes, threads):
-        raise MemoryError(f"no memory for the packed inputs {list(x.shape)} of a matmul")
+        raise MemoryError(f"out of memory for the packed inputs {list(x.shape)} of x^T x")
 
 
-#: the functions above, for a build
+#: functions that quantise weights at build on the CPU
 KERNELS = Kernels(quantized, quantized_columns, added_products)
 
 

@@ -20,12 +20,12 @@ Tensor = torch.Tensor
 
 #: name -> function of kernels/kernels.h
 _kernels: dict[str, Callable[..., int]] = {}
-#: dtype of x, outputs and scales, and of quantised weights -> ids in kernels/kernels.h
+#: dtype of x, outputs and scales -> id in kernels/kernels.h; dtype of quantised weights -> id
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 FORMAT_IDS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMATS)}
-#: dtype of a KV cache -> its id there
+#: dtype of a KV cache -> its id in kernels/kernels.h
 CACHE_DTYPES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
-#: signatures of the functions there: letter -> ctypes type, function -> letters of its arguments
+#: signatures of the C functions: letter -> ctypes type; function -> letters of its arguments
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "s": ctypes.c_int64,

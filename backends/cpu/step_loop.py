@@ -43,10 +43,10 @@ ENDED, FAILED = -1, 1 << 62
 
 @dataclass(frozen=True, eq=False)
 class LoopProgram:
-    """A recorded step. All i64: next input tokens, lengths and active sequences, [B]; stops
-    [B, STOPS]; tokens of the last steps, [HISTORY, B], -1 for logits that are not finite and -2 for
-    an inactive sequence; pace [3]: steps requested, steps done. Instruction `end`, the last one,
-    takes the chosen tokens."""
+    """A recorded step, and the i64 tensors that the host reads or writes: next input tokens,
+    lengths and active sequences, [B]; stops [B, STOPS]; history [HISTORY, B]: tokens of the last
+    steps, -1 for logits that are not finite and -2 for an inactive sequence; pace [3]: steps
+    requested, steps done. `end`: index of the last instruction, which reads the chosen tokens."""
 
     code: Code
     end: int

@@ -42,7 +42,7 @@ class OnnxBackend(Backend):
     #: onnxruntime has almost no bf16 operators on CPUs
     dtypes = ("f32",)
     kv_dtypes = ()
-    kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
+    kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter lack this dtype on the CPU"
     rounds_activations = False
     verifies_in_chunks = True
     packs_weights = True

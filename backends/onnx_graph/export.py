@@ -65,7 +65,7 @@ class Directory:
             raise EngineError(f"{self.folder}: no safetensors file holds {v}; build it again")
         file, entry = self.weights[v.name]
         if entry.nbytes != v.type.nbytes():
-            raise EngineError(f"{self.folder / file}: {v} is {v.type}, stored as {entry.dtype}")
+            raise EngineError(f"{self.folder / file}: {v}: not the size of {v.type}: {entry.dtype}")
         return DataLocation(file, entry.start, entry.nbytes)
 
     def constant(self, data: bytes) -> DataLocation:

@@ -86,7 +86,7 @@ class OnnxRuntime(Runtime):
         self._sessions: dict[str, onnxruntime.InferenceSession] = {}
         facts = self._session(MODEL, self.mapped).get_modelmeta().custom_metadata_map
         if IN_PLACE not in facts:
-            raise EngineError(f"{self.path} is not of this engine; build it again")
+            raise EngineError(f"{self.path} has no metadata of g4ir; build it again")
         self.in_place = frozenset(facts[IN_PLACE].split(","))
         self._counted: dict[int, torch.Tensor] = {}
 

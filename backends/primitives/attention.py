@@ -17,7 +17,7 @@ from .emitter import Emitter, Operand
 from .network import SLOTS, TURNED, Network, full_slots, is_ring
 from .pointwise import capped, normed, times
 
-#: attributes that, with the positions, determine a RoPE table
+#: attributes that determine a RoPE table, in addition to `dim` and the positions
 ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
 
 

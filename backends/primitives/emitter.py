@@ -148,7 +148,7 @@ class Emitter(ABC):
         """Return a b, or a b^T, over the last two dims; leading dims broadcast as in `binary`."""
         _need(a.rank == b.rank >= 2 and a.dtype == b.dtype, f"matmul: {a.type} and {b.type}")
         inner, out = b.shape[-2:] if not transpose_b else b.shape[:-3:-1]
-        _need(a.shape[-1] == inner, f"matmul: {a.type} and {b.type} differ inside")
+        _need(a.shape[-1] == inner, f"matmul: {a.type} and {b.type} differ in the inner dim")
         lead = broadcast(
             "matmul", a.type.with_shape(*a.shape[:-2]), b.type.with_shape(*b.shape[:-2])
         )
@@ -163,7 +163,7 @@ class Emitter(ABC):
         pairs = [*zip(t.shape, scales.shape, strict=True)]
         size, groups = map(int, pairs.pop(axis))
         fits = all(m == n for m, n in pairs) and groups > 0 and size % groups == 0
-        _need(fits, f"dequantize: {codes.type} and {scales.type} along {axis}")
+        _need(fits, f"dequantize: {codes.type} does not fit scales {scales.type} on axis {axis}")
         return self._dequantize(codes, scales, axis, t)
 
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
@@ -201,7 +201,7 @@ class Emitter(ABC):
             for i, d in enumerate(shape)
             if isinstance(d, str) and (i >= x.rank or x.shape[i] != d)
         ]
-        _need(len(moved) <= 1, f"reshape: {x.type} to {list(shape)}: two dims are not known")
+        _need(len(moved) <= 1, f"reshape: {x.type} to {list(shape)}: two named dims move")
         if shape == x.shape:
             return x
         return self._reshape(x, x.type.with_shape(*shape))
@@ -218,7 +218,7 @@ class Emitter(ABC):
     def concat(self, xs: Sequence[Operand], axis: int) -> Operand:
         first = xs[0]
         outer = {(x.dtype, x.shape[:axis], x.shape[axis + 1 :]) for x in xs}
-        _need(len(outer) == 1, f"concat: {', '.join(str(x.type) for x in xs)} along {axis}")
+        _need(len(outer) == 1, f"concat: unlike {', '.join(str(x.type) for x in xs)} along {axis}")
         sizes = [x.shape[axis] for x in xs]
         names = [d for d in sizes if isinstance(d, str)]
         count = sum(d for d in sizes if isinstance(d, int))
@@ -230,7 +230,7 @@ class Emitter(ABC):
         """Return the entries [start, stop) of an axis."""
         size = x.shape[axis]
         fits = 0 <= start < stop and (isinstance(size, str) or stop <= size)
-        _need(fits, f"slice: [{start}, {stop}) of axis {axis} of {x.type}")
+        _need(fits, f"slice: [{start}, {stop}) is not within axis {axis} of {x.type}")
         if (start, stop) == (0, size):
             return x
         shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
@@ -269,7 +269,7 @@ class Emitter(ABC):
     def gather_rows(self, x: Operand, index: Operand) -> Operand:
         """Return y[b, j] = x[b, index[b, j]]."""
         fits = index.rank == 2 and x.rank >= 2 and index.shape[0] == x.shape[0]
-        _need(fits, f"gather_rows: {x.type}, {index.type}")
+        _need(fits, f"gather_rows: index of {x.type} is {index.type}")
         return self._gather_rows(x, index, x.type.with_shape(*index.shape, *x.shape[2:]))
 
     def append(self, cache: Operand, new: Operand, start: Operand) -> Operand:
@@ -277,7 +277,7 @@ class Emitter(ABC):
         b, n, _, d = cache.shape
         fits = new.rank == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (b, n, d)
         fits = fits and new.dtype == cache.dtype and start.shape == (b,)
-        _need(fits, f"append: {new.type} at {start.type} of {cache.type}")
+        _need(fits, f"append: {new.type} at {start.type} does not fit {cache.type}")
         return self._append(cache, new, start, cache.type)
 
     # --- attention and ranks ------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Emitter(ABC):
         (GQA). The mask [.,.,S,T] is bool, or additive."""
         fits = q.shape[3] == keys.shape[3] and keys.shape[:3] == values.shape[:3]
         fits = fits and int(q.shape[1]) % int(keys.shape[1]) == 0
-        _need(fits, f"attention: {q.type} over {keys.type}, {values.type}")
+        _need(fits, f"attention: {q.type} does not fit keys {keys.type} and values {values.type}")
         t = q.type.with_shape(*q.shape[:3], values.shape[3])
         return self._attention(q, keys, values, mask, t)
 

@@ -61,7 +61,8 @@ class Network:
     _shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def emit(self) -> None:
-        """Emit inputs, nodes and outputs."""
+        """Emit the network: its inputs, nodes, and outputs, among them the caches after the step as
+        `NAME.next`."""
         g, e = self.graph, self.e
         for name, t in network_inputs(g, self.limits).items():
             self.env[name] = e.input(name, t)

@@ -60,7 +60,7 @@ class TrtBackend(Backend):
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()
-    kv_reason: str = "TensorRT's layer for caches takes its plans' dtypes alone"
+    kv_reason: str = "TensorRT's KV cache layer supports only the plan's dtype"
     rounds_activations: bool = False
     verifies_in_chunks: bool = True
     devices: tuple[str, ...] = ("cuda",)

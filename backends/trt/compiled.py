@@ -36,7 +36,7 @@ BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
 #: minimum bytes of a tensor to count as a copy: smaller ones may be a chunk's rows
 MIN_COPY = 1 << 12
 
-#: name, type, inputs and outputs
+#: a kernel in the log: name, layer type, inputs and outputs
 Kernel = tuple[str, str, str, str]
 
 

@@ -21,7 +21,8 @@ from .trial import compile_once, parse_once
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
-#: maximum host memory of the builder in a dry run
+#: bytes of the builder's host memory up to which a dry run compiles the text model's network; a
+#: larger one is only parsed
 MAX_COMPILED_BYTES = 3 * build.GIB
 
 

@@ -148,8 +148,8 @@ class Sorted:
         return e.reshape(e.reduce("sum", selected, 3), *self.choices.shape)
 
     def _tokens(self, ranks: Operand, target: Operand) -> Operand:
-        """Return the token [B,N,R] whose rank within the block's expert (`ranks` [B,S,N]) equals
-        `target` [.,1,N,R]."""
+        """Return the token [B,N,R] whose rank (number of earlier tokens that chose the block's
+        expert; `ranks` [B,S,N]) equals `target` [.,1,N,R]."""
         e = self.e
         same = e.binary("eq", e.unsqueeze(ranks, 3), target)
         tokens = e.reduce("sum", e.where(same, e.unsqueeze(self.position, 2, 3), 0.0), 1)

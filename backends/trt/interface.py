@@ -18,9 +18,9 @@ from g4ir.model.encoder import ENCODE
 from g4ir.ops.types import Type
 from g4ir.plan.engine_limits import Limits
 
-#: network of the text model; networks of towers and of a draft step have their graphs' names
+#: name of the text model's network; networks of towers and of a draft step have their graphs' names
 ENGINE = "engine"
-#: full log of the builder
+#: file name of the builder's full log
 LOG = "trt.log"
 #: phases of the text model's engine with optimisation profiles, in this order
 PHASES = ("decode", "prefill", VERIFY)
