@@ -19,7 +19,8 @@ import g4ir
 
 
 class Lora(nn.Module):
-    """A frozen projection plus a trained low-rank one."""
+    """Linear layer with LoRA: y = W x + (alpha / rank) B A x, W frozen, A (`down`) and B (`up`)
+    trained."""
 
     def __init__(self, base: nn.Linear, rank: int = 4, alpha: float = 8.0) -> None:
         super().__init__()

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Request:
-    """A request; `slot` is -1 until its prompt is complete."""
+    """A request of vLLM. `slot`: its index in the engine's batch, -1 until its prompt is computed;
+    `reuse`: whether its prompt may be taken from the prefix cache."""
 
     name: str
     tokens: tuple[int, ...]
@@ -57,7 +58,7 @@ class Runner:
         self.requests[name] = Request(name, tuple(tokens), reuse)
 
     def drop(self, name: str) -> None:
-        """Free a request's slot and prefill; unknown names are ignored."""
+        """Forget a request: free its slot, or end its prefill. Unknown names are ignored."""
         if request := self.requests.pop(name, None):
             if self._prompt and self._prompt[0] is request:
                 self._leave()
@@ -123,7 +124,7 @@ class Runner:
             self._prompt = None
 
     def close(self) -> None:
-        """Free all KV caches."""
+        """End the prefill and free the KV caches of the batch and of the prefix cache."""
         self._leave()
         self.batch.clear()
         self.prefiller.close()

@@ -45,7 +45,7 @@ class SuppressedTokens(LogitsProcessor):
 
 
 class G4irWorker(WorkerBase):
-    """One engine in one process."""
+    """vLLM's worker over one engine: computes its scheduler's steps, and samples on the host."""
 
     def init_device(self) -> None:
         """Set seeds; the engine was built for its device."""

@@ -87,7 +87,8 @@ class Served:
 
 @contextlib.contextmanager
 def served(engine: Path, folder: Path, *words: str) -> Iterator[Served]:
-    """A context with a server that is ready."""
+    """Context with vLLM's server over an engine, once it answers health checks. `words`: further
+    arguments of `vllm serve`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

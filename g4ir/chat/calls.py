@@ -97,7 +97,7 @@ class CallBody:
 
     @property
     def streams(self) -> bool:
-        """Whether enough text is final to stream the JSON."""
+        """Whether enough text is final (MIN_STREAMED) to stream the JSON."""
         return self._final_chars >= MIN_STREAMED
 
     @property
@@ -121,7 +121,7 @@ class CallBody:
         return self.json + spelled(body[self._json_end :])
 
     def new_json(self) -> str:
-        """Return the JSON that became final since the last call."""
+        """Return the JSON that became final since this method was called last."""
         new, self._sent = self._json[self._sent :], len(self._json)
         return "".join(new)
 
@@ -184,7 +184,7 @@ class CallBody:
         return match.end(), "" if self._open else DONE
 
     def _text(self, text: str) -> None:
-        """Consume text of a string."""
+        """Consume text without delimiters: of a string, or of a bare key or value."""
         self._seen += len(text)
         self._closed = self._closed and not text.strip()
         if text and self._state != DEAD:
@@ -221,7 +221,7 @@ class CallBody:
             self._value(_typed(text, self._schema))
 
     def _outside(self, token: str) -> None:
-        """Consume a token outside of strings."""
+        """Consume a delimiter outside of strings. Unreadable if the state does not allow it."""
         closer, schema = self._open[-1]
         self._raw = ["".join(self._raw)]
         raw = self._raw[0].strip()
@@ -256,7 +256,7 @@ class CallBody:
             raise Unreadable
 
     def _next(self) -> None:
-        """Start the next element of the innermost object or list."""
+        """Expect the next element of the innermost object or list: a key, or a value."""
         closer, schema = self._open[-1]
         self._state = VALUE if closer == "]" else KEY
         self._schema = properties(schema, "items")

@@ -122,7 +122,7 @@ def read_part(part: Any, where: str) -> str | Medium:
 
 
 def _languages(content: Any, where: str) -> dict[str, str]:
-    """Return the languages that the text parts of a content name."""
+    """Return the keys LANGUAGES of a content's text parts, with their values (TranslateGemma)."""
     parts = [p for p in content if isinstance(p, dict)] if isinstance(content, list | tuple) else []
     languages = [
         (key, part[key]) for key in LANGUAGES for part in parts if part.get(key) is not None
@@ -150,7 +150,7 @@ def _response(response: Any, where: str) -> Message:
 
 
 def function_of(tool: Any, where: str) -> Message:
-    """Return the function of a tool, or of a call of one."""
+    """Return the `function` object of a tool or of a tool call; InputError for another type."""
     if an_object(tool, where).get("type", "function") != "function":
         raise InputError(f"{where}.type: must be function, found {shown(tool['type'])}")
     return an_object(tool.get("function"), f"{where}.function")
@@ -182,7 +182,7 @@ def an_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """Return the JSON type of a value in words."""
+    """Return the JSON type of a value for error messages, such as `an object`."""
     return KINDS.get(type(value), "no JSON")
 
 

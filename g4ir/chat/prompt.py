@@ -63,8 +63,8 @@ def guard(inputs: PromptInputs, source: str) -> tuple[PromptInputs, str]:
 
     map_texts(inputs, look)
     if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
-        problem = f"a text has half a character (U+{ord(bad):04X})"
-        raise InputError(f"{_locate(inputs, bad)}: {problem}; it is no UTF-8")
+        problem = f"a text has a lone surrogate (U+{ord(bad):04X})"
+        raise InputError(f"{_locate(inputs, bad)}: {problem}; it is not valid UTF-8")
     mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
     if mark is None:
         raise InputError("messages: the conversation has every rare ideograph; leave one out")
@@ -302,7 +302,7 @@ class TextStream:
 
     @property
     def cut(self) -> bool:
-        """Whether a character is incomplete."""
+        """Whether the last byte tokens are an incomplete UTF-8 character."""
         return bool(self._bytes)
 
     def push(self, token: int) -> str:
@@ -399,7 +399,7 @@ class TokenStream:
         return pieces
 
     def flush(self) -> list[Piece]:
-        """Return the buffered text, at the end."""
+        """Return the buffered text as pieces, at the end."""
         return _pieces(self._text.flush())
 
 

@@ -340,7 +340,7 @@ class Reader:
         return raw[end:]
 
     def _give_content(self, raw: str) -> None:
-        """Emit an unparsable call as content."""
+        """Emit an unparsable call as content, with its control tokens spelled out."""
         self._emit_text("content", self._opener + control.spelled(raw))
         self._state = BAD
 
@@ -390,7 +390,8 @@ class Stops:
         self.hit: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text that cannot be part of a stop string."""
+        """Append text of the content; return what cannot be part of a stop string, up to the stop
+        string if there is one."""
         if not self._matched or self.hit is not None:
             return text if self.hit is None else ""
         text, start, ends = self._pending + text, len(self._pending), []

@@ -216,7 +216,7 @@ class Generation(Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox with a budget."""
+    """jinja2's immutable sandbox; filters, operators and calls are charged to the budget."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 

@@ -16,7 +16,7 @@ from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS
 
 
 def _all(key: str) -> tuple[str, ...]:
-    """Return all formats' strings under a key."""
+    """Return the distinct strings under a key of all chat formats."""
     return tuple(dict.fromkeys(chain(*(row[key] for row in CHAT_FORMATS.values()))))
 
 
@@ -108,7 +108,8 @@ class Lexer:
         self._pending, self._control = "", _CONTROL if has_other_turns else _FULL_CONTROL
 
     def feed(self, text: str) -> str:
-        """Return the marked text that is final."""
+        """Return text (with what was buffered) as marked text, but buffer an incomplete control
+        token at its end."""
         text = self._pending + replace_surrogates(text)
         at = text.rfind("<", max(0, len(text) - _LONGEST))
         self._pending = text[at:] if at >= 0 and text[at:] in _HEADS else ""

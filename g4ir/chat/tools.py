@@ -160,7 +160,7 @@ class _Lowering:
     count: int = 0
 
     def schema(self, schema: Any, where: str, refs: tuple[str, ...]) -> dict[str, Any]:
-        """Lower a schema to KEYWORDS."""
+        """Return a schema with KEYWORDS alone, recursively; `where`: its path, for errors."""
         self.count += 1
         if self.count > MAX_SCHEMAS or where.count(".") > MAX_DEPTH:
             raise InputError(f"tools: the schema of {where[:80]} is too large or too deep")

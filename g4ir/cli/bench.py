@@ -54,7 +54,7 @@ class Bench(Verb):
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None and not self.peer:
-            raise InputError("--checkpoint is of the baseline: name it with --peer")
+            raise InputError("--checkpoint is for a baseline: give --peer too")
 
     @property
     def file(self) -> Path | None:
@@ -90,7 +90,7 @@ class Bench(Verb):
         if self.file and not self.file.absolute().parent.is_dir():
             raise InputError(f"{self.file}: no such directory to write the report to")
         if self.file and self.file.exists() and self.file.suffix != ".json":
-            raise InputError(f"--json {self.file}: exists and is not a report; give --json last")
+            raise InputError(f"--json {self.file}: exists and is not .json; put --json after MODEL")
         if self.plot:
             check_plot(self.plot)
         check_options(self.peer, self.rounds, self.warmup)

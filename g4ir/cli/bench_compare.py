@@ -9,7 +9,7 @@ from .verb import Verb, argument, flag, json_flag
 
 
 class Compare(Verb):
-    """Set two reports side by side."""
+    """Print the metrics of two benchmark reports side by side."""
 
     a: str = argument("report of the baseline", "A.json")
     b: str = argument("report to compare with it", "B.json")

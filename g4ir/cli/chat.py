@@ -35,7 +35,7 @@ _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 
 class Chat(OnEngine):
-    """Talk with an engine."""
+    """Chat with an engine at a terminal, or read messages from a pipe."""
 
     json: bool = json_flag()
     load: Load
@@ -85,7 +85,7 @@ def edit_lines() -> None:
 
 
 def typed(prompt: str) -> str | None:
-    """Read a line from the terminal."""
+    """Read a line from the terminal; None at its end (Ctrl-D)."""
     try:
         return input(prompt)
     except EOFError:
@@ -163,7 +163,7 @@ class Repl:
         emit({"error": text}) if self.json else console.say(f"error: {text}")
 
     def _tell(self, text: str) -> None:
-        """Print a notice of the program."""
+        """Print a notice: to stdout at a terminal, else to stderr."""
         print(text, file=sys.stdout if self.terminal else sys.stderr, flush=True)
 
     def _take(self, text: str) -> None:

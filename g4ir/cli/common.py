@@ -85,13 +85,13 @@ def check_model(label: str, spec: Spec, encoder: bool | None) -> None:
 
 
 class Source(Part):
-    """A spec by name or file."""
+    """Flags that select a spec, by variant or by file."""
 
     variant: str | None = flag("shipped variant (see `g4ir specs`)", None, "N")
     spec: str | None = flag("spec file (YAML)", None, "F")
 
     def load(self) -> Spec | None:
-        """Return the spec of --variant or --spec."""
+        """Return the spec of --variant or --spec; None if neither is given."""
         if self.variant is not None and self.spec is not None:
             raise InputError("give either --variant or --spec, not both")
         if self.spec is not None:
@@ -100,7 +100,7 @@ class Source(Part):
 
 
 class Programs(Part):
-    """Flags of running an engine's native code."""
+    """Flags of loading an engine: threads, trust in its native code, and ranks."""
 
     threads: int | None = flag("CPU threads (default: OMP_NUM_THREADS, else the cores)", None, "N")
     trust: bool = flag("run native code of an engine that was built elsewhere", False)
@@ -185,7 +185,7 @@ class OnDisk(Part):
 
 
 class MediaFlags(Part, title="media"):
-    """Files of media, and their settings."""
+    """Flags of media files and of their preprocessing."""
 
     files: list[tuple[str, str]] = flag("KIND file", (), "FILE", each=KINDS)
     image_budget: int | None = setting("maximum soft tokens per image")
@@ -215,7 +215,7 @@ class MediaFlags(Part, title="media"):
 
 
 class FirstUse(Part, title="build on first use, if MODEL is no engine"):
-    """Build options of engines that are built on first use."""
+    """Flags of engines that are built on first use: build options, download, and cache size."""
 
     preset: str | None = flag(PRESET, None, "NAME")
     options: BuildOptions = options(FIRST_USE, FIRST_USE_SETTINGS)
@@ -314,7 +314,7 @@ def folder_drafts(model: str, draft: Draft) -> Draft:
 
 
 class OnEngine(Verb):
-    """A verb that runs an engine."""
+    """Base class of verbs that run the engine of MODEL."""
 
     engine: str = argument(f"{ANY_MODEL}, built on first use", "MODEL")
     first_use: FirstUse
@@ -329,7 +329,8 @@ class OnEngine(Verb):
     def opened(
         self, load: Programs, all_logits: bool = False, **how: Any
     ) -> Iterator[tuple[Engine, console.Progress]]:
-        """A context with the loaded engine of MODEL, and progress."""
+        """Context with the loaded engine of MODEL and the progress display. `all_logits`: the
+        engine must return logits at all positions; `how`: arguments of FirstUse.engines."""
         from g4ir.check.score import require_all_logits
 
         path = self.engine_path(all_logits=all_logits, **how)

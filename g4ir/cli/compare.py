@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FormatUse(FirstUse, title="build on first use, if MODEL is no engine"):
-    """Build options that all compared engines share."""
+    """Build options that all compared engines share, so without --quant."""
 
     options: BuildOptions = options(
         "backend device dtype max_seq random_weights settings", FIRST_USE_SETTINGS

@@ -73,14 +73,15 @@ def _environment(parser: Parser) -> dict[str, Any]:
             values |= _parsed(parser, action, text.split(",") if _repeats(action) else [text])
         except InputError as e:
             if text.startswith("tcp://"):
-                fix = "Kubernetes sets it for a service named g4ir: enableServiceLinks: false"
-                raise InputError(f"{variable}={text}: {fix}, or another name") from None
+                fix = "Kubernetes sets it for a service named g4ir: set enableServiceLinks to false"
+                raise InputError(f"{variable}={text}: {fix}, or rename the service") from None
             raise InputError(f"{variable}={text[:80]}: {e}") from None
     return values
 
 
 def _file(parser: Parser, path: Path) -> dict[str, Any]:
-    """Return the values that a file sets."""
+    """Return {field: value} of the flags that a YAML file sets. InputError names file, line and
+    key."""
     try:
         tree = read_tree(path)
     except G4Error as e:

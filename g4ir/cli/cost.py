@@ -37,7 +37,7 @@ SIZES = {"prefill_chunk": "chunks", "batch": "batch", "context": "cache"}
 
 
 class StepSize(Part):
-    """A step of a model, and a GPU."""
+    """Flags of a step's size, and of the GPU for its roofline."""
 
     batch: Count | None = flag("batch size (default 1)", None, "N")
     context: Count | None = flag("tokens in the KV cache after the step, such as 32K", None, "N")

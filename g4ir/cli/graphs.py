@@ -81,7 +81,7 @@ class NamedGraph(Part):
 
     @property
     def built(self) -> Artefact | None:
-        """The engine, if one is named."""
+        """The engine directory that MODEL names; None for a model without an engine."""
         return self.model.engine
 
     @cached_property
@@ -143,7 +143,7 @@ class NamedGraph(Part):
         if self.built:
             return graph
         reason = f"--phase {self.graph_name} is whole on every rank"
-        raise InputError(f"--tp: {reason}; {', '.join(phases)}")
+        raise InputError(f"--tp: {reason}; sharded phases: {', '.join(phases)}")
 
 
 def plain_graph(

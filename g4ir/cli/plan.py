@@ -29,7 +29,7 @@ MIN_GPU_BYTES = 1 << 20
 
 
 class PlanModels(Verb):
-    """Print what variants need."""
+    """Print estimated memory and speed of models, and what fits on a GPU."""
 
     models: list[str] = argument(f"{ANY_MODEL} (default: all published)", "MODEL", "*")
     source: Source

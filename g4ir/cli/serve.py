@@ -139,7 +139,7 @@ class Serve(Verb):
                 loaded = self.load.to_generate(engines[0], report, True, **self.slots())
             if self.embed and loaded.spec.embedding:
                 raise InputError(
-                    f"--embed {self.embed}: {loaded.label} embeds itself; leave it out"
+                    f"--embed {self.embed}: {loaded.label} is an encoder itself; leave out --embed"
                 )
             gc.set_threshold(*USUAL)
             return loaded
@@ -174,7 +174,7 @@ class Serve(Verb):
         names = [*{*served}, *named_embedder(self.embed), *self._adapters()]
         if both := next((name for name in names if names.count(name) > 1), None):
             raise InputError(
-                f"{both!r} would be two models: give --embed or --adapter another NAME="
+                f"{both!r} names two models: give --embed or --adapter another NAME=..."
             )
 
     def _adapters(self) -> dict[str, str]:

@@ -129,7 +129,7 @@ class Verb(Part):
 
 
 def fields_of(cls: type[Part]) -> list[tuple[Any, Any]]:
-    """Return the fields of a class and their types."""
+    """Return (field, type) of the flags of a class, with `Annotated` kept in the types."""
     hints = get_type_hints(cls, include_extras=True)
     return [(f, hints[f.name]) for f in fields(cls) if "hidden" not in f.metadata]
 
@@ -233,7 +233,7 @@ class Flags:
         return {**parsed, "settings": pairs} if pairs else parsed
 
     def make(self, values: Mapping[str, Any]) -> Verb:
-        """Return the verb with these values."""
+        """Return the verb with these values of its fields; the others have their defaults."""
         return self._make(self.verb, {**values, "explicit": frozenset(values)})
 
     def _make(self, cls: type[Part], values: Mapping[str, Any]) -> Any:

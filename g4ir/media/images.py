@@ -152,7 +152,7 @@ def _rgb(image: Any, name: str) -> U8:
     if image.mode[0] not in "IF":
         return np.array(image.convert("RGB"))
     if image.mode in "IF" and not deep:
-        problem = "pixels of 32 bits, whose range nothing states"
+        problem = "pixels of 32 bits, whose value range is unknown"
         raise InputError(f"{name}: {problem}; save it with 8 or 16 bits")
     grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
     return np.repeat((255 - grey if white_is_zero else grey)[..., None], CHANNELS, axis=-1)

@@ -22,7 +22,7 @@ class Soft:
 
     @property
     def count(self) -> int:
-        """Number of placeholders that it takes."""
+        """Number of soft tokens, and so of placeholders in the expanded prompt."""
         return sum(len(p) for p in self.pieces)
 
 

@@ -74,7 +74,9 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
         raise InputError(f"{name}: no frames")
     count = min(FRAMES, total) if frames is None else frames
     if type(count) is not int or not 1 <= count <= total:
-        raise InputError(f"{name}: {count!r} frames asked for, the video has {total}; 1 to {total}")
+        raise InputError(
+            f"{name}: {count!r} frames requested, the video has {total}; expected 1 to {total}"
+        )
     # torch's rounding of the steps, as in the reference; one index may be past the end (61 frames,
     # 7 of them), which the reference cannot read either.
     chosen: list[int] = torch.arange(0, total, total / count).int().tolist()
@@ -109,7 +111,7 @@ def frames_by_time(
     (`EmbeddingGemma2VideoProcessor` of transformers)."""
     limit, count = FRAMES if frames is None else frames, _frame_count(fps, seconds, name)
     if type(limit) is not int or limit < 1:
-        raise InputError(f"{name}: {limit!r} frames asked for; expected at least 1")
+        raise InputError(f"{name}: {limit!r} frames requested; expected at least 1")
     targets = np.linspace(0, count - 1, min(count, limit), dtype=int) / fps
     after = np.searchsorted(np.asarray(seconds) - seconds[0], targets + 1e-6, side="right")
     return tuple((after - 1).tolist())

@@ -24,7 +24,7 @@ def load(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path])
     name = schema.TEXT(fields.get("lora_name"), "lora_name")
     path = Path(schema.TEXT(fields.get("lora_path"), "lora_path"))
     if not any(path.resolve().is_relative_to(f.resolve()) for f in folders):
-        why = "is not below a folder that has one of the --adapter, nor below --set adapter_dir"
+        why = "is neither below the parent folder of an --adapter nor below --set adapter_dir"
         raise Refused(403, f"lora_path: {str(path)[:200]!r} {why}", param="lora_path")
     adapters.load(name, path, schema.FLAG(fields.get("load_inplace") or False, "load_inplace"))
     return f"LoRA adapter {name!r} was loaded"

@@ -56,7 +56,7 @@ class ResponseFormat(AnswerFormat):
         return head | {"created": self.created, "model": self.fields["model"]}
 
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request without `stream`."""
+        """Return the body of the response to a request without `stream`."""
         answers = [*answers]
         choices = [self._choice(a) for a in answers]
         out = self._head(False) | {"choices": choices, "usage": usage}
@@ -146,7 +146,7 @@ class ResponseFormat(AnswerFormat):
     def last(
         self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Return the chunk with the usage, if it was requested."""
+        """Return the final chunk with the usage, if `stream_options` requests it."""
         served = self.fields.get("stream_options")
         return [self._head(True) | {"choices": [], "usage": usage}] if served else []
 

@@ -201,12 +201,12 @@ class Server:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine has been loaded."""
+        """Whether the engine, of a generating or an embedding model, has been loaded."""
         return self.service is not None or self.embedder == self.name
 
     @property
     def embedders(self) -> list[str]:
-        """Names of the embedding model."""
+        """Names of the embedding model; none if there is none."""
         return self.names if self.embedder == self.name else [n for n in [self.embedder] if n]
 
     def stop(self) -> None:
@@ -223,7 +223,7 @@ class Server:
             self.embeddings.close()
 
     def handlers(self) -> dict[str, tuple[str, Handler]]:
-        """Return path -> its method and handler."""
+        """Return URL path -> (HTTP method, handler)."""
         return {
             "/livez": ("GET", self.live),
             "/readyz": ("GET", self.health),
@@ -314,7 +314,7 @@ class Server:
         return json_response(body, refused.status, refused.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
-        """Refuse an unknown path or method."""
+        """Return the error response for an unknown path or method, after the access checks."""
         assert isinstance(error, HTTPException)
         path = request.url.path.removeprefix(self.root_path)
         messages = {404: "no such path", 405: "this path has no such method"}
@@ -363,7 +363,7 @@ class Server:
         return json_response({"id": name, **model})
 
     async def change_adapters(self, request: Request, action: Action) -> Response:
-        """Load or remove an adapter."""
+        """Load or remove a LoRA adapter: `action` is `load` or `unload`."""
         engine, raw = self._ready()[0].engine, await self.gate.body(request)
         fields = schema.parsed(raw)
         if (name := fields.get("lora_name")) in (*self.names, *self.embedders):
@@ -415,7 +415,7 @@ class Server:
         return json_response(ollama.show(prompts.engine, prompts.template))
 
     async def embed(self, request: Request, api: EmbeddingApi) -> Response:
-        """Return the embeddings of texts, or documents ranked by them."""
+        """Return the embeddings of the inputs, or documents ranked by similarity to a query."""
         self._check_ready()
         if not (model := self.embeddings):
             raise Refused(
@@ -510,13 +510,13 @@ class Server:
         return json_response({**count, "tokens": tokens, "token_strs": None})
 
     async def render(self, request: Request) -> Response:
-        """Return the token ids and the text of a conversation."""
+        """Return the token ids and the text of a conversation's prompt."""
         tokens = await self._tokens(request, RENDERED)
         text = await run_in_threadpool(self._ready()[0].text, tokens)
         return json_response({"prompt": text, "token_ids": tokens})
 
     async def count_tokens(self, request: Request) -> Response:
-        """Return the number of tokens of a conversation."""
+        """Return the number of tokens of a conversation's prompt."""
         tokens = await self._tokens(request, COUNTED)
         return json_response({"input_tokens": len(tokens)})
 
@@ -602,7 +602,8 @@ class Server:
 
 
 class Running:
-    """A request that is being answered."""
+    """An HTTP request that is being answered: its engine requests, their handles, and one
+    AnswerStream for each of its n answers per prompt."""
 
     def __init__(
         self,
@@ -661,7 +662,7 @@ class Running:
         return forward
 
     def end(self) -> None:
-        """Cancel unfinished requests, and update the metrics."""
+        """Cancel unfinished engine requests; update metrics, rate limits and the log values."""
         if self.handles and not all(a.over for a in self.answers):
             failed = any(handle.state == FAILED for handle in self.handles)
             self.server.metrics.cancelled.inc(not failed)
@@ -711,7 +712,7 @@ class Running:
         self._clock = self._loop.call_later(LOOK_S, self._look)
 
     def _new(self) -> Iterator[tuple[AnswerStream, Event]]:
-        """Yield the queued events; Refused for a cancelled one."""
+        """Yield the queued events with their answers; Refused if an answer was cancelled."""
         for _ in range(len(self._come)):
             index, event = self._come.popleft()
             answer = self.answers[index]
@@ -734,7 +735,7 @@ class Running:
         return usage_of(self.handles, self.answers, drafts, media)
 
     async def complete(self) -> Response:
-        """Return the complete answer."""
+        """Wait for the end of all answers; return the response with the complete body."""
         async for events in self._events():
             for answer, event in events:
                 self._take(answer, event)
@@ -802,7 +803,7 @@ class Streamed(StreamingResponse):
 
 
 def _reader(fields: Fields, prompt: Prompt) -> Reader:
-    """Return the parser of an answer to a conversation."""
+    """Return the parser of an answer: its reasoning, content and tool calls."""
     tools, calls = fields.get("tools") or None, schema.chosen(fields).mode != "none"
     stop = fields.get("stop", ())
     return Reader(tools, prompt.tail, stop, calls=calls, thinking=reasoning_on(fields))

@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 def bad(param: str, message: str) -> Refused:
-    """Return a 400 error for an invalid field."""
+    """Return the error (400) for an invalid value of the field `param`."""
     return Refused(400, f"{param}: {message}", param=param)
 
 
@@ -70,7 +70,7 @@ def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refu
 
 
 def ending() -> Refused:
-    """Return the error for requests during shutdown."""
+    """Return the error (503) for requests during shutdown."""
     return later(503, "shutting_down", "the server is shutting down; retry at another server")
 
 

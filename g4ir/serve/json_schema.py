@@ -52,7 +52,7 @@ _ODD = re.compile(r"\\|\(\?(?!:)|[\^$]")
 
 
 def llguidance() -> Any:
-    """Return the library; MissingError if it is not installed."""
+    """Import and return the module llguidance; MissingError if it is not installed."""
     try:
         import llguidance as library
     except ImportError as e:
@@ -115,13 +115,13 @@ class _Reader:
     refs: set[str] = field(default_factory=set, init=False)
 
     def drop(self, where: str, reason: str) -> None:
-        """Log a dropped constraint; refused if the schema is strict."""
+        """Log that a constraint is not enforced; refused if the schema is strict."""
         if self.strict:
             raise self.refuse(where, f"{reason}; leave out the constraint, or strict")
         log_dropped(f"{where}: {reason}")
 
     def read(self, node: Schema, where: str) -> Schema:
-        """Translate a schema and those in it."""
+        """Return a schema translated for llguidance, recursively; `where`: its path."""
         if isinstance(node, bool):
             return node
         if not isinstance(node, Mapping):

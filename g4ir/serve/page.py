@@ -19,7 +19,7 @@ HEADERS: Mapping[str, str] = TABLE["headers"]
 
 @dataclass(frozen=True)
 class Asset:
-    """A file of the page, cached in memory."""
+    """A file of the chat page in memory, and its Content-Type; called as a request handler."""
 
     content: bytes
     media_type: str

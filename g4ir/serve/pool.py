@@ -158,7 +158,7 @@ class ModelPool:
         return count and model.need + sum(m.need for m in resident) <= self.capacity
 
     def _note_blocked(self, ticket: Ticket, victims: Sequence[PooledModel]) -> None:
-        """Refuse a ticket that busy models have blocked for too long."""
+        """Note since when busy models block a ticket; refuse it after `wait_s` seconds."""
         if any(m.state in (LOADING, UNLOADING) for m in victims):
             ticket.blocked = None
             return

@@ -37,7 +37,7 @@ SETTINGS = (
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
-    """Return a request's chat template options."""
+    """Return a request's chat template options; `reasoning_effort` sets `enable_thinking`."""
     options = dict(fields.get("chat_template_kwargs", {}))
     if "reasoning_effort" in fields:
         options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
@@ -58,7 +58,8 @@ def require_tokenizer(path: Path, label: str) -> None:
 
 @dataclass
 class Prompts:
-    """Creates engine requests; thread-safe."""
+    """Creates engine requests for one engine, with its chat template, tokenizer and sampling
+    defaults; thread-safe."""
 
     engine: Engine
 

@@ -49,7 +49,8 @@ class RateLimits:
             self.limits = limits
 
     def check(self, salt: str) -> None:
-        """Count a request. Refused (429) if the key has used its requests or tokens."""
+        """Subtract a request from its key's bucket. Refused (429) if the key's requests or tokens
+        are used up."""
         with self._lock:
             buckets = {"requests": self._bucket(salt, "requests")}
             buckets["tokens"] = self._bucket(salt, "tokens")
@@ -61,7 +62,7 @@ class RateLimits:
                 requests.level -= 1
 
     def charge(self, salt: str, tokens: int) -> None:
-        """Count the tokens of a request that ended."""
+        """Subtract the tokens of a request that ended from its key's bucket."""
         with self._lock:
             if bucket := self._bucket(salt, "tokens"):
                 bucket.wait_s(0, self._clock())

@@ -113,8 +113,8 @@ def _text(value: Any, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        reason = f"has half a character (U+{ord(text[e.start]):04X})"
-        raise bad(name, f"{reason} at character {e.start}; it is no UTF-8") from None
+        reason = f"has a lone surrogate (U+{ord(text[e.start]):04X})"
+        raise bad(name, f"{reason} at character {e.start}; it is not valid UTF-8") from None
     return text
 
 
@@ -201,7 +201,7 @@ def _prompt_logprobs(value: Any, name: str) -> int | None:
 
 
 def _stream_options(value: Any, name: str) -> bool:
-    """Return whether usage is requested."""
+    """Read stream_options: return whether `include_usage` is true."""
     include = OBJECT(value, name).get("include_usage")
     return bool(include is not None and FLAG(include, name))
 
@@ -347,7 +347,7 @@ MAKERS |= {"one_of": one_of, "unsupported": unsupported, "constrained": constrai
 
 
 def constraint_of(fields: Fields) -> Constraint | None:
-    """Return a request's constraint; Refused if it has two."""
+    """Return a request's structured output constraint, or None; Refused if it has two."""
     constraints = [value for value in fields.values() if isinstance(value, Constraint)]
     for second in constraints[1:]:
         raise bad(second.field, f"cannot be combined with {constraints[0].field}; give one of them")
@@ -442,7 +442,7 @@ def _check_choice(fields: Fields) -> None:
 
 
 def chosen(fields: Fields) -> ToolChoice:
-    """Return the tool choice of a request."""
+    """Return the tool choice of a request; without one, `auto` if it has tools, else `none`."""
     requested: ToolChoice | None = fields.get("tool_choice")
     choice = requested or ToolChoice("auto" if fields.get("tools") else "none")
     many = choice.many and fields.get("parallel_tool_calls") is not False

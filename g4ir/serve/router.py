@@ -55,7 +55,7 @@ class Router(Server):
         return self.pool is not None
 
     def start(self, engine: Any) -> list[str]:
-        """Serve the models of a pool from now on."""
+        """Serve the models of a pool (`engine`) from now on; return lines for the log."""
         self.pool = engine
         return [f"models: {', '.join(m.name for m in engine.models)}"]
 

@@ -89,7 +89,8 @@ def grammar_of(
 
 
 def _call(rules: _Rules, function: Called) -> str:
-    """Return the rule of a function's call after its opening token."""
+    """Return the rule's text for a call of a function: name and arguments, without `call:` and the
+    control tokens."""
     if not function.constrained:
         arguments = rules.mapping(rules.anything())
     else:
@@ -139,7 +140,7 @@ class _Rules:
         return self.rule(f"%lark {{\n{grammar}\n}}")
 
     def plain(self, text: str) -> str:
-        """Return a literal."""
+        """Return a text as a Lark string literal."""
         return json.dumps(text, ensure_ascii=False)
 
     def key(self, name: str) -> str:
@@ -157,7 +158,7 @@ class _Rules:
         return f'"{json.dumps(value)}"'
 
     def anything(self, depth: int = ANY_DEPTH) -> str:
-        """Return the rule of any value of limited depth."""
+        """Return the name of the rule for any value that is nested at most `depth` deep."""
         text, number = self.terminal("/(?s:.+)/"), self.terminal(_NUMERIC["number"])
         plain = f'{self.string(f"{text}?")} | {number} | "true" | "false" | "null"'
         if not depth:
@@ -166,12 +167,13 @@ class _Rules:
         return self.rule(f"{plain} | {self.array(inner, 0, None)} | {self.mapping(inner)}")
 
     def mapping(self, value: str) -> str:
-        """Return the rule of an object with any keys."""
+        """Return the name of the rule for an object with any keys, values by the rule `value`."""
         entry = self.rule(f'{self.terminal(_KEY)} ":" {value}')
         return self.rule(f'"{{" ({entry} ("," {entry})*)? "}}"')
 
     def array(self, item: str, min_items: int, max_items: int | None) -> str:
-        """Return the rule of a list with min_items to max_items items."""
+        """Return the name of the rule for a list of min_items to max_items items (None: any number)
+        of the rule `item`."""
         if max_items == 0:
             return self.rule('"[" "]"')
         more = f"{{{max(min_items, 1) - 1},{'' if max_items is None else max_items - 1}}}"
@@ -188,7 +190,7 @@ class _Schema:
         self._names: dict[str, str] = {}
 
     def arguments(self) -> str:
-        """Return the rule of a function's arguments."""
+        """Return the name of the rule for a function's arguments; refused if no value is valid."""
         try:
             rule = self.value(self.root)
         except RecursionError:

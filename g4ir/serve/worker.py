@@ -41,7 +41,8 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class WorkerAuth(Auth):
-    """Accepts the router's requests only."""
+    """Accepts requests with the router's secret only; the salt of the client's key is in a
+    header."""
 
     secret: str = ""
 
@@ -87,7 +88,7 @@ class WorkerProcess(ServerProcess):
             self.parent.send(port=self.servers[0].sockets[0].getsockname()[1])
 
     def watch(self) -> None:
-        """Shut down when the parent ends or asks for it."""
+        """Wait until the parent asks to end or has ended, then shut down and cancel requests."""
         self.parent.wait()
         self.server.draining = True
         self.drain(0.0)

@@ -26,7 +26,7 @@ THINKING = ("enabled", "adaptive", "disabled")
 
 
 def read(original: Body) -> Translation:
-    """Translate a request body to chat completions."""
+    """Translate a body of /v1/messages to chat completions; `max_tokens` is required."""
     if original.get("max_tokens") is None:
         raise bad("max_tokens", "is missing")
     return count(original)

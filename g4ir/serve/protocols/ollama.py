@@ -40,7 +40,7 @@ class NothingAsked(Exception):
 
 
 def chat(original: Body) -> Translation:
-    """Translate an /api/chat body."""
+    """Translate an /api/chat body to chat completions; NothingAsked if it has no messages."""
     if not original.get("messages"):
         raise NothingAsked(_ended(original, {"message": {"role": "assistant", "content": ""}}))
     return translated(Translation(_streamed(original)), "ollama", CHANGES)

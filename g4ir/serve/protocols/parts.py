@@ -39,10 +39,10 @@ class AnswerFormat(Protocol):
         """Return the values of new events of an answer, and its end if it is over."""
 
     def last(self, answers: list[AnswerStream], usage: Mapping[str, Any]) -> list[Body]:
-        """Return the values after the last token."""
+        """Return the values after the last token, such as the usage."""
 
     def complete(self, answers: Iterable[AnswerStream], usage: Mapping[str, Any]) -> Body | str:
-        """Return the complete answers."""
+        """Return the body of a response without `stream`: an object, or plain text."""
 
     def failed(self, error: Refused) -> list[Body]:
         """Return the last values of a failed stream."""

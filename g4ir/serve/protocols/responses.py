@@ -33,7 +33,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 
 def read(original: Body) -> Translation:
-    """Translate a request body to chat completions."""
+    """Translate a body of /v1/responses to chat completions."""
     out = translated(Translation(original), "responses", CHANGES)
     out.names |= {"messages": "input", "tool_call_id": "call_id"}
     return out
