@@ -81,13 +81,13 @@ OPTIONS: Mapping[str, Any] = _with("OPTIONS")
 
 @dataclass(frozen=True)
 class PassOptions:
-    """The options of a pipeline."""
+    """The options of all passes of a pipeline."""
 
     #: at most one record per pass, of its OPTIONS' type; the other passes have their defaults
     records: tuple[Any, ...] = ()
 
     def of(self, kind: type[Record]) -> Record:
-        """Return the options of this type."""
+        """Return the record of this type, or its defaults if there is none."""
         return next((r for r in self.records if isinstance(r, kind)), None) or kind()
 
     def changed(self, record: Any) -> PassOptions:

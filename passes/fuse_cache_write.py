@@ -73,7 +73,7 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
 
 
 def _unquantised(g: Graph, row: Value) -> Value:
-    """Return a row before it is quantised."""
+    """Return K, V or latent rows as they are before `narrow_row`, if they are quantised."""
     narrowed = producer_of(g, row, "narrow_row")
     return narrowed["x"] if narrowed else row
 

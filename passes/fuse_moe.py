@@ -32,14 +32,14 @@ def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
     def edit(glu: Node) -> Edit:
         siblings = routed.get(norm_input(g, glu["x"]), [])
         if not siblings:
-            raise NoMatch("no experts beside it")
+            raise NoMatch("no routed experts read the same residual")
         result = _edit(g, glu, siblings[0])
         del siblings[0]
         return result
 
     out = edit_each(g, g.find("linear_glu"), edit, note)
     for n in (n for siblings in routed.values() for n in siblings):
-        note(n.out.name, "left: no gated MLP beside it")
+        note(n.out.name, "left: no gated MLP reads the same residual")
     return out
 
 

@@ -97,7 +97,7 @@ class _Match:
 
     @property
     def rotated(self) -> int:
-        """Rotated pairs of dims."""
+        """Number of pairs of K's dims that RoPE rotates."""
         t = self.table
         return rotated_pairs(t.word("kind"), t.integer("dim"), t.number("fraction"))
 

@@ -240,7 +240,7 @@ def test_mlx(tmp_path: Path, dense: Spec, key: str, caplog: pytest.LogCaptureFix
     origin = find_origin(tmp_path / "c")
     assert origin.spec().text == dense.text
     opened = origin.open(dense, (), "bf16")
-    assert "weights of MLX become numbers of the engine's dtype" in caplog.text
+    assert "weights of MLX are dequantised to the engine's dtype" in caplog.text
     for name, want in meant.items():
         assert torch.equal(opened.tensor(name), want), name
     ids = torch.tensor([[3, 511], [0, 3]])

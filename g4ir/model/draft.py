@@ -107,7 +107,7 @@ def check_pair(model: Spec, drafter: Spec) -> None:
     if rows := differences(model, drafter):
         lines = "\n".join(f"  {key}: drafter {b!r}, model {a!r}" for key, a, b in rows)
         raise SpecError(
-            f"spec {drafter.name} is no drafter of {model.name}; give the one of its own:\n{lines}"
+            f"spec {drafter.name} is no drafter of {model.name}; give its own:\n{lines}"
         )
 
 

@@ -49,7 +49,7 @@ class ImageSettings:
 
     @property
     def rows(self) -> int:
-        """Rows of the input, padding included."""
+        """Patches of the tower's input, padding included: P of [1,P,D]."""
         return self.budget if self.merged else self.max_patches
 
 

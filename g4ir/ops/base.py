@@ -105,7 +105,7 @@ def parse_attrs(text: str) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True)
 class Op:
-    """An op, as `@op` builds it from a class."""
+    """An op, as `@op` builds it from a class; the module's docstring describes the fields."""
 
     name: str
     doc: str
@@ -229,7 +229,7 @@ def every_operand(ins: Types, outs: Types, **attrs: Any) -> Traffic:
 
 
 def nothing(ins: Types, outs: Types, **attrs: Any) -> Traffic:
-    """Return the traffic of a view."""
+    """Return the traffic of a view: no bytes."""
     return (0,) * len(ins), (0,) * len(outs)
 
 

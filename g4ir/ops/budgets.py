@@ -33,7 +33,9 @@ class Budget:
 
 MOVES = Budget(0, 0, "moves data: bit for bit")
 POINTWISE = Budget(
-    2, 0, "a vector loop and its tail may round a function of one number differently"
+    2, 0, "a vector loop and its scalar tail may round an elementwise function differently"
 )
-GATED = Budget(3, 0, "as a function of one number, then a product")
-PRODUCT = Budget(1, 256, "packing and fewer rows change the library's order of up to 2^15 terms")
+GATED = Budget(3, 0, "as an elementwise function, then a product")
+PRODUCT = Budget(
+    1, 256, "packing and other batch sizes change the order of sums of up to 2^15 terms"
+)

@@ -65,7 +65,7 @@ class QuantFormat:
         return self.layout.nbytes // ITEMSIZE[self.codes]
 
     def elements_for(self, values: int) -> int:
-        """Return the elements that store `values` values."""
+        """Return the number of elements of the codes' dtype that store `values` values."""
         return values // self.block_values * self.block_elements
 
     def values_in(self, elements: int) -> int:

@@ -23,7 +23,7 @@ def activate(x: Any, act: str) -> Any:
 
 @op
 class activation:
-    """act(x) (rules 33, 34)"""
+    """act(x), with one of ACTIVATIONS (rules 33, 34)"""
 
     budget = POINTWISE
     rows = (0,)

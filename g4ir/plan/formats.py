@@ -30,7 +30,7 @@ def capacity(max_seq: int) -> int:
 
 
 def cache_types(program: Program, batch: int, max_seq: int) -> dict[str, Type]:
-    """Return the caches of a session with their sizes."""
+    """Return name -> type of each cache of a session, with the batch size and slots filled in."""
     dims = {"B": batch, "C": capacity(max_seq)}
     return {name: v.type.bind(dims) for name, v in program.state().items()}
 

@@ -85,7 +85,7 @@ def dtype_of(backend: PlannedBackend, requested: str | None, spec: Spec) -> str:
     if requested is None:
         chosen = spec.dtype if spec.dtype in backend.dtypes else backend.dtypes[0]
         if (spec.dtype, chosen) == ("f16", "bf16"):
-            message = "%s is float16, and becomes bfloat16; --dtype float32 rounds no weight of it"
+            message = "%s is float16, and becomes bfloat16; --dtype float32 keeps its weights exact"
             log.warning(message, spec.name)
         return chosen
     kind = find_dtype(requested)

@@ -1,4 +1,4 @@
-"""Plans as text."""
+"""Text reports of plans: of one variant, and of several models side by side."""
 
 from __future__ import annotations
 

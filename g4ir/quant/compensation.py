@@ -102,7 +102,8 @@ class Inputs:
 
     @cached_property
     def damped(self) -> Tensor:
-        """The products relative to their mean diagonal, damped."""
+        """The products divided by the mean of their diagonal, with DAMPING added to the
+        diagonal."""
         diagonal = self.products.diagonal(dim1=1, dim2=2)
         mean = diagonal.mean()
         h = self.products / mean.where(mean > 0, 1.0)

@@ -99,7 +99,7 @@ class Ple:
     """Per-layer embeddings: one row of num_hidden_layers * dim per token id; without a table
     (`vocab_size` None) they are projected from the token embeddings alone."""
 
-    #: width of one layer's row; a table row has num_hidden_layers * dim elements
+    #: width of one layer's embedding; a table row has num_hidden_layers * dim elements
     dim: Count
     #: rows of the table: token ids from 0 that have per-layer embeddings; null: no table
     vocab_size: Count | None
@@ -114,7 +114,7 @@ LATER_TEXT = (
 
 @dataclass(frozen=True)
 class Text:
-    """The decoder."""
+    """Sizes and settings of the decoder, or of an encoder's transformer."""
 
     #: rows of the token table, and logits per position
     vocab_size: Count

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Spec(Variant):
-    """One variant."""
+    """A variant that is read from, and written as, YAML or a Hugging Face config."""
 
     def __repr__(self) -> str:
         media = {"vision": self.vision, "audio": self.audio}

@@ -331,7 +331,9 @@ def _read_shard(path: Path, want: set[str]) -> Header:
     header = tensorfile.read_header(path)
     extra, missing = sorted(header.entries.keys() - want), sorted(want - header.entries.keys())
     if extra or missing:
-        bad, state = (extra, "not named for it in") if extra else (missing, "absent, but named in")
+        bad, state = (
+            (extra, "not listed for it in") if extra else (missing, "absent, but listed in")
+        )
         counts = f"({len(extra)} extra, {len(missing)} missing)"
         text = f"tensor {quoted(bad[0])} is {state} {INDEX} {counts}"
         raise broken(header.path, text, "fix: download shards and index again")

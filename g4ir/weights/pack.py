@@ -209,7 +209,7 @@ class MadeParams:
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
                 fix = "fix: download the checkpoint again, or build without --quant"
-                msg = "NaN or infinite, which no code stands for"
+                msg = "NaN or infinite values, which cannot be quantised"
                 raise tensorfile.broken(names, msg, fix)
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:

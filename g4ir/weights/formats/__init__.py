@@ -30,7 +30,7 @@ METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
 
 
 def is_coded(config: Path) -> bool:
-    """Whether a config.json declares quantised weights."""
+    """Whether a config.json, or ModelOpt's file beside it, declares quantised weights."""
     values = read_json(config)
     stated = any(values.get(key) is not None for key in (KEY, MLX_KEY))
     return stated or (config.parent / MODELOPT).is_file()

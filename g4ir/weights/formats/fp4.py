@@ -62,7 +62,9 @@ E4M3_TOP, REACH = 8, 17
 def nvfp4_weight(
     files: Files, codes: TensorRef, scales: TensorRef, tensor: TensorRef, divides: bool
 ) -> StoredWeight:
-    """Return an NVFP4 weight; `tensor`: its per-tensor scale, which `divides` or multiplies."""
+    """Return an NVFP4 weight from codes u8 [N, K/2] and e4m3 scales [N, K/16]: in blocks of `fp4`,
+    or as int8 if K is no multiple of 64. `tensor`: its per-tensor scale, which `divides` or
+    multiplies."""
     require(tensor, ["F32"])
     if tensor[1].shape not in ((), (1,)):
         raise invalid(tensor, f"expected one number, found {list(tensor[1].shape)}")
@@ -89,7 +91,8 @@ def nvfp4_weight(
 
 
 def mxfp4_weight(files: Files, codes: TensorRef, scales: TensorRef) -> StoredWeight:
-    """Return a weight of MXFP4."""
+    """Return an MXFP4 weight from codes u8 [N, K/2] and exponents u8 [N, K/32]: in blocks of `fp4`,
+    or as int8 if K is no multiple of 64."""
     require(scales, ["U8", "F8_E8M0"])
 
     def exponents(ids: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ activation order (desc_act). AWQ (version gemm) packs both along N, `qweight` i3
 order of `AWQ_ORDER`. Layouts as AutoGPTQ's `qlinear` and AutoAWQ's `WQLinear_GEMM` write them.
 
 Codes q - z take one bit more than q, except in symmetric files. Weights that need more than 8
-bits or have columns out of order become values of the engine's dtype.
+bits or have columns out of order are dequantised to the engine's dtype.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Packing:
     packed_rows: bool
 
     def columns(self, words: int) -> int:
-        """Return K of the rows of `qweight`."""
+        """Return K of a weight [N, K] whose `qweight` has this first dim."""
         return words * 32 // self.bits if self.packed_rows else words
 
     def shapes(self, n: int, k: int, groups: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -159,8 +159,8 @@ def _read(files: Files, packing: _Packing, where: str) -> QuantisedTensors:
     tensors = read_modules(files, (QWEIGHT, QZEROS, SCALES, INDEX, WEIGHT), take, {})
     if dense:
         log.warning(
-            "%s: %d weights with columns out of order (desc_act) or more than 8 bits become values "
-            "of the engine's dtype, such as %s; --quant quantises them again",
+            "%s: %d weights with columns out of order (desc_act) or more than 8 bits are "
+            "dequantised to the engine's dtype, such as %s; --quant quantises them again",
             *(files.directory, len(dense), dense[0]),
         )
     return tensors
@@ -206,7 +206,7 @@ def _weight(files: Files, packing: _Packing, parts: TensorRefs) -> StoredWeight:
             return None
         z = packing.zeros(files.rows(parts[QZEROS]))
         if packing.symmetric and bool(z.any()):
-            msg = "has other zero points than the middle, but the config says symmetric"
+            msg = "has zero points other than 2^(bits - 1), but the config says symmetric"
             raise invalid(parts[QZEROS], msg, FIX)
         return None if packing.symmetric else z
 
@@ -244,7 +244,7 @@ def _shape(
     k = packing.columns(words)
     group = k if packing.group <= 0 else packing.group
     if not groups or k % group or k // group != groups:
-        msg = f"{groups} scales a row, which groups of {group} of {k} columns do not have"
+        msg = f"{groups} scales a row do not fit groups of {group} in {k} columns"
         raise invalid(scales, msg, FIX)
     for ref, shape in zip((qweight, zeros), packing.shapes(n, k, groups), strict=True):
         if ref:

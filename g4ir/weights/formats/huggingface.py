@@ -62,7 +62,7 @@ _Side = Annotated[int, Range(1, 1 << 16)]
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """The whole of `quantization_config`."""
+    """`quantization_config` of fp8 checkpoints."""
 
     unread: ClassVar = UNREAD["fp8"]
     quant_method: str
@@ -116,14 +116,14 @@ _Bits = Annotated[int, Range(2, 8)]
 
 @dataclass(frozen=True)
 class ModuleConfig:
-    """Settings of some modules."""
+    """Settings of the modules whose names match a pattern; None: the default bits."""
 
     num_bits: _Bits | None = None
 
 
 @dataclass(frozen=True)
 class MobileConfig:
-    """The whole of `quantization_config`."""
+    """`quantization_config` of the mobile form."""
 
     quant_method: str
     num_bits: _Bits = 4
@@ -233,7 +233,7 @@ def read_mlx(config: Path, values: Mapping[str, Any], files: Files) -> Quantised
     tensors = read_modules(files, MLX_PARTS, take, {})
     if tensors.weights:
         log.warning(
-            "%s: %d weights of MLX become numbers of the engine's dtype, as no format here has "
+            "%s: %d weights of MLX are dequantised to the engine's dtype, as no format here has "
             "their scales and biases; --quant quantises them again",
             *(config.parent, len(tensors.weights)),
         )
