@@ -39,6 +39,8 @@ class CpuRuntime(ProgramRuntime):
     def __init__(self, task: Task) -> None:
         #: step programs of the embed graph; created at the first use
         self.embedding: Embedding | None = None
+        #: the last tower that ran, and its program
+        self._tower: tuple[str, Any] = ("", None)
         #: the thread that runs steps while the host reads the tokens of earlier ones
         self.worker = StepThread()
         pyops.load_kernels(progress=task.progress)
@@ -114,9 +116,13 @@ class CpuRuntime(ProgramRuntime):
         return follows() if max_tokens else captured.get(StepProgram, (phase, tokens), follows)
 
     def encode(self, tower: str, feeds: Tensors) -> Tensor:
-        graph = self.program.graphs[tower]
+        name, program = self._tower
         with torch.no_grad():
-            return record_step(graph, self.weights, {}, feeds, Arena("cpu")).run(feeds)["soft"]
+            if name != tower:
+                graph = self.program.graphs[tower]
+                program = record_step(graph, self.weights, {}, feeds, Arena("cpu"))
+                self._tower = tower, program
+            return program.run(feeds)["soft"]
 
     def _max_tokens(self, phase: str, tokens: int) -> int:
         """Return the maximum tokens per sequence of a step, for which its arena is sized."""
@@ -160,7 +166,7 @@ class CpuRuntime(ProgramRuntime):
 
     def close(self) -> None:
         self.worker.close()
-        self.embedding = None
+        self.embedding, self._tower = None, ("", None)
         super().close()
 
 
