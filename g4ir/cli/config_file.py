@@ -73,7 +73,7 @@ def _environment(parser: Parser) -> dict[str, Any]:
             values |= _parsed(parser, action, text.split(",") if _repeats(action) else [text])
         except InputError as e:
             if text.startswith("tcp://"):
-                fix = "Kubernetes sets it for a service named g4ir: set enableServiceLinks to false"
+                fix = "Kubernetes sets it for a service named g4ir: set enableServiceLinks: false"
                 raise InputError(f"{variable}={text}: {fix}, or rename the service") from None
             raise InputError(f"{variable}={text[:80]}: {e}") from None
     return values

@@ -25,7 +25,8 @@ from .request_schema import CHAT
 
 #: maximum media per request
 MAX_MEDIA = 32
-#: detail of an image_url -> index of the engine's image budgets; "auto": the default budget
+#: `detail` of an image_url -> index in the engine's numbers of soft tokens per image (ascending);
+#: "auto": the default number
 DETAILS = {"low": 0, "high": -1, "original": -1}
 
 

@@ -222,7 +222,7 @@ def test_extra_tokens(
     made.add_tokens(["plain_word"])
     add_file(folder, "tokenizer.json", made.to_str())
     with ready(folder) as r, r.client() as client:
-        assert "3 tokens at or above the vocabulary of 512 are left out" in caplog.text
+        assert "3 tokens with ids beyond the vocabulary size 512 are left out" in caplog.text
         form = {"response_format": {"type": "json_object"}}
         text = "a <|image_soft_token> plain_word"
         said = {"messages": [{"role": "user", "content": text}]}
@@ -401,7 +401,7 @@ def test_a_row_that_fails(
     monkeypatch.setattr(Session, "verify", Mock(side_effect=RuntimeError("secret words")))
     with pytest.raises(openai.APIError) as e:
         [*ask(client, stream=True)] if stream else ask(client)
-    assert "secret" not in str(e.value) and "its log has it as" in str(e.value)
+    assert "secret" not in str(e.value) and "the server's log has it under the id" in str(e.value)
     monkeypatch.undo()
     assert ask(client).choices
 
