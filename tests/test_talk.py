@@ -289,7 +289,7 @@ def test_wrong_files(talk: ChatSession, tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(talk: ChatSession, tmp_path: Path) -> None:
     talk.messages = [{"role": "user", "content": "\udcff"}]
-    with pytest.raises(InputError, match="half a character"):
+    with pytest.raises(InputError, match="a lone surrogate"):
         talk.save(tmp_path / "a.json")
     assert not [*tmp_path.iterdir()]
 

@@ -144,7 +144,7 @@ def test_the_text_of_a_json_object_in_pieces(cut: int) -> None:
 def post(served: Running, path: str, **body: Any) -> httpx.Response:
     headers = {"anthropic-version": "2023-06-01", "content-type": "application/json"}
     with served.client(headers=headers) as client:
-        return client.post(path, content=json.dumps(body))  # half a character as its escape
+        return client.post(path, content=json.dumps(body))  # lone surrogates as escapes
 
 
 def message(served: Running, **given: Any) -> Any:

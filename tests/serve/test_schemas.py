@@ -407,7 +407,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_constraints_that_are_refused(served: Running, body: dict[str, Any], says: str) -> None:
     for path, base in (("chat/completions", {"messages": HI}), ("completions", {"prompt": "a"})):
         with served.client() as client:
-            text = json.dumps({**base, "stream": True, **body})  # half a character as its escape
+            text = json.dumps({**base, "stream": True, **body})  # lone surrogates as escapes
             kind = {"Content-Type": "application/json"}
             got = client.post(f"/v1/{path}", content=text, headers=kind)
         assert got.status_code == 400 and says in got.json()["error"]["message"], got.text
