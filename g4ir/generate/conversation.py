@@ -223,7 +223,8 @@ class ChatSession:
         try:
             write_file(Path(path), [f"{text}\n".encode()])
         except UnicodeEncodeError:
-            raise InputError(f"{path}: a message has a lone surrogate, which UTF-8 cannot encode") from None
+            problem = "a message has a lone surrogate, which UTF-8 cannot encode"
+            raise InputError(f"{path}: {problem}") from None
 
     def load(self, path: str | Path) -> None:
         """Load a conversation from a file of `save`, or a JSON list of messages; read its media.
