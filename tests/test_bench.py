@@ -422,7 +422,7 @@ def test_files_that_llama_cpp_does_not_read(
         LlamaSession(tmp_path / "other", 1, 8)
     monkeypatch.setattr(double, "llama_decode", lambda *_: 1)
     runner = LlamaSession(file, 1, 8)
-    with pytest.raises(InputError, match="llama_decode of 1 x 2 tokens: 1"):
+    with pytest.raises(InputError, match="llama_decode of 1 x 2 tokens failed with code 1"):
         runner.step(torch.tensor([[2, 5]]))
 
 

@@ -46,8 +46,8 @@ INDUCTOR = {
 }
 #: torch's environment variable: optimisation level of wrappers (default: O1)
 WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
-#: options that are turned off: only torch's profiler reads what they add, more than half of a
-#: program's bytes
+#: options that are turned off: line tables and frame pointers, which only external profilers and
+#: debuggers read, more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
 

@@ -73,8 +73,8 @@ def around(value: float, rounds: Samples) -> Stat:
 
 
 def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> RequestTiming:
-    """Time a request. Each step ends with the chosen tokens on the host; the return to the context
-    before it is not timed."""
+    """Time a request. Each step ends with the chosen tokens on the host. Resetting the KV cache to
+    the context, before the first step, is not timed."""
     runner.rewind()
     synchronize(runner.device)
     marks = [time.perf_counter()]

@@ -236,7 +236,7 @@ class CallBody:
         separates = token == ":" or (token == "=" and raw in properties(schema))
         if token in f'"{_QUOTE}' and not raw and state in (KEY, VALUE):
             self._begin_string(token)
-        elif token == _QUOTE and state == VALUE and is_text(self._schema):  # ends a bare text
+        elif token == _QUOTE and state == VALUE and is_text(self._schema):  # unopened quote
             self._value(_unquoted(raw))
         elif state == KEY and raw and separates:
             if '"' in raw:

@@ -105,7 +105,8 @@ class LlamaSession:
             b.token[at], b.pos[at], b.n_seq_id[at] = token, self._length + i, 1
             b.seq_id[at][0], b.logits[at] = row, all_logits or i == count - 1
         if code := self._call(self._api.llama_decode, self._context, b):
-            raise InputError(f"--peer {LLAMA}: llama_decode of {rows} x {count} tokens: {code}")
+            problem = f"llama_decode of {rows} x {count} tokens failed with code {code}"
+            raise InputError(f"--peer {LLAMA}: {problem}")
         self._length += count
         ends = range(0 if all_logits else count - 1, rows * count, 1 if all_logits else count)
         pointers = (self._api.llama_get_logits_ith(self._context, at) for at in ends)

@@ -25,7 +25,7 @@ class Run(OnEngine):
     """Answer a prompt, or the lines of a file."""
 
     text: str | None = argument("the prompt", "TEXT", "?")
-    prompt: str | None = flag("the prompt", None, "TEXT", short=("-p",))
+    prompt: str | None = flag("the prompt, instead of TEXT", None, "TEXT", short=("-p",))
     tokens: TokenIds | None = flag("the prompt as token ids", None, "2,5,7")
     input_jsonl: str | None = flag("requests, one JSON object per line (guide.md)", None, "FILE")
     stop: TokenIds | None = flag("additional stop token ids, such as 1,106", None, "IDS")

@@ -1,11 +1,12 @@
-"""Chunked prefill of one prompt after another, in a one-row session, with a prefix cache.
+"""Chunked prefill of one prompt after another, in a session of batch size 1, with a prefix cache.
 
     prefiller = Prefiller(engine)
     for logits in prefiller.chunks(Request((2, 5, 7)), lambda start: start + 128):
         ...                                   # None, and logits [1, vocab] with the last chunk
     batch.put(prefiller.session, [sequence])
 
-So a prompt does not compute a chunk for every row, and other sequences decode between its chunks.
+So a chunk is computed for its prompt alone, not for every slot of the batch, and other sequences
+decode between chunks.
 Several short prompts are prefilled in one chunk of a larger session: `count_batchable` returns how
 many, `prefill_batch` computes them.
 """

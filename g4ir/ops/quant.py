@@ -34,7 +34,7 @@ from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
 
 
 def _values(codes: Type) -> int:
-    """Return the values per row of codes."""
+    """Return the number of quantised values per row; codes may hold several per element."""
     return FORMATS[FORMAT_OF[codes.dtype]].values_in(int(codes.shape[-1]))
 
 

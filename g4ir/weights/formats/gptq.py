@@ -89,8 +89,9 @@ class AwqConfig:
 
 @dataclass(frozen=True)
 class _Packing:
-    """How a file's modules are packed: `by_row` unpacks `qweight` to integers minus 2^(bits-1), i8
-    [N, K]; `zeros` unpacks `qzeros` to i8 [N, G]. `symmetric`: all zero points are 2^(bits-1)."""
+    """How a file's modules are packed. `by_row`: `qweight` -> integers minus 2^(bits-1), i8 [N, K];
+    `zeros`: `qzeros` -> zero points minus 2^(bits-1), integers [N, G]. `symmetric`: all zero points
+    are 2^(bits-1). `ordered`: groups are consecutive columns (no desc_act)."""
 
     bits: int
     group: int
