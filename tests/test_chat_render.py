@@ -60,7 +60,7 @@ def test_texts_beside_each_other_keep_their_spaces_and_an_answer_is_continued() 
     assert "Hello world<turn|>" in make_prompt([{"role": "user", "content": parts}]).text
     messages = [*HI, {"role": "assistant", "content": "Once upon"}]
     assert make_prompt(messages, continued=True).text.endswith("<|turn>model\nOnce upon")
-    with pytest.raises(InputError, match="must be the assistant's"):
+    with pytest.raises(InputError, match="only an assistant message"):
         make_prompt(HI, continued=True)
 
 

@@ -263,7 +263,10 @@ ATTENTIONS = ("attention", "attention_latent")
 BY_TORCH = {
     ("attention", 2),
     ("attention_latent", 2),
+    ("clip", 0),
     ("concat", 0),
+    ("encoder_attention", 0),
+    ("encoder_attention", 1),
 }
 RECORDED = [c for c in CASES if c[0] in (LOWERINGS.keys() | EXPANDED) - WEIGHTS]
 

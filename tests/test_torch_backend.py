@@ -99,7 +99,8 @@ def test_a_write_with_another_result_waits_for_readers(reader: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reader", "message"), [("L0.out", "%L0.k is read after %L0.k.next"), ("L1.out", "wait for")]
+    ("reader", "message"),
+    [("L0.out", "%L0.k is read after %L0.k.next"), ("L1.out", "depend on each other")],
 )
 def test_a_reader_that_needs_the_write_is_refused(reader: str, message: str) -> None:
     """Old contents beside another result of the op that replaces them."""

@@ -96,7 +96,7 @@ class CalibrationText:
             digest = _digest(read_default_text()) if default else sha256(Path(path))
             records.append(Calibration(name, digest, len(tokens)))
         if len(ids) < MIN_TOKENS:
-            problem = f"{len(ids)} tokens, and {MIN_TOKENS} are needed at least"
+            problem = f"{len(ids)} tokens, and at least {MIN_TOKENS} are needed"
             raise InputError(f"--calibrate {named}: {problem}; give a longer text")
         return cls(tuple(records), tuple(ids))
 

@@ -154,7 +154,7 @@ def test_what_steps_are_given(shared: Engine, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     failing = Mock(side_effect=RuntimeError("Error in inferring shapes"))
     monkeypatch.setattr(fake.IExecutionContext, "infer_shapes", failing)
-    with pytest.raises(EngineError, match=r"no shapes for this step.*build it again"):
+    with pytest.raises(EngineError, match=r"shape inference fails for this step.*build it again"):
         shared.session(1).prefill(tokens(1, 3))
 
 
@@ -557,5 +557,5 @@ def test_where_torch_has_its_communicator() -> None:
     group._nccl = SimpleNamespace(_get_backend=lambda device: nccl)
     assert group.communicator() == address
     nccl = SimpleNamespace()
-    with pytest.raises(MissingError, match=r"rank 1: torch .* does not say where its NCCL"):
+    with pytest.raises(MissingError, match=r"rank 1: torch .* does not expose its NCCL"):
         group.communicator()
