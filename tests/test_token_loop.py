@@ -251,8 +251,8 @@ def test_steps_that_one_recording_serves(name: str, form: str, gpu: str, same: b
 CASES = [(name, i) for name, op in OPS.items() for i in range(len(op.samples))]
 #: those that stay in fp32 whatever the model's dtype is: weights of experts
 FP32 = {("experts", 1)}
-#: weights that stay codes until a product takes them
-WEIGHTS = {"dequantize", "dequantize_tiles", "dense", "fake_quantize"}
+#: weights that stay codes until a product takes them, and bounds, which are read when recorded
+WEIGHTS = {"dequantize", "dequantize_tiles", "dense", "fake_quantize", "clip"}
 #: fused ops that are recorded by their parts, and views
 EXPANDED = {
     *("norm_rope", "norm_residual", "linear_glu", "glu_packed"),
@@ -263,7 +263,6 @@ ATTENTIONS = ("attention", "attention_latent")
 BY_TORCH = {
     ("attention", 2),
     ("attention_latent", 2),
-    ("clip", 0),
     ("concat", 0),
     ("encoder_attention", 0),
     ("encoder_attention", 1),
