@@ -1,8 +1,8 @@
 """Logits masks computed in threads, so that a slow one delays its own sequence only.
 
-The scheduler starts the masks of a step together and waits PATIENCE_S for each; a sequence whose
-mask is not ready by then skips steps until it is. A mask that takes more than MAX_S of CPU time
-fails its sequence. (CPU time, not wall time: a busy machine must not fail requests.)
+The scheduler starts the masks of a step together and waits until PATIENCE_S after the start; a
+sequence whose mask is not ready by then skips steps until it is. A mask that takes more than MAX_S
+of CPU time fails its sequence. (CPU time, not wall time: a busy machine must not fail requests.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, Protocol
 
 from g4ir.errors import InputError
 
-#: seconds that decode steps wait for a mask
+#: seconds after the start of a mask during which decode steps wait for it
 PATIENCE_S = 0.02
-#: CPU seconds after which a mask's thread gets a low priority, and maximum per mask
+#: CPU seconds of one mask: beyond LOW_S its thread gets a low priority, beyond MAX_S its sequence
+#: fails
 LOW_S, MAX_S = 0.1, 1.0
-#: niceness of a low-priority thread: about a tenth of a normal thread's CPU time. Not a smaller
-#: share, since a thread that holds the GIL stalls all others
+#: niceness of a low-priority thread: about a tenth of a normal thread's CPU time. Not less, since
+#: a thread that waits for its CPU time while it holds the GIL stalls all others
 NICE = 10
 
 
@@ -37,12 +38,12 @@ def lower_priority(thread: int) -> None:
 
 
 class LogitsMask(Protocol):
-    """Returns the tokens allowed at the next position of one sequence, before each sampling step;
-    for example a grammar. Each sequence's sampler makes its own shallow copy of the mask."""
+    """The tokens allowed at the next position of one sequence, called before each sampling step;
+    for example a grammar. The sampler of each sequence makes a shallow copy (`copy.copy`)."""
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
-        as torch or numpy. None: every token may follow."""
+        """Return the tokens allowed after the `generated` ones: booleans [vocab], or int32 words
+        with a bit for each token, the lowest bit first; a torch or numpy array. None: all."""
 
 
 class _Computation:
@@ -51,11 +52,12 @@ class _Computation:
     def __init__(self, mask: LogitsMask, generated: Sequence[int]) -> None:
         self.count, self.words, self.error = len(generated), None, None
         self._mask, self._generated = mask, generated
-        #: time until which decode steps wait for this mask
+        #: time.monotonic() until which decode steps wait for this mask
         self.patience_end = time.monotonic() + PATIENCE_S
         self._lock, self._arrived = threading.Lock(), threading.Event()
-        #: the thread's CPU-time clock and its value at the start; total CPU seconds, set at the end
+        #: the thread's CPU-time clock and its value at the start; None before the thread runs
         self._clock: tuple[int, float] | None = None
+        #: CPU seconds of the whole computation; None before its end
         self._cpu_s: float | None = None
         self._lowered = False
         self._thread = threading.Thread(target=self._run, name="g4ir-mask", daemon=True)
@@ -95,8 +97,8 @@ class _Computation:
 
 @dataclass
 class BackgroundMask:
-    """A logits mask whose computations run in threads. `named`: the request's field that set the
-    mask, for errors."""
+    """The logits mask `inner`, each computation of which runs in a thread. `named`: the request's
+    field that set the mask, for errors."""
 
     inner: LogitsMask
     named: str
@@ -106,21 +108,22 @@ class BackgroundMask:
         return BackgroundMask(copy(self.inner), self.named)
 
     def start(self, generated: Sequence[int]) -> _Computation:
-        """Start to compute the mask of the next token, unless it was started already."""
+        """Start to compute the mask of the next token, unless it is started already; return the
+        computation."""
         if self._newest is None or self._newest.count != len(generated):
             self._newest = _Computation(self.inner, generated)
         return self._newest
 
     def ready(self, generated: Sequence[int], timeout: float) -> bool:
-        """Wait up to `timeout` seconds, and at least until PATIENCE_S after the start; return
-        whether `mask` now returns (or raises) at once."""
+        """Wait for the mask of the next token, up to `timeout` seconds or until PATIENCE_S after
+        its start, if that is later; return whether `mask` now returns (or raises) at once."""
         newest = self.start(generated)
         remaining = newest.patience_end - time.monotonic()
         return newest.wait(max(timeout, remaining, 0.0)) or newest.cpu_s() > MAX_S
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Return the mask once it is computed, or raise its error; InputError if it took more than
-        MAX_S of CPU time."""
+        """Wait for the mask of the next token and return it, or raise the error of its computation;
+        InputError as soon as that took more than MAX_S of CPU time."""
         newest = self.start(generated)
         while not self.ready(generated, PATIENCE_S):
             pass

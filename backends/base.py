@@ -1,5 +1,5 @@
 """Interfaces of a backend, which compiles a program into an engine directory, and of the runtime
-that runs it."""
+that loads the directory and runs its graphs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ Watch = Callable[[str, "torch.Tensor"], None]
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of a graph. `context`: max tokens of a sequence after it; `logits`: whether its
-    outputs are needed; `watch`: called with the values that the backend can expose, in order."""
+    """One run of the graph `phase` on its inputs `feeds`. `context`: length of the longest sequence
+    after it; `logits`: whether the outputs are needed; `watch`: called with the values that the
+    backend can expose, in order."""
 
     phase: str
     feeds: dict[str, torch.Tensor]
@@ -53,8 +54,8 @@ class GraphRun:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """Sampling on the device: the methods that its sequences need (sampling.METHODS), and token ids
-    that are never chosen."""
+    """Settings of a loop that samples on the device: the methods that its sequences need
+    (sampling.METHODS), and token ids that none of them chooses."""
 
     methods: tuple[str, ...]
     suppress: tuple[int, ...] = ()
@@ -67,8 +68,8 @@ class Nothing:
 
 @dataclass(frozen=True, eq=False)
 class CacheSnapshot:
-    """Copies of the KV cache slots that sequences of at most `context` tokens use, by cache
-    name."""
+    """Copies of the KV cache slots that sequences of at most `context` tokens use, of the whole
+    batch: cache name -> copy."""
 
     context: int
     tensors: Tensors
@@ -77,7 +78,7 @@ class CacheSnapshot:
 class State(Protocol):
     """KV caches of one session."""
 
-    #: i64 [batch]: slot of each sequence's adapter, -1 for none. None: not supported
+    #: i64 [batch]: slot of each sequence's LoRA adapter, -1 for none. None: not supported
     adapters: Any = None
 
     @abstractmethod
@@ -96,12 +97,13 @@ class State(Protocol):
     def zero(self) -> None: ...
 
     def clear(self, row: int, context: int) -> None:
-        """Zero one sequence's slots."""
+        """Zero the slots in use of one sequence of at most `context` tokens."""
         for t in self.row(row, context).values():
             t.zero_()
 
     def copy(self, source: Any, start: int, row: int, context: int) -> None:
-        """Copy sequence `start` of `source`, which may be this state, to sequence `row`."""
+        """Copy the first `context` tokens of sequence `start` of `source`, which may be this state,
+        to sequence `row`."""
         mine = self.row(row, context)
         for name, t in source.row(start, context).items():
             mine[name].copy_(t)
@@ -118,35 +120,36 @@ class State(Protocol):
 
 class Runtime(Protocol):
     """A loaded engine. The graph `decode` takes one token per sequence, `prefill` a chunk of any
-    length. By default the host embeds and samples tokens, and no params are exposed: their layouts
-    are the runtime's own."""
+    length. By default the host embeds and samples tokens, and `resident` exposes no param, since
+    runtimes change the layout of params."""
 
-    #: source of its params
+    #: the packed params that the runtime was loaded from
     source: ParamSource
 
     def new_state(self, batch: int) -> State: ...
 
     def run(self, step: GraphRun, state: Any) -> Tensors | None:
-        """Run one chunk and update the caches in place. Return the graph's outputs with `logits`
-        [B, 1 or S, vocab]; None unless `step.logits`."""
+        """Run one graph and update the caches in place. Return its outputs, of a decoder's step
+        `logits` [B, 1 or S, vocab]; None unless `step.logits`."""
 
     def embed(self, tokens: torch.Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        """Return the outputs of the embed graph for a few tokens i64[B,S]; None if the host is as
-        fast."""
+        """Return the outputs of the embed graph for a few tokens i64[B,S], from its `tables`; None:
+        the host gathers them, which is as fast."""
         return None
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
-        """Return the soft tokens [1, N, hidden] of a tower's graph."""
+        """Run the graph `tower` of an image or audio tower; return its soft tokens
+        [1, N, hidden]."""
 
     def token_loop(
         self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, tables: Mapping[str, Any]
     ) -> Any:
         """Return a decode loop that samples on the device (cuda/token_loop.py, cpu/step_loop.py),
-        or None. `tables`: the tables of `embed`."""
+        or None if the runtime has none. `tables`: the tables of `embed`."""
         return None
 
     def resident(self, param: str) -> torch.Tensor | None:
-        """Return a param that the runtime stores unchanged, or None."""
+        """Return a param that is in the runtime's memory in its packed layout; else None."""
         return None
 
     def close(self) -> None: ...
@@ -162,13 +165,13 @@ class Task:
     folder: Path
     params: ParamSource
     progress: Progress
-    #: tensor-parallel ranks of a loaded engine; None: single process
+    #: this process's rank and collectives of a tensor-parallel engine; None: single process
     group: Group | None = None
     #: whether weights are copied to huge pages (torch on a CPU)
     huge_pages: bool = False
-    #: bytes of the device's memory, if set for the build
+    #: bytes of the device's memory that the build's `memory` option sets; None: not set
     memory: int | None = None
-    #: the manifest's digest, at load
+    #: the manifest's digest at load, empty at build
     digest: str = ""
     #: params without a file: slots of LoRA adapters, written while the engine runs
     added: Tensors = field(default_factory=dict)
@@ -179,7 +182,7 @@ class Backend(PlannedBackend, ABC):
 
     #: whether `compile` needs the packed params in the folder, to refer to them or embed them
     packs_weights: bool = False
-    #: whether its engines run only with the torch version that built them
+    #: whether compiled files (if `machine` is not "any") run only with the torch that built them
     of_torch: bool = True
     #: type of the record that `compile` returns, for spec/reader.py
     record: Any = Nothing
@@ -193,7 +196,7 @@ class Backend(PlannedBackend, ABC):
         return self
 
     def built(self, record: Mapping[str, Any]) -> Backend:
-        """Return this backend configured for an engine with this build record."""
+        """Return this backend configured for an engine whose build wrote this record."""
         return self
 
     @property
@@ -202,7 +205,7 @@ class Backend(PlannedBackend, ABC):
         return "where it was built"
 
     def has_device(self, device: str) -> bool:
-        """Whether this machine has the device."""
+        """Whether this machine has the device, `cpu` or `cuda`."""
         return device != "cuda" or torch.cuda.is_available()
 
     def packages(self, device: str) -> tuple[str, ...]:
@@ -210,8 +213,8 @@ class Backend(PlannedBackend, ABC):
         return ("torch",)
 
     def needs(self, device: str) -> tuple[Callable[[], object], ...]:
-        """Return checks of the environment for a build, easiest to satisfy first; each
-        raises MissingError. A dry run skips them."""
+        """Return checks of the environment for a build, the requirement that is easiest to satisfy
+        first; a check that fails raises MissingError. A dry run skips them."""
         return ()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -227,13 +230,13 @@ class Backend(PlannedBackend, ABC):
         return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """Return additional keys of the plan that need no compilation. CheckError if a check
-        fails."""
+        """Check the program without compiling it; return additional keys of the dry run's plan.
+        CheckError if a check fails."""
         return {}
 
     def machine(self, device: str) -> str:
-        """Return the instruction set of compiled files; an engine is refused on machines with
-        another one."""
+        """Return the instruction set of this machine for which files are compiled, "ARCHITECTURE
+        FLAG,FLAG..."; machines without it refuse the engine. "any": nothing native is compiled."""
         return "any"
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
@@ -241,7 +244,8 @@ class Backend(PlannedBackend, ABC):
         return self.machine(device)
 
     def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
-        """Whether its engines support LoRA adapters that are added to the graphs at load."""
+        """Whether its engines support LoRA adapters per request, which are added to the graphs at
+        load."""
         return False
 
     def require_adapters(self, model: str, device: str, settings: Mapping[str, str]) -> None:
@@ -272,13 +276,14 @@ class Prepared:
     #: number of rewrites by each pass
     acted: PassCounts
     source: Checkpoint
-    #: record of how weights are stored (artefact.WEIGHTS); None in a dry run without weights
+    #: manifest's record of how weights are stored (artefact.WEIGHTS); None in a dry run without
+    #: weights
     weights: Any
     #: side files of the checkpoint (tokenizer, configs), name -> content
     side_files: Future[Mapping[str, bytes]]
     #: dry run: why the engine does not fit its device, or empty
     short: str = ""
-    #: bytes of the device's memory, if set for the build
+    #: bytes of the device's memory that the build's `memory` option sets; None: not set
     memory: int | None = None
     #: calibration data of 4-bit weights (builder/calibration.py)
     calibration: Any = None

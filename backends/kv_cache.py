@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class CaptureCache:
-    """CUDA graphs, step programs and loops over a session's caches; freed with the session."""
+    """CUDA graphs, step programs and decode loops that hold addresses of a session's caches; freed
+    with the session."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[type, Hashable], Any] = {}
@@ -35,7 +36,8 @@ class CaptureCache:
 
 
 class Caches(State):
-    """KV caches [slots, B, n, d], zeroed; `views` cuts full-length ones to the slots in use."""
+    """KV caches [slots, B, n, d], zero at first. `views` cuts full-length ones (`linear`) to the
+    slots in use; ring caches of sliding windows stay whole."""
 
     def __init__(self, program: Program, batch: int, max_seq: int, device: str) -> None:
         self.capacity, self.adapters = capacity(max_seq), torch.full((batch,), -1)

@@ -25,12 +25,13 @@ from g4ir.weights.pack import ParamSource
 from .base import Backend, GraphRun, Runtime, Task, Tensors
 from .kv_cache import Caches
 
-#: max bytes of dequantised weights that a runtime on the CPU caches between steps
+#: max bytes that an interpreter caches between steps: dequantised weights (ReferenceRuntime on a
+#: CPU), or weights (WatchedRuntime)
 MAX_CACHED_BYTES = 2 << 30
 
 
 class ReferenceRuntime(Runtime):
-    """Runs each graph through the ops' references."""
+    """Interprets the graphs: runs each op's reference implementation."""
 
     def __init__(
         self,
@@ -42,11 +43,11 @@ class ReferenceRuntime(Runtime):
         added: Tensors = MappingProxyType({}),
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
-        #: runs a node; with tensor parallelism including its collectives
+        #: runs a node; with tensor parallelism also its collectives
         self._run = run or run_node
         self._cached: dict[str, tuple[torch.Tensor, ...]] = {}
         self._budget = MAX_CACHED_BYTES if device == "cpu" else 0
-        # the engine itself embeds tokens, from its tables
+        # not the embed graph's tables: the engine gathers embeddings
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
         self.params = {n: params.tensor(n).to(device) for n in names - added.keys()} | {**added}
@@ -64,8 +65,8 @@ class ReferenceRuntime(Runtime):
         return outputs if step.logits else None
 
     def _run_node(self, n: Node, operands: list[Any]) -> tuple[Any, ...]:
-        """Run a node. Outputs that depend on params alone (dequantised weights: nearly all work of
-        a step) are cached, as long as all together stay within MAX_CACHED_BYTES."""
+        """Run a node. On a CPU, outputs of a node that reads params alone (dequantised weights:
+        nearly all work of a step) are cached while all together fit into MAX_CACHED_BYTES."""
         names = [v.name for v in n.inputs]
         if n.definition.fold or not self.params.keys() >= {*names}:
             return self._run(n, operands)
@@ -88,9 +89,10 @@ class ReferenceRuntime(Runtime):
 
 
 class WatchedRuntime:
-    """Interprets graphs whose weights `read` returns, one at a time; up to MAX_CACHED_BYTES stay in
-    memory. `watch` is called with inputs and values, in order, and with functions that return the
-    probabilities of attention. Values in `folded` are params of `source`, computed at build."""
+    """Interprets graphs; `read` returns one weight by name, and up to MAX_CACHED_BYTES of weights
+    stay in memory. `watch` is called with the inputs and each node's outputs, in order, and before
+    an attention node with a function that returns its probabilities. Values named in `folded` are
+    not computed: the build stored them as params of `source`."""
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class WatchedRuntime:
         """Return None: the host embeds tokens."""
 
     def interpret(self, graph: Graph, feeds: Mapping[str, Any], state: dict[str, Any]) -> Tensors:
-        """Return the outputs of a graph, and update the state."""
+        """Run a graph and return its outputs; update the caches in `state`."""
         for v in graph.inputs:
             self.watch(v, feeds[v.name])
         params = {v.name: partial(self._weight, v.name) for v in graph.params}
@@ -134,13 +136,14 @@ class WatchedRuntime:
 
 
 def probs_of(n: Node) -> Value:
-    """Return the value of an attention node's probabilities: %L3.attn.out -> %L3.attn.probs."""
+    """Return a value that names an attention node's probabilities: %L3.attn.out ->
+    %L3.attn.probs. Its type is that of the node's output."""
     return Value(f"{n.out.name.removesuffix('.out')}.probs", n.out.type)
 
 
 class Float64Runtime(ReferenceRuntime):
-    """The graphs in float64 on the same params: inputs and matmuls of text graphs are float64, and
-    so are the values computed from them."""
+    """Interprets the graphs in float64 on the engine's params: inputs and matmuls of text graphs
+    are float64, and so are the values computed from them. Towers' params are converted too."""
 
     def __init__(self, program: Program, *args: Any) -> None:
         super().__init__(_float64_program(program), *args)
@@ -159,8 +162,8 @@ class Float64Runtime(ReferenceRuntime):
 
 
 def _float64_program(program: Program) -> Program:
-    """Return a program whose ops with a float `dtype` output float64. Declared types stay: the
-    interpreter does not read them."""
+    """Return a program in which ops with a 16-bit float `dtype` output float64. Declared types of
+    values stay: the interpreter does not read them."""
 
     def convert(g: Graph) -> Graph:
         nodes = (
@@ -178,8 +181,8 @@ def _to_float64(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resident:
-    """A source of a runtime's params: the tensors that it has in memory, without copies; the
-    engine's files for params that it does not expose."""
+    """A source of a runtime's params: the tensors in the runtime's memory, without copies; for
+    params that it does not expose, and for rows, the engine's files."""
 
     runtime: Runtime
 
@@ -217,8 +220,8 @@ def interpreter(
     device: str,
     run: Run | None = None,
 ) -> ReferenceRuntime:
-    """Return an interpreter of a runtime's text graphs; `kind`: a key of INTERPRETERS; `run` runs a
-    node."""
+    """Return an interpreter of a runtime's text graphs; `kind`: a key of INTERPRETERS; `run`:
+    replaces `run_node`."""
     runtime_class, source = INTERPRETERS[kind]
     return runtime_class(text_graphs(program), limits, device, source(runtime), run)
 

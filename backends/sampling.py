@@ -1,9 +1,10 @@
 """Sampling: from logits to the next token, by the settings of each sequence.
 
-The order: raw log-probabilities are read; biases, suppressed tokens and the logits mask; penalties;
-temperature; min_p; top_k; top_p; the draw. Its random number is a function of the sequence's seed
-and the token's index in the answer, so a text depends neither on the rest of the batch, nor on
-speculative decoding, nor on whether the host or the device chooses.
+The order: biases, suppressed tokens and the logits mask; penalties; temperature; min_p; top_k;
+top_p; the draw. Reported log-probabilities are those of the raw logits. The draw's random number is
+a function of the sequence's seed and the token's index in the answer, so a text depends neither on
+the rest of the batch, nor on speculative decoding, nor on whether the host or the device
+samples.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from .background_mask import LogitsMask as LogitsMask  # re-exported
 
 #: upper bound of seeds; a request without a seed gets a random one
 SEEDS = 1 << 63
-#: max top_k of the method TOP, which selects and sorts as many logits
+#: max top_k of the method TOP, which always selects and sorts this many logits
 CANDIDATES = 64
-#: for top_p without top_k, the host sorts this many logits first: nearly always their probabilities
-#: add up to top_p
+#: for top_p without top_k, the host first sorts this many logits only: nearly always their
+#: probabilities add up to top_p
 FEW = 1024
-#: up to SHORT logits, a full sort is the fastest top-k; tokens per group of an argmax on a CPU
+#: SHORT: up to this many logits in a batch, a full sort is the fastest top-k. GROUP: tokens per
+#: group of an argmax on a CPU
 SHORT, GROUP = 4096, 512
-#: max absolute bias and penalty factor, so that logits do not overflow float32
+#: max repetition penalty, and max absolute value of a bias and the other penalties: no logit
+#: overflows float32
 MAX_FACTOR = 1e9
 #: sampling methods: argmax; from the top CANDIDATES; from all in order of id; from all, sorted
 GREEDY, TOP, UNSORTED, SORTED = "greedy", "top", "unsorted", "sorted"
 METHODS = (GREEDY, TOP, UNSORTED, SORTED)
 #: columns of a `draws` tensor (`SamplingParams.draw`)
 TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
-#: top_p that keeps every token, even if the cumulative sum rounds to less than 1
+#: top_p that keeps every token: 1 would drop tokens that the cumulative sum's rounding swallows
 ALL = 2.0
-#: (min, max, text for errors) of biases and additive penalties; then of each setting, after its
-#: name
+#: (min, max, text for errors) of biases and additive penalties
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
+#: (setting, min, max, text for errors); in errors, a colon separates values that may be negative
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),
     ("top_k", -1, math.inf, "at least 1, or 0 or -1 for no limit"),
@@ -63,15 +66,16 @@ INTEGERS = ("top_k", "seed", "min_tokens", "logprobs")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one sequence. temperature 0 is greedy; `suppress` are token ids that are
-    never chosen.
+    """Sampling settings of one sequence; None: not set. InputError for a value out of its range.
+    temperature 0 is greedy; `suppress` are token ids that are never chosen.
 
     presence_penalty is subtracted from the logits of generated tokens, frequency_penalty once for
     each occurrence; repetition_penalty divides positive logits of tokens of prompt and answer, and
     multiplies negative ones. min_p: min probability, as a share of the largest. logit_bias:
-    (token, bias). `allowed` is a logits mask. The sequence ends with one of `stop`, and
-    with the checkpoint's own stop ids unless `ignore_eos`; none of them is chosen before
-    `min_tokens` are generated. logprobs: how many of the most probable tokens are reported.
+    (token, bias), the bias is added to the token's logit. `allowed` is a logits mask. The sequence
+    ends at a token of `stop`, or of the checkpoint's stop ids unless `ignore_eos`; none of them is
+    chosen before `min_tokens` are generated. logprobs: how many of the most probable tokens are
+    reported, besides the chosen one.
     """
 
     temperature: float = 0.0
@@ -132,7 +136,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Raw log-probabilities of the chosen token, and of the most probable ones in order."""
+    """Log-probabilities of the raw logits: the chosen token's, and (token, log-probability) of the
+    most probable ones, the largest first."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -144,7 +149,8 @@ class Choice:
     logprobs: Logprobs | None = None
 
 
-#: a token; an exception raised by the sequence's settings; None: logits are NaN or infinite
+#: a sampled token; the exception that the sequence's settings or logits mask raised; None: logits
+#: are NaN or infinite
 Drawn = Choice | Exception | None
 
 
@@ -183,16 +189,16 @@ class Sampler:
         self._biases = [torch.tensor(column) for column in zip(*params.logit_bias)]
         self._suppressed = torch.tensor(params.suppress, dtype=torch.int64)
         self._stopping = torch.tensor(sorted(self.stops), dtype=torch.int64)
-        #: [vocab], on the device of the logits: count of each generated token; whether a token is
-        #: in prompt or answer
+        #: count of each token in the answer, [vocab] on the device of the logits; set with `_seen`
+        #: (bool [vocab]: whether a token is in prompt or answer) when penalties are first applied
         self._counts: torch.Tensor | None = None
         self._followed = 0
-        #: whether only `suppress`, temperature, top_k and top_p matter, so that a device can choose
+        #: whether only `suppress`, temperature, top_k and top_p matter, so that a device can sample
         plain = not params.changes and params.logprobs is None and not params.min_p
         self.plain = plain and params.min_tokens == 0
 
     def uniform(self, ahead: int = 0) -> float:
-        """Return the random number of the token `ahead` positions after the next one."""
+        """Return the random number in [0, 1) of the token `ahead` positions after the next one."""
         return uniform(self.seed, len(self.generated) + ahead)
 
     def start_mask(self) -> None:
@@ -201,13 +207,14 @@ class Sampler:
             self._mask.start(self.generated)
 
     def mask_ready(self, timeout: float = 0.0) -> bool:
-        """Whether the next token can be sampled without waiting (`BackgroundMask.ready`)."""
+        """Whether the next token can be sampled without waiting for its logits mask, after a wait
+        of up to `timeout` seconds (`BackgroundMask.ready`)."""
         mask = self._mask
         return not isinstance(mask, BackgroundMask) or mask.ready(self.generated, timeout)
 
     def takes(self, largest: int) -> bool:
-        """Whether `largest`, the argmax of the raw logits, is the sampled token, so that the logits
-        need not be processed."""
+        """Whether `largest`, the argmax of the raw logits, is the token to sample: greedy, without
+        processors that could change it. Then the logits need not be processed."""
         if not self._greedy or largest in self._never:
             return False
         return not (self._is_short and largest in self.stops)
@@ -218,7 +225,7 @@ class Sampler:
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [vocab] after all processors except temperature, top_k and top_p.
-        InputError if no token is allowed; errors of the logits mask."""
+        InputError if no token is allowed; exceptions of the logits mask pass through."""
         if self.plain and not self._never:
             return logits.float()
         s, row = self.params, logits.to(torch.float32, copy=True)
@@ -258,9 +265,9 @@ class Sampler:
 
 
 def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
-    """Sample a token for the sequences of `samplers` (row of the logits [B, vocab] -> sampler), and
-    append it to their generated tokens."""
-    # A sum is finite if all of its terms are; one transfer from a device for both.
+    """Sample a token for each sequence of `samplers` (row of the logits [B, vocab] -> sampler), and
+    append it to the sampler's generated tokens. A row that fails appends none (see `Drawn`)."""
+    # One NaN or infinite logit makes a row's sum so; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((greatest(logits).double(), sums.double())).tolist()
     out: dict[int, Drawn] = dict.fromkeys(samplers)
@@ -286,8 +293,8 @@ def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, D
 
 
 def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) -> dict[int, int]:
-    """Sample from each sequence's processed logits [vocab]. GREEDY and TOP rows are batched;
-    others run alone, since the sum of a long row may round differently in a batch."""
+    """Sample from each sequence's processed logits [vocab]. Rows of the methods GREEDY and TOP are
+    batched; others run alone, since the sum of a long row may round differently in a batch."""
     groups: dict[Any, list[int]] = {}
     for i in shaped:
         method = samplers[i].params.method
@@ -305,7 +312,7 @@ def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) 
 
 
 def read_logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
-    """Return log-probabilities of raw logits [vocab]: the token's and the `count` largest."""
+    """Return log-probabilities from raw logits [vocab]: the token's and the `count` largest."""
     row = logits.float()
     values, index = largest(row[None], min(count, len(row)))
     both = torch.cat((row[token][None], values[0])).double()
@@ -314,7 +321,8 @@ def read_logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
 
 
 def bits(mask: Any, vocab: int) -> torch.Tensor:
-    """Return the result of `LogitsMask.mask` as bool [vocab]; InputError for other types."""
+    """Return a result of `LogitsMask.mask`, not None, as bool [vocab]; InputError for other types
+    or shapes."""
     t, words = torch.as_tensor(mask), -(-vocab // 32)
     if t.dtype == torch.bool and t.shape == (vocab,):
         return t
@@ -331,8 +339,8 @@ def choose(
     logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor, method: str
 ) -> torch.Tensor:
     """Sample a token int64 [B] for each row of float32 [B, vocab] by one of METHODS; `uniforms`
-    f64[B]: random numbers, `draws` f64[B, 4]: settings. Greedy takes the lowest of equal maxima.
-    No synchronisation with the host if the logits are on a device."""
+    f64[B]: random numbers, `draws` f64[B, 4]: settings (`SamplingParams.draw`). Greedy takes the
+    lowest of equal maxima. No synchronisation with the host if the logits are on a GPU."""
     vocab = logits.shape[-1]
     if method == GREEDY:
         return greatest(logits)
@@ -364,7 +372,7 @@ def greatest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k largest of each row of float32 [B, vocab] in descending order, equal ones by
+    """Return the k largest of each row of float32 [B, vocab] in descending order, of equal ones the
     lower token first: values [B, k] and tokens int64 [B, k]."""
     vocab = logits.shape[-1]
     if vocab <= 8 * k or logits.numel() <= SHORT:
@@ -390,7 +398,8 @@ def _groups(logits: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the indices of the k largest of each row of float32; equal values by lower index."""
+    """Return the indices of the k largest values of each row of float32 in descending order, of
+    equal values the lower index first."""
     # topk does not define the order of equal values, so a key holds value and index. Float bits are
     # ordered as integers, negative ones in reverse; adding 0 turns -0 into 0.
     bits = (values + 0.0).view(torch.int32)
@@ -412,8 +421,8 @@ def draw(
 
     values [B, k] are logits in descending order, at least one of them finite, and index int64
     [B, k] their ids. Without `index` all tokens are candidates in the order of their ids, and top_k
-    and top_p of `draws` f64[B, 4] are left out. `total` [B, 1] is the sum of weights that top_p
-    refers to (default: that of the k candidates; see `weights_of`).
+    and top_p of `draws` f64[B, 4] are ignored. `total` [B, 1] is the sum of weights (`weights_of`)
+    of which top_p is a share; default: that of the candidates that top_k leaves.
     """
     weights = weights_of(values, draws[:, TEMPERATURE, None])
     if index is not None:
