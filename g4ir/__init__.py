@@ -51,9 +51,9 @@ __all__ = ["__version__", *_EXPORTS]
 
 
 def _check_one_tree() -> None:
-    """Raise ImportError if the mapped folders are those of another checkout: in a second clone,
-    `python -m g4ir` finds g4ir/ in the current folder, but an editable install maps passes/,
-    backends/ and specs/ to the first."""
+    """Raise ImportError if g4ir.passes, g4ir.backends or g4ir.specs are not installed or come from
+    another checkout. In a second clone, `python -m g4ir` finds g4ir/ in the current folder, but an
+    editable install maps these three, which are folders beside g4ir/, to the first clone."""
     package = Path(__file__).resolve().parent
     for folder in ("passes", "backends", "specs"):
         spec = importlib.util.find_spec(f"g4ir.{folder}")
@@ -69,7 +69,7 @@ def _check_one_tree() -> None:
 
 _check_one_tree()
 
-# Before the first name below loads torch.
+# Before a name of _EXPORTS loads torch: OpenMP reads its variables then.
 configure_openmp()
 
 

@@ -1,4 +1,4 @@
-"""`python -m g4ir`, as torchrun starts it."""
+"""`python -m g4ir`, and `torchrun -m g4ir` for several ranks."""
 
 import sys
 

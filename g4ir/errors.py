@@ -8,8 +8,8 @@ from collections.abc import Callable
 class G4Error(Exception):
     """Base of every expected error; the command line prints it without a traceback.
 
-    `exit_code` is what the command line returns: 1 a check failed, 2 wrong usage or bad
-    input, 3 the environment lacks something, 4 another rank ended or does not answer.
+    `exit_code` is what the command line returns: 1 a check failed or a queue is full, 2 wrong usage
+    or bad input, 3 the environment lacks something, 4 another rank ended or does not answer.
     """
 
     exit_code = 2
@@ -20,7 +20,7 @@ class SpecError(G4Error):
 
 
 class ParseError(G4Error):
-    """The text of a graph cannot be read: line number and the expected form."""
+    """The text of a graph cannot be parsed: line number, what was found and expected."""
 
 
 class VerifyError(G4Error):
@@ -32,7 +32,7 @@ class PassError(G4Error):
 
 
 class PlanError(G4Error):
-    """A limit does not fit: which one, by how much, and what would fit."""
+    """An engine does not fit into its device's memory: what it needs, and what would fit."""
 
 
 class WeightsError(G4Error):
@@ -44,7 +44,8 @@ class LowerError(G4Error):
 
 
 class EngineError(G4Error):
-    """An engine directory is wrong: file, reason, and the fix."""
+    """An engine cannot be written, loaded or run, for example since its directory is damaged: file,
+    reason, and the fix."""
 
 
 class TrustError(EngineError):
@@ -63,13 +64,13 @@ class BusyError(G4Error):
 
 
 class CheckError(G4Error):
-    """A numeric check failed."""
+    """Computed values are NaN or infinite: which, and the fix."""
 
     exit_code = 1
 
 
 class RankError(G4Error):
-    """A process that shares the model ended, or does not answer: which, if that is known."""
+    """A rank of a tensor-parallel engine ended, or does not answer: which, if that is known."""
 
     exit_code = 4
 
@@ -81,7 +82,8 @@ class MissingError(G4Error):
 
 
 def check_all(*checks: Callable[[], object]) -> None:
-    """Run every check, then raise one error with everything that is missing, in this order."""
+    """Run every check, then raise its InputError or MissingError; if several failed, one
+    MissingError that lists them in this order."""
     errors: list[G4Error] = []
     for check in checks:
         try:

@@ -1,2 +1,2 @@
-"""A program as data: graphs, their text form, the verifier, the interpreter, and the comparison of
-results with a reference."""
+"""A program as data: graphs, their text form, the verifier, rewrites, the interpreter, and the
+comparison of results with a reference."""

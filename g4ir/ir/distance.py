@@ -1,15 +1,16 @@
-"""Compares logits with a reference's: distances and tolerances, for positions, verification steps
-and greedy tokens of `verify`.
+"""Compares logits or embeddings with a reference's: distances and tolerances, for positions,
+verification steps and greedy tokens of `verify`. A row is the logits of one position.
 
 fp32 has a fixed tolerance, relative to the row's RMS. In 16 bits, rounding depends on the model
 and its weights, so the tolerance follows from the reference's own distance to the same model in
-float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes. A correct
-engine is as far from float64 as the reference is. Its distance to the reference is no smaller,
-since the two round differently. The median row may be `TYPICAL` times as far as the reference's,
-and any row `WORST` times as far as its worst: near ties of a router flip in 16 bits, at different
-tokens in the two. A wrong row is farther, and the reference has only few flipped ones: hence
-`MAX_DISTANCE`, and the share of far rows. If float64 does not fit into memory, distances are to the
-reference itself, and compared with that of the reference's other mode.
+float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes (which sum in
+different orders). A correct engine is as far from float64 as the reference is. Its distance to the
+reference is no smaller, since the two round differently. The median row may be `TYPICAL` times as
+far as the reference's median, and any row `WORST` times as far as its worst: in 16 bits near ties
+of a router flip, at other tokens in the engine than in the reference. A row that a fault changed is
+farther, and only few rows of a reference flip: hence `MAX_DISTANCE`, and the limit on the number of
+far rows. If float64 does not fit into memory, distances are measured from the reference itself,
+and the distance of its other mode sets the tolerance.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from g4ir.ops.budgets import UNIT
 Tensor = torch.Tensor
 #: dtypes whose tolerance is measured
 ROUNDED = ("bf16", "f16")
-#: factors on the reference's median and worst distance: medians of correct computations of one
-#: model differ by up to 2.6 if a router's near ties flip, by 1.1 otherwise
+#: factors on the reference's median and worst distance. The medians of two correct computations of
+#: one model differ by a factor of up to 2.6 if a router's near ties flip (`verify` then checks
+#: intermediate values too), by up to 1.1 otherwise
 TYPICAL, WORST = 2.0, 4.0
-#: max distance relative to the row's RMS (zeros have 1, another token's row 1.4), or this factor on
-#: the reference's worst row if that is larger
+#: cap on any row's distance, relative to its RMS (a row of zeros has 1, another token's row 1.4):
+#: MAX_DISTANCE, or BEYOND times the reference's worst row if that is more
 MAX_DISTANCE, BEYOND = 0.5, 1.5
-#: a row is far beyond FAR times the median's limit; allowed far rows: twice the reference's share
-#: plus 5 % of all rows, plus two
+#: a row is far if its distance exceeds FAR times the limit of the median; allowed far rows:
+#: FAR_TIMES the reference's share of them plus FAR_SHARE of all rows, plus FAR_ROWS
 FAR, FAR_TIMES, FAR_SHARE, FAR_ROWS = 2.0, 2.0, 0.05, 2
-#: values that are compared at once, in float64
+#: elements that are compared at once, in float64
 BLOCK = 1 << 24
 #: min rows for a meaningful median
 GROUP = 8
@@ -42,10 +44,10 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Rounding:
-    """Distances of a reference's rows to `anchor`: RMS of the difference relative to the RMS of the
-    anchor's row, the larger of its modes. `unit`: half a unit in the last place of the dtype, the
-    lower bound of the tolerance; `far`: share of the reference's rows that are far; `reason`: why
-    the anchor is not float64."""
+    """Median and worst distance of a reference's rows to `anchor`: RMS of the difference relative
+    to the RMS of the anchor's row; of two modes, the larger. `unit`: half a unit in the last place
+    of the dtype, which replaces smaller distances in the limits; `far`: share of the reference's
+    rows that are far; `reason`: why the anchor is not float64."""
 
     anchor: str
     median: float
@@ -77,15 +79,16 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Limit of one row of logits: max absolute error relative to the RMS of the reference's row,
-    cosine similarity, or the distance allowed by the reference's own rounding."""
+    """Tolerance of rows of logits; one field is set: max absolute error relative to the RMS of the
+    reference's row, min cosine similarity, or the reference's own rounding, from which the allowed
+    distances follow."""
 
     relative: float | None = None
     cosine: float | None = None
     rounding: Rounding | None = None
 
     def holds(self, errors: Errors) -> Tensor:
-        """Return bool [rows]; False for NaN."""
+        """Return bool [rows]: whether each row is within tolerance; False for NaN."""
         if self.rounding is not None:
             return errors.distance <= self.rounding.row_limit
         if self.relative is not None:
@@ -94,16 +97,19 @@ class Tolerance:
         return errors.cosine > self.cosine
 
     def typical(self, errors: Errors) -> bool:
-        """Return whether the rows' distribution is within tolerance, if that is measured."""
+        """Return whether the rows' median and number of far rows are within a measured tolerance;
+        True for the fixed ones, which have no limit on them."""
         return self.rounding is None or self.rounding.fits(errors.distance.tolist())
 
     def all_hold(self, errors: Errors) -> bool:
-        """Return whether each row and their distribution are within tolerance."""
+        """Return whether each row (`holds`) and the rows as a whole (`typical`) are within
+        tolerance."""
         return bool(self.holds(errors).all()) and self.typical(errors)
 
     @property
     def gap(self) -> float:
-        """Gap of two logits, relative to the row's RMS, below which their order may change."""
+        """Difference of two logits, relative to the row's RMS, up to which their order may change
+        within the tolerance."""
         if self.rounding is not None:
             return 2 * self.rounding.row_limit
         if self.relative is not None:
@@ -119,22 +125,25 @@ class Tolerance:
         return f"cosine above {self.cosine}"
 
 
-#: fp32: rounding and the difference between transformers' own modes. Cosine in 16 bits: for
-#: intermediate values, and for two engines of different dtypes.
+#: (dtype of the engine, reference: the interpreter or transformers) -> tolerance. fp32: rounding,
+#: and the difference between transformers' own modes. The cosine in 16 bits is for intermediate
+#: values and for two engines of different dtypes; logits have a measured tolerance
 TOLERANCES = {
     ("f32", "reference"): Tolerance(relative=1e-4),
     ("f32", "hf"): Tolerance(relative=4e-4),
     **{(d, against): Tolerance(cosine=0.999) for d in ROUNDED for against in ("reference", "hf")},
 }
-#: dtype of a quantised KV cache, or format of quantised activations -> relative error in an fp32
-#: model. A value near the middle between two grid points may be rounded to either, and all later
-#: tokens depend on it: half a step of the grid, several for int8 with its groups.
+#: dtype of a quantised KV cache, or format of quantised activations -> allowed error in an fp32
+#: model, relative to the row's RMS. A value near the middle between two grid points may be rounded
+#: to either, and all later tokens depend on it: half a step of e4m3 at the RMS, one step of
+#: bfloat16, several of int8, whose groups have several such values.
 #: `verify --each-pass` compares nodes on equal inputs, without this error
 QUANT_ERRORS = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4, "int8": 2.0**-5, "fp8": 2.0**-4}
 
 
 def tolerance_of(dtype: str, against: str, *coarse: str) -> Tolerance:
-    """Return the tolerance of an engine of a dtype with KV cache or activations on coarse grids."""
+    """Return the tolerance of an engine of a dtype against the "reference" or "hf". `coarse`: keys
+    of QUANT_ERRORS by which KV cache or activations are quantised; they widen fp32's only."""
     tolerance = TOLERANCES[dtype, against]
     if tolerance.relative is None or not coarse:
         return tolerance
@@ -144,7 +153,8 @@ def tolerance_of(dtype: str, against: str, *coarse: str) -> Tolerance:
 @dataclass(frozen=True)
 class Errors:
     """Errors per row: max absolute difference, the same relative to the reference row's RMS, cosine
-    similarity, and RMS of the difference relative to that of the reference row."""
+    similarity, and distance: RMS of the difference relative to the RMS of the reference's row, or
+    of the anchor's (`Anchor.errors`)."""
 
     absolute: Tensor
     relative: Tensor
@@ -153,8 +163,9 @@ class Errors:
 
 
 def row_errors(got: Tensor, want: Tensor) -> Errors:
-    """Return the errors of each row of [..., n]. The RMS that errors are relative to is at least
-    1e-3 of that of all rows, for rows near zero. NaN propagates."""
+    """Return the errors of each row of [..., n], flattened to [rows]. The RMS that errors are
+    relative to is at least 1e-3 of that of all rows, for rows near zero; the cosine of two such
+    rows is 1. NaN propagates."""
     size = max(1, BLOCK // want.shape[-1])
     got, want = (t.detach().cpu().reshape(-1, t.shape[-1]) for t in (got, want))
     squares = [rows.double().pow(2).mean(-1) for rows in want.split(size)]
@@ -177,8 +188,8 @@ def _block_errors(got: Tensor, want: Tensor, rms: Tensor, floor: Tensor) -> tupl
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """The origin of distances in 16 bits: rows [N, n] of `name`, and the reference's rows in its
-    other modes. If `reason` is set, the rows are the reference's own."""
+    """What distances in 16 bits are measured from: rows [N, n] of `name` (float64), and the
+    reference's rows in its other modes. If `reason` is set, the rows are the reference's own."""
 
     name: str
     rows: Tensor
@@ -208,14 +219,14 @@ def rounding_margin(rounding: float) -> float:
 
 
 def widen_tolerance(budget: Tolerance, rounding: float) -> Tolerance:
-    """Return a tolerance that admits the rounding error."""
+    """Return a relative tolerance that also admits this rounding error, relative to the RMS."""
     assert budget.relative is not None
     return Tolerance(relative=max(budget.relative, rounding_margin(rounding)))
 
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Errors of rows [N, n] of one side against the reference's, and their tolerance."""
+    """Errors of an engine's rows [N, n] against the reference's, and their tolerance."""
 
     errors: Errors
     tolerance: Tolerance
@@ -235,9 +246,10 @@ def compare_rows(
     anchor: Callable[[], Anchor | None],
     rounding: Callable[[], float],
 ) -> list[Agreement]:
-    """Compare each side's rows [N, n] with the reference's `want`, all within one tolerance. In 16
-    bits it is measured from an anchor, if there is one; else it is the given one, if need be
-    widened by what the model's own relative `rounding` allows."""
+    """Compare the rows [N, n] of each side (the engine's in one of its modes) with the reference's
+    `want`, all within one tolerance. In 16 bits it is measured from `anchor()`, unless that is
+    None; else it is `tolerance`, and if a row exceeds a relative one, that is widened by the
+    model's own relative `rounding()`. Both functions run the model, only if needed."""
     if dtype in ROUNDED and (origin := anchor()):
         tolerance = Tolerance(rounding=origin.rounding(want, dtype))
         return [Agreement(origin.errors(rows, want), tolerance) for rows in sides]
@@ -248,9 +260,9 @@ def compare_rows(
 
 
 def compare_choices(tokens: Tensor, want: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
-    """Compare chosen tokens i64[N] with the best ones of the reference's logits [N, vocab]. Return
-    bool[N] equal, and bool[N] close: differs, but the reference's logits of the two tokens lie
-    within the tolerance of each other."""
+    """Compare chosen tokens i64[N] with the argmax of the reference's logits [N, vocab]. Return
+    bool[N] equal, and bool[N] close: differs, but the reference's logits of the two tokens differ
+    by at most the tolerance's `gap`."""
     best, chosen = want.argmax(-1, keepdim=True), tokens[:, None]
     gap = (want.gather(1, best) - want.gather(1, chosen))[:, 0]
     equal = (chosen == best)[:, 0]

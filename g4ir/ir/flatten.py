@@ -1,7 +1,7 @@
-"""Flatten fused ops into the nodes of their expansions.
+"""Replace fused ops by the nodes of their expansions.
 
-Costs, memory and routing decisions of a fused op follow from these nodes, so that no table lists
-fusions. An op with `flops` or `traffic` is not flattened.
+The cost and memory of a fused op, and the routers in it, follow from these nodes, so that no table
+lists fusions. A fused op with its own `flops` or `traffic` is not replaced.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .graph import Graph, Node, Value
 
 def inner_nodes(n: Node) -> list[Node]:
     """Expand a node recursively; returns nodes in order, which define the node's results under
-    their names, or the node itself if it is not to be flattened."""
+    their names. A node whose op has `flops` (set for `traffic` too) is returned as it is."""
     if n.definition.flops is not None:
         return [n]
     return [inner for m in parts(n) for inner in inner_nodes(m)]
 
 
 def parts(n: Node) -> list[Node]:
-    """Expand a node once; the nodes define its results under their names."""
+    """Expand a fused node once; the nodes define its results under their names."""
     nodes, results = n.expanded
     results_by_name = {v.name: o for v, o in zip(results, n.outputs, strict=True)}
 
@@ -32,6 +32,7 @@ def parts(n: Node) -> list[Node]:
 
 
 def flatten(g: Graph) -> Graph:
-    """Return the graph with every node flattened: the same values under the same names, and the
-    inner ones."""
+    """Return the graph with each fused node replaced, recursively, by the nodes of its expansion;
+    ops with their own `flops` or `traffic` stay. Existing values keep their names; the expansions'
+    intermediate values are added."""
     return replace(g, nodes=tuple(m for n in g.nodes for m in inner_nodes(n)))

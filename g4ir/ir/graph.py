@@ -120,7 +120,8 @@ def print_node(n: Node) -> str:
 
 @dataclass(frozen=True)
 class Graph:
-    """One phase of the model: inputs, weights, caches and nodes."""
+    """One phase of the model (prefill, decode, ...): inputs, weights, caches and nodes in order;
+    `next`: name of a cache -> its new value, for the caches that the graph updates."""
 
     name: str
     inputs: tuple[Value, ...]
@@ -148,7 +149,8 @@ class Graph:
         return self.producers.get(v.name)
 
     def readers(self, v: Value) -> list[Node]:
-        """Return the nodes that read a value; RESULT: it is a graph output."""
+        """Return the nodes that read a value; RESULT among them: it is an output or the new value
+        of a cache."""
         return self.users.get(v.name, [])
 
     @cached_property
@@ -162,7 +164,7 @@ class Graph:
 
     @cached_property
     def users(self) -> Mapping[str, list[Node]]:
-        """Value name -> the nodes that read it; RESULT: it is a graph output."""
+        """Value name -> the nodes that read it, RESULT for outputs and new values of caches."""
         table: dict[str, list[Node]] = {}
         for n in self.nodes:
             for v in dict.fromkeys(n.inputs):
@@ -190,7 +192,7 @@ class Graph:
         return (*self.inputs, *self.params, *self.state)
 
 
-#: user of the graph's results in `Graph.users`
+#: stands in `Graph.users` for the reader of the graph's outputs and of new values of caches
 RESULT = Node("result", (), ())
 
 
@@ -226,7 +228,8 @@ class Program:
 
 
 class Builder:
-    """Builds a graph node by node, with inferred types and passed or generated names."""
+    """Builds a graph node by node, with inferred types; a node without `name` gets generated names
+    (`scope`, op, number)."""
 
     def __init__(self, name: str = "graph", scope: str = "") -> None:
         self.name, self.scope = name, scope
@@ -279,15 +282,17 @@ class Builder:
         )
 
 
-#: cache of `infer`, which is pure; layers of a model repeat its arguments
+#: (op, input types, attributes) -> `infer`'s result, since a model's layers repeat each other
 _INFERRED: dict[tuple[str, tuple[Type, ...], str], tuple[Type, ...]] = {}
+#: number of entries at which that cache is emptied
 MAX_INFERRED = 1 << 16
 
 
 def infer(
     op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], where: str
 ) -> tuple[Type, ...]:
-    """Return the result types of an op; VerifyError has `at` and the types of the inputs."""
+    """Return the result types of an op. VerifyError, for an unknown op or inputs and attributes
+    that do not fit, has `where` and the inputs' types."""
     if op not in OPS:
         raise VerifyError(f"{where}: unknown op {op!r}")
     types = tuple(v.type for v in inputs)

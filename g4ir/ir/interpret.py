@@ -24,10 +24,11 @@ def interpret(
     watch: Callable[[Value, Any], None] | None = None,
     run: Run | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run `g`; returns (outputs by name, state by name). The arguments are not modified.
+    """Run `g`; returns (outputs by name, new state by name). The arguments are not modified.
 
-    Tensors may be wider than declared: float64 in gives float64 throughout. `watch` is called with
-    every result of a node. `run` replaces `run_node`.
+    Tensors may be wider than declared: with float64 tensors, all is computed in float64 except the
+    results of ops with a fixed dtype (RoPE tables). `watch` is called with every result of a node.
+    `run` replaces `run_node`.
 
     Raises InputError if a tensor is missing.
     """
@@ -69,7 +70,8 @@ def run_node(n: Node, tensors: list[Any], run: Run | None = None) -> tuple[Any, 
 
 
 def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[str, Any]:
-    """Return zeroed caches; `dims` binds their named dims, `dtype` replaces floating dtypes."""
+    """Return name -> zeroed cache; `dims` binds their named dims, the torch dtype `dtype` replaces
+    floating dtypes."""
     out = {}
     for v in g.state:
         t = v.type.bind(dims)

@@ -1,4 +1,5 @@
-"""Names of values: `L3.attn.q` is of layer 3, `vision.L3.attn.q` of a tower's layer."""
+"""Names of values: `L3.attn.q` belongs to layer 3 of the text model, `vision.L3.attn.q` to layer 3
+of the image tower."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ _OF_LAYER = re.compile(r"(?:([a-z]+)\.)?L(\d+)\.(.+)")
 
 
 def split_name(name: str) -> tuple[str, int | None, str]:
-    """(tower, layer, suffix): `vision.L3.attn.q` -> ("vision", 3, "attn.q"); outside the layers
-    ("", None, name)."""
+    """Return (tower, layer, suffix): `vision.L3.attn.q` -> ("vision", 3, "attn.q"), tower "" for
+    the text model; ("", None, name) outside the layers, a tower's too."""
     match = _OF_LAYER.fullmatch(name)
     return (match[1] or "", int(match[2]), match[3]) if match else ("", None, name)
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer that a value belongs to, of the text model or of a tower."""
+    """Return the layer that a value belongs to, of the text model or of a tower; None outside the
+    layers."""
     return split_name(name)[1]

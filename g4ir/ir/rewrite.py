@@ -11,16 +11,18 @@ from .graph import Graph, Node, Value
 
 
 def splice(g: Graph, old: Sequence[Node], new: Sequence[Node]) -> Graph:
-    """Replace the nodes `old` by `new`, which must define all values of `old` that are used.
+    """Replace the nodes `old` by `new`, which must define all values of `old` that other nodes or
+    the graph's results use.
 
-    The new nodes take the position of the last old one, or a later one if they need a value defined
-    after it (`order`).
+    The new nodes take the position of the last old one, or move up to their first reader if that
+    comes earlier (`order`).
     """
     return splice_all(g, [(old, new)])
 
 
 def splice_all(g: Graph, edits: Sequence[tuple[Sequence[Node], Sequence[Node]]]) -> Graph:
-    """Apply `splice` for each (old, new), with one sort; no node may be in two edits."""
+    """Apply `splice` for each (old, new), with one sort; no node may be in two edits. VerifyError
+    if the result has a cycle."""
     index = {id(n): i for i, n in enumerate(g.nodes)}
     gone = {id(n) for old, _ in edits for n in old}
     inserted: dict[int, list[Node]] = {}
@@ -34,7 +36,8 @@ def splice_all(g: Graph, edits: Sequence[tuple[Sequence[Node], Sequence[Node]]])
 
 
 def order(g: Graph) -> Graph:
-    """Sort topologically and stably: a node moves only if an input is defined later.
+    """Sort topologically: a node that is defined after its first reader moves up to just before
+    it; the others keep their order.
 
     Raises VerifyError for a cycle.
     """
@@ -60,8 +63,9 @@ def order(g: Graph) -> Graph:
 
 
 def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
-    """Infer all types again from the sources, after replacing uses of values by `rename`. Unchanged
-    nodes stay the same objects, so that their inference stays cached."""
+    """Infer all types again from the sources, after replacing uses of values by `rename` (name ->
+    value). Unchanged nodes stay the same objects, so that their inference stays cached. VerifyError
+    if an op does not accept its inputs."""
     now = {v.name: v for v in g.sources()}
     rename = dict(rename or {})
 
@@ -107,15 +111,15 @@ def drop_dead(g: Graph) -> Graph:
 
 
 def pruned(g: Graph, values: Sequence[Value]) -> Graph:
-    """Return the subgraph that computes some of the graph's values and the caches that they depend
-    on; it has no outputs."""
+    """Return the subgraph that computes `values` and the new contents (`next`) of the caches that
+    they depend on; its `outputs` are empty."""
     read = {v.name for v in drop_dead(replace(g, outputs=tuple(values), next={})).state}
     updates = {k: v for k, v in g.next.items() if k in read}
     return replace(drop_dead(replace(g, outputs=tuple(values), next=updates)), outputs=())
 
 
 def bind(g: Graph, **dims: int | str) -> Graph:
-    """Replace named dims by ints or other names, and infer the types again."""
+    """Replace named dims by ints or other names, and infer the types again (`rebuild`)."""
     inputs, params, state = (
         tuple(Value(v.name, v.type.bind(dims)) for v in values)
         for values in (g.inputs, g.params, g.state)
@@ -125,7 +129,7 @@ def bind(g: Graph, **dims: int | str) -> Graph:
 
 def split_prologue(g: Graph) -> tuple[Graph, Graph]:
     """Split into (prologue, main): the prologue has the nodes that depend on params alone,
-    if their ops may `fold`; their results are params of main."""
+    if their ops may `fold`; those of its results that main reads are params of main."""
     fixed = {v.name for v in g.params}
     early: list[Node] = []
     late: list[Node] = []

@@ -89,7 +89,7 @@ class _Reader:
 
 
 def parse_graph(text: str) -> Graph:
-    """Read a printed graph and verify it. ParseError names the line."""
+    """Read a printed graph and verify it. ParseError names the line; VerifyError as in `verify`."""
     r = _Reader(text)
     head = re.fullmatch(r"graph ([A-Za-z0-9_.]+) \{", r.line())
     if not head:

@@ -1,4 +1,4 @@
-"""The verifier: run before and after every pass, in production too."""
+"""The verifier: run before the first pass and after every pass, in production too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def verify(g: Graph) -> None:
     """Check that every name is defined once and before its use with the same type, that results
     have the inferred types, and that next states have their state's type.
 
-    Raises VerifyError with the graph, the node and both types.
+    Raises VerifyError with the graph and the value, and both types if they differ.
     """
     try:
         _verify(g)
@@ -27,7 +27,8 @@ def _verify(g: Graph) -> None:
         for v in n.inputs:
             if defined.get(v.name) is not v:
                 _use(defined, v, f"input of {n.op}")
-        if not n.is_typed:  # once for all graphs that have the node
+        # is_typed is cached in the node: inference runs once for a node that several graphs share
+        if not n.is_typed:
             one, two = (", ".join(map(str, t)) for t in ([v.type for v in n.outputs], n.inferred))
             raise VerifyError(f"{n.result_names()} = {n.op}: declared {one}, inferred {two}")
         for v in n.outputs:

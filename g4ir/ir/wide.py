@@ -1,6 +1,6 @@
-"""Evaluation in float64. `Float64Matmuls` needs no float64 copy of 16-bit weights: a linear's
-weight is converted block by block, everything else is promoted by float64 inputs. `in_float64`
-converts all params of a graph at once."""
+"""Evaluation in float64. `Float64Matmuls` runs a torch model with 16-bit weights without a float64
+copy of them: a linear's weight is converted block by block, in all other ops torch promotes them to
+the dtype of float64 activations. `in_float64` runs a graph, with all params converted at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _linear, _softmax = torch.nn.functional.linear, torch.nn.functional.softmax
 
 
 class Float64Matmuls(TorchFunctionMode):
-    """A torch function mode that computes matmuls with weights in float64, and keeps float64 in
-    casts to float32 and in softmax."""
+    """A torch function mode that computes linears and `torch.matmul` in float64, leaves out casts
+    of float64 to float32 (`Tensor.float`), and computes a softmax with `dtype` in float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -48,8 +48,8 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def in_float64(
     g: Graph, feeds: Mapping[str, Tensor], params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return name -> value in float64, for every value of a graph without caches; also results of
-    ops with a fixed result dtype. Integers and codes stay."""
+    """Return name -> value, for every value of a graph without caches: floats in float64 (results
+    of ops with a fixed dtype are converted), integers and quantised weights as they are."""
     env = {k: _double(t) for k, t in {**feeds, **params}.items()}
     for n in g.nodes:
         outputs = run_node(n, [env[v.name] for v in n.inputs])
