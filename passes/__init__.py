@@ -9,8 +9,8 @@ and optionally
   CHANGES_STATE  true: it may change the types of the caches
   CHANGES_MEANING  true: it may round, or change values that keep their names
 
-Weights are packed before `last_token_only`, so that prefill and decode share them; the passes after
-those that change caches fuse nodes.
+Weights are packed before `last_token_only`, so that prefill and decode share them, and
+`fuse_cache_write` runs after the passes that change caches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OPTIONS: Mapping[str, Any] = _with("OPTIONS")
 class PassOptions:
     """The options of all passes of a pipeline."""
 
-    #: at most one record per pass, of its OPTIONS' type; the other passes have their defaults
+    #: at most one record per pass, of the type of its OPTIONS; other passes have the defaults
     records: tuple[Any, ...] = ()
 
     def of(self, kind: type[Record]) -> Record:
@@ -142,7 +142,8 @@ def run_passes(
     """Run the pipeline without the passes in `skip`, up to and including `until`.
 
     `dump(pass, graph)` is called after each pass, `note(pass, value, reason)` for each candidate.
-    Raises PassError with the passes that ran before.
+    Raises InputError for an unknown pass in `skip` or `until`, VerifyError if `g` itself is
+    invalid, and PassError, which names the passes that ran before, for a failed pass.
     """
     skip = set(skip)
     for name in skip | ({until} if until else set()):

@@ -28,7 +28,8 @@ AFTER = "fuse_moe"  # caches have their final layout
 
 
 def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Graph:
-    """Fuse all nodes between the QKV projection and attention into one op."""
+    """Fuse all nodes between the QKV projection and attention into one op; `several`: also if more
+    than one token is written at once."""
     seen = set[tuple[Value, ...]]()
 
     def edit(n: Node) -> Edit:

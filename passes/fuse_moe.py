@@ -20,7 +20,7 @@ from .match import (
     produced_by,
 )
 
-AFTER = "fuse_glu"  # it takes the fused MLP
+AFTER = "fuse_glu"  # its result `linear_glu` is matched here
 
 
 def fuse_moe(g: Graph, note: Note = ignore) -> Graph:

@@ -1,9 +1,10 @@
 """Producer-reader fusion: a node and its only reader become one op, which a pass lists in JOINS.
 
-The pattern is the fused op's expansion, a producer and its reader. Results are the reader's, then
-the producer's others. Operands and attributes of the fused op are matched by name, first with the
-producer's, then with the reader's; an operand without a match gets the next unmatched input, and a
-variadic operand all that remain.
+The pattern is the fused op's expansion, a producer and its reader. The fused op's results are the
+reader's, then those of the producer's that the expansion returns too. Its operands are matched by
+name, first with the producer's, then with the reader's; an operand without a match gets the next
+unmatched input, and a variadic operand all that remain. An attribute is the reader's of that name,
+else the producer's, else the sample's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .match import Edit, NoMatch, Note, after, edit_each, ignore, match_parts
 @dataclass(frozen=True)
 class _Pair:
     """A pattern of the fused op `op`: `operand` of the reader is a result of the producer;
-    `shared`: indices of the producer's results that are also results of the fused op."""
+    `shared`: indices of the producer's results that are also results of the fused op; `attrs`: of
+    the sample from which the pattern was derived."""
 
     op: str
     producer: str
@@ -82,7 +84,8 @@ def _pairs(op: str) -> tuple[_Pair, ...]:
 
 
 def join(g: Graph, note: Note = ignore, *, ops: Sequence[str]) -> Graph:
-    """Fuse every reader with its producer if the pair is one of these fused ops."""
+    """Fuse each node with the producer of its operand if the two match the expansion of one of
+    `ops`."""
     pairs = [pair for op in ops for pair in _pairs(op)]
     positions = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}
 

@@ -1,8 +1,9 @@
 """last_row(f(x))  ->  f(last_row(x)), up to the last layer that owns keys and values
 
 Nodes that only the last token's logits depend on run on the last valid token of each sequence.
-Their attention reads the updated cache, as in decode, so that both phases share compiled layers. It
-needs no block ids: blocks end within their chunk, so no visible token follows the last one.
+Their attention reads the updated cache, as in decode, so that both phases share compiled layers,
+and needs no block ids: a bidirectional block ends within its chunk, so no visible token follows the
+last one.
 """
 
 from __future__ import annotations

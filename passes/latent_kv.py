@@ -21,7 +21,7 @@ from g4ir.ops.rope import rotated_pairs
 
 from .match import NoMatch, Note, cache_names, ignore, produced_by, producer_of, require_one_of
 
-AFTER = "last_token_only"  # removes readers of caches
+AFTER = "last_token_only"  # it rewrites `attention` only, not `attention_latent`
 CHANGES_STATE = True
 #: form with separate caches of K and V
 PLAIN = "off"
@@ -43,7 +43,7 @@ OPTIONS = LatentOptions()
 
 
 def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -> Graph:
-    """Merge the caches of K and V in each layer where K = V."""
+    """Merge the caches of K and V in each layer that computes both from one projection."""
     edits: list[tuple[list[Node], list[Node]]] = []
     replaced: dict[str, list[Node]] = {}
     written = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
@@ -88,11 +88,12 @@ def _readers(g: Graph) -> dict[tuple[str, str], list[Node]]:
 
 @dataclass(frozen=True)
 class _Match:
-    """Two states whose tensors come from one projection, and the nodes between it and K."""
+    """The writes of a cache of K and one of V that come from one projection, and the norm and RoPE
+    table of K."""
 
     write_k: Node
     write_v: Node
-    norm: Node  # of K, fused with RoPE or not
+    norm: Node  # of K: rms_norm, or norm_rope if RoPE is fused with it
     table: Node
 
     @property

@@ -44,7 +44,7 @@ class Edit:
 
 
 def edit_each(g: Graph, nodes: Iterable[Node], edit: Callable[[Node], Edit], note: Note) -> Graph:
-    """Apply the edit of each node; of a NoMatch, note the reason."""
+    """Apply the edit of each node; if it raises NoMatch, note the reason and leave the node."""
     edits = []
     for n in nodes:
         try:
@@ -126,7 +126,7 @@ def after(g: Graph, values: Iterable[Value]) -> Iterator[Node]:
 
 
 def norm_input(g: Graph, v: Value) -> Value:
-    """Return the input of the pre-norm that defines a value, or the value itself."""
+    """Return the residual whose pre-norm defines a value; the value itself if no norm does."""
     norm = producer_of(g, v, "rms_norm", "norm_residual")
     if norm is None:
         return v

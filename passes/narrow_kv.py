@@ -17,7 +17,7 @@ from g4ir.ops.types import ITEMSIZE
 
 from .match import OFF, Note, ignore, require_one_of
 
-AFTER = "latent_kv"  # decides the cached values
+AFTER = "latent_kv"  # it decides what is cached: K and V, or latent rows
 CHANGES_STATE = True
 CHANGES_MEANING = True
 
@@ -56,8 +56,8 @@ def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -
 
 
 def _quantised(g: Graph, to: str, note: Note) -> dict[str, Value]:
-    """Return name -> cache of its quantised type, for the caches to quantise; also for those that
-    this graph only reads and another one writes."""
+    """Return name -> cache of its quantised type, for each state that is wider than `to`; also for
+    those that this graph only reads and another one writes."""
     caches: dict[str, Value] = {}
     for v in g.state:
         if to == OFF or ITEMSIZE[v.type.dtype] <= ITEMSIZE[to]:

@@ -18,10 +18,10 @@ from g4ir.ir.rewrite import drop_dead, rebuild
 
 from .match import Note, cache_names, ignore
 
-AFTER = "fuse_norm_residual"  # not required: any later position works
+AFTER = "fuse_norm_residual"  # not required, but `latent_kv` must follow: only `attention` matches
 CHANGES_STATE = True
 
-#: draft tokens verified in one step: beyond about 32 the step becomes compute-bound
+#: max draft tokens verified in one step: beyond about 32 the step becomes compute-bound
 MAX_SLACK = 32
 
 
@@ -41,7 +41,8 @@ OPTIONS = RingOptions()
 
 
 def plan_cache(g: Graph, note: Note = ignore, options: RingOptions = OPTIONS) -> Graph:
-    """Size each cache by its attention window, and store shared ones once."""
+    """Size each cache by its attention window, and store shared ones once. PassError if a cache is
+    read with different windows."""
     g = _alias(g, note)
     names = cache_names(g)
     windows: dict[str, set[int]] = defaultdict(set)

@@ -1,7 +1,8 @@
 """linear(x, w)  ->  linear(fake_quantize(x), w), for quantised weights
 
-The pass changes what a graph computes: it rounds activations, since an integer matmul needs fewer
-instructions than one of codes and floats. Routed experts are not changed; "off": no change.
+The pass changes what a graph computes: it rounds activations, since a matmul of int8 (or fp8)
+operands needs fewer instructions than one that converts weights to floats. Routed experts are not
+changed; "off": no change.
 """
 
 from __future__ import annotations

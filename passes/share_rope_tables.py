@@ -1,4 +1,4 @@
-"""rope_table(p), ... rope_table(p)  ->  one rope_table(p) for each set of attributes
+"""rope_table(p), ... rope_table(p)  ->  one rope_table(p) for each p and set of attributes
 
 The tables move to the front of the graph, so that they belong to no layer.
 """
@@ -17,7 +17,7 @@ _SHARED = "rope"
 
 
 def share_rope_tables(g: Graph, note: Note = ignore) -> Graph:
-    """Share one table per RoPE kind and positions across the graph."""
+    """Share one table per positions and RoPE attributes across the graph."""
     if all(n.outputs[0].name.startswith(_SHARED) for n in g.find("rope_table")):
         return g
     shared: dict[tuple[object, ...], Node] = {}
