@@ -1,5 +1,5 @@
-"""Adapters of a served model: the names that requests give, and the paths that load and remove
-adapters (vLLM's, https://docs.vllm.ai/en/latest/features/lora.html)."""
+"""LoRA adapters of a served model: the actions of the endpoints that load and remove them, with
+vLLM's paths and fields (https://docs.vllm.ai/en/latest/features/lora.html)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Action = Callable[[Adapters, Mapping[str, Any], Sequence[Path]], str]
 def load(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path]) -> str:
     """Load the adapter directory `lora_path` under the name `lora_name` and return a message;
     `load_inplace`: replace an adapter of that name. Refused for a path outside of `folders`, so
-    that clients cannot read arbitrary files."""
+    that clients cannot read arbitrary files; InputError and WeightsError of `Adapters.load`."""
     name = schema.TEXT(fields.get("lora_name"), "lora_name")
     path = Path(schema.TEXT(fields.get("lora_path"), "lora_path"))
     if not any(path.resolve().is_relative_to(f.resolve()) for f in folders):
@@ -31,7 +31,8 @@ def load(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path])
 
 
 def unload(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path]) -> str:
-    """Remove the adapter `lora_name` and return a message; running requests that use it finish."""
+    """Remove the adapter `lora_name` and return a message; running requests that use it finish.
+    Refused (404) if it is not loaded."""
     name = schema.TEXT(fields.get("lora_name"), "lora_name")
     if name not in adapters.loaded:
         message = f"lora_name: no adapter {name[:80]!r} is loaded"
@@ -41,7 +42,7 @@ def unload(adapters: Adapters, fields: Mapping[str, Any], folders: Sequence[Path
 
 
 def adapters_of(engine: Engine) -> Adapters:
-    """Return an engine's adapters; Refused if it was served without."""
+    """Return an engine's adapters; Refused if it has no adapter slots."""
     if engine.adapters is None:
         message = "this server has no adapters: serve this model alone, with --adapter"
         message += " or --set adapter_slots=4"

@@ -111,7 +111,8 @@ class ResponseFormat(AnswerFormat):
         return [self._chunk(i, {"delta": delta}, None) for i in range(count)]
 
     def chunks(self, a: AnswerStream, new: Iterable[ChatEvent]) -> list[dict[str, Any]]:
-        """Return the chunks of new events, and the last one if the answer is over."""
+        """Return the chunks of new events, and the one with the finish reason if the answer is
+        over."""
         parts = [part for event in new for part in self._parts(event)]
         out = [self._chunk(a.index, part, self._logprobs(a)) for part in parts]
         if a.over:
@@ -121,8 +122,8 @@ class ResponseFormat(AnswerFormat):
         return out
 
     def _parts(self, event: ChatEvent) -> list[dict[str, Any]]:
-        """Return the deltas of an event: a complete call, or its id and name and then pieces of its
-        arguments."""
+        """Return the deltas of an event: text, reasoning, a complete tool call, or of a streamed
+        call its id and name, then pieces of its arguments."""
         if not self.chat:
             return [{"text": event.text}]
         calls: list[dict[str, Any]] = []
@@ -152,8 +153,9 @@ class ResponseFormat(AnswerFormat):
 
 
 def _of_prompt(a: AnswerStream) -> list[dict[str, Any] | None]:
-    """Return a prompt's log-probabilities by token id, in vLLM's format: the token's and the most
-    likely ones, with their ranks."""
+    """Return for each token of a prompt its and the most likely tokens' log-probabilities, by token
+    id, in vLLM's format; None for the first token. The rank of a token that is not among the most
+    likely is None."""
 
     def entry_of(token: int, value: float, rank: int | None) -> dict[str, Any]:
         entry = a.entry(token, Logprobs(value, ()))

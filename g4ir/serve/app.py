@@ -58,36 +58,37 @@ from .request_schema import Fields
 
 log = logging.getLogger(__name__)
 
-#: seconds without an event before a keepalive is sent, and the interval of the check
+#: a stream gets a keepalive after ALIVE_S seconds without chunks, checked every LOOK_S seconds
 ALIVE_S, LOOK_S = 10.0, 1.0
 #: alias that accepts any model name
 ANY_NAME = "*"
-#: bodies of at least this many bytes are parsed one at a time, to bound memory
+#: bodies of more than this many bytes are parsed one at a time, to bound memory
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
-#: a context manager that renames fields in errors to the client's protocol
+#: returns a context manager that renames fields in errors to the client's protocol
 Named = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Api:
-    """A protocol. `read`: translation of its bodies to chat completions, None if it needs none;
-    `fields`: readers of the translated body's fields; `make`: constructor of engine requests;
-    `format`: format of answers."""
+    """A protocol. `read`: translation of its bodies to OpenAI's, None if it needs none; `fields`:
+    translated body -> readers of its fields; `make`: constructor of engine requests; `format`:
+    format of answers."""
 
     fields: Callable[[Body], Mapping[str, schema.Read]]
     make: Callable[..., Requests] = Prompts.requests
     format: Callable[[Fields, Requests, Body], AnswerFormat] = ResponseFormat
     read: Callable[[Body], Translation] | None = None
-    #: Content-Type of a request without parameters, and the parser of a body
+    #: required Content-Type, without its parameters; None: any
     content_type: str | None = JSON
+    #: (raw body, its Content-Type) -> body
     parse: Callable[[bytes, str], Body] = lambda raw, content_type: schema.parsed(raw)
 
 
 @dataclass(frozen=True)
 class EmbeddingApi:
     """A protocol of embeddings. `read`: body -> request; `body`: (request, vectors float32 [N, D],
-    number of tokens, model name) -> body of the answer."""
+    number of tokens, model name) -> body of the answer; `content_type`: required, None: any."""
 
     read: Callable[[Body], EmbeddingRequest]
     body: Callable[[EmbeddingRequest, Any, int, str], Body]
@@ -115,21 +116,21 @@ OLLAMA_GENERATE = replace(
     fields=lambda body: schema.COMPLETIONS if "prompt" in body else schema.CHAT,
     read=ollama.generate,
 )
-#: endpoints that only count or return tokens
+#: endpoints without generation: they count, return or decode tokens
 COUNTED = replace(CHATS, make=Prompts.tokens, read=messages.count)
 TOKENIZED = Api(
     lambda body: schema.TOKENIZE if "prompt" in body else schema.TOKENIZE_CHAT, Prompts.tokens
 )
 RENDERED = Api(lambda body: schema.TOKENIZE_CHAT, Prompts.tokens)
 DETOKENIZED = Api(lambda body: schema.DETOKENIZE, Prompts.tokens)
-#: paths with another error format than OpenAI's
+#: prefix of paths with another error format than OpenAI's -> function that makes an error's body
 ERRORS = {"/v1/messages": messages.error_body, "/api/": ollama.error_body}
 
 
 @dataclass
 class Server:
-    """State that all paths share. Until `start` sets the engine, requests are refused as
-    loading."""
+    """State that all paths share. Until `start` sets the engine, requests that need it are refused
+    with 503 (code `loading`)."""
 
     name: str
     gate: Auth = field(default_factory=Auth)
@@ -144,14 +145,15 @@ class Server:
     origins: tuple[str, ...] = ()
     #: path prefix of a reverse proxy, which may strip it or not
     root_path: str = ""
-    #: file of API keys, and default limits of keys
+    #: file of API keys; None: no key is needed
     key_file: str | None = None
+    #: limits of the keys for which the file has none
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     #: folders below which clients may load adapters
     adapter_folders: tuple[Path, ...] = ()
     #: callback with the values of a log line for each request
     log: Callable[..., None] | None = None
-    #: the embedding model, if there is one: an additional model, or the served model itself
+    #: name of the embedding model, if there is one: an additional model, or the served model itself
     embedder: str | None = None
 
     def __post_init__(self) -> None:
@@ -159,7 +161,7 @@ class Server:
         self.prompts: Prompts | None = None
         self.service: AsyncEngine | None = None
         self.embeddings: EmbeddingModel | None = None
-        #: whether new requests are refused
+        #: whether the server is shutting down and refuses new requests
         self.draining = False
         #: progress message while the engine is built or loaded
         self.progress = "the engine is being loaded"
@@ -171,7 +173,7 @@ class Server:
 
     def start(self, engine: Engine) -> list[str]:
         """Serve this engine from now on: answers if it generates, embeddings if it is an encoder.
-        Return lines for the log."""
+        Return lines for the log. EngineError for an engine without a tokenizer."""
         if engine.spec.embedding:
             self.embedder, self.embeddings = self.name, EmbeddingModel(self.name, engine)
             return []
@@ -206,16 +208,16 @@ class Server:
 
     @property
     def embedders(self) -> list[str]:
-        """Names of the embedding model; none if there is none."""
+        """Names of the embedding model; empty if there is none."""
         return self.names if self.embedder == self.name else [n for n in [self.embedder] if n]
 
     def stop(self) -> None:
-        """Cancel all requests."""
+        """Cancel all requests for answers and end the scheduler."""
         if self.service:
             self.service.close()
 
     def close(self) -> None:
-        """Cancel all requests and free the engine."""
+        """Cancel all requests and free the engines."""
         self.stop()
         if self.service:
             self.service.engine.close()
@@ -261,7 +263,7 @@ class Server:
         paths = self.handlers()
         self._paths, routes = [*paths], []
         for path, (method, handler) in paths.items():
-            ends = (path, f"{path}/")  # a client's base URL may end with a slash
+            ends = (path, f"{path}/")  # a slash at the end is accepted, without a redirect
             handle = self._route(handler, path)
             routes += [Route(end, handle, methods=[method]) for end in ends]
         assets = read_assets() if self.page else {}
@@ -275,13 +277,14 @@ class Server:
         return Starlette(routes=[*mounted, *routes], exception_handlers=handlers, middleware=around)
 
     def _count(self, path: str, status: int) -> None:
-        """Count a response by its path, if that is one of this server."""
+        """Count a response by path ("other" unless a key of `handlers`) and status; 0, no response,
+        counts as 499."""
         path = path.removeprefix(self.root_path)
         label = path if path in self._paths else "other"
         self.metrics.responses.labels(label, str(status or 499)).inc()
 
     def _route(self, handler: Handler, path: str) -> Handler:
-        """Wrap a handler with authentication and JSON errors."""
+        """Wrap a handler with authentication, the limits of the key, and JSON errors."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -629,10 +632,10 @@ class Running:
             for i in range(self.n * len(requests))
         ]
         self.handles: list[RequestHandle] = []
-        #: queued events, and whether the event loop was notified
+        #: queued (index of the answer, event); `_notified`: whether the event loop was woken
         self._come: deque[tuple[int, Event]] = deque()
         self._notified, self._loop = False, asyncio.get_running_loop()
-        #: set for new events, a disconnected client, and every LOOK_S seconds
+        #: `_arrived` is set for new events, a disconnected client (`_gone`), and each LOOK_S seconds
         self._arrived, self._gone = asyncio.Event(), False
 
     def submit(self, service: AsyncEngine) -> None:
@@ -645,7 +648,8 @@ class Running:
             raise
 
     def _forwarder(self, first: int) -> Callable[[Event], None]:
-        """Return a thread-safe callback that forwards a handle's events to the event loop."""
+        """Return a thread-safe callback that forwards a handle's events to the event loop, and
+        measures the time between its tokens. `first`: index of the handle's first answer."""
         last: dict[int, float] = {}
 
         def forward(event: Event) -> None:
@@ -740,7 +744,7 @@ class Running:
             for answer, event in events:
                 self._take(answer, event)
         usage = self._usage()
-        if any(a.prompt for a in self.answers):  # large, so in a thread
+        if any(a.prompt for a in self.answers):  # log-probabilities of a prompt are large: a thread
             return await run_in_threadpool(
                 lambda: json_response(self.format.complete(self.answers, usage))
             )
@@ -787,8 +791,8 @@ class Running:
 
 
 class Streamed(StreamingResponse):
-    """A streamed answer. It ends its requests itself: if the client disconnects before the first
-    event, the generator never runs."""
+    """A streamed answer. It ends the engine requests in `__call__`, not in the generator, which
+    never runs if the client disconnects before the first event."""
 
     def __init__(self, running: Running) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -818,7 +822,7 @@ _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 def _text(value: Any) -> str:
     """Return ASCII JSON: lone surrogates in model output are escaped. The items of long lists are
-    encoded one by one, since the encoder holds the GIL, for a list of all of them for seconds."""
+    encoded one by one, since the encoder holds the GIL during a call (seconds for a whole list)."""
     if isinstance(value, list) and len(value) > 64:
         return f"[{', '.join(map(_encode, value))}]"
     if isinstance(value, dict) and any(isinstance(v, list) for v in value.values()):

@@ -71,8 +71,8 @@ class Auth:
             raise Refused(403, "the Host of the request is not this server's", code="wrong_host")
 
     async def body(self, request: Request, content_type: str | None = JSON) -> bytes:
-        """Read a request's body; Refused if it is too large, too slow or of another type (None:
-        any)."""
+        """Read a request's body; Refused if it is too large, too slow or not of `content_type`
+        (None: any), or if the client disconnects."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type is not None and kind != content_type:
             raise Refused(415, f"the Content-Type must be {content_type}")
@@ -138,6 +138,6 @@ def read_keys(path: str | Path) -> dict[bytes, KeyLimits]:
 
 
 def allowed_hosts(host: str, names: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """Return the names that a Host header may have; None (any) unless the server is bound to a
-    loopback address."""
+    """Return the names that a Host header may have (`names`, and those of this machine); None (any)
+    unless the server is bound to a loopback address."""
     return tuple(n.lower() for n in (*LOCAL, *names)) if is_loopback(host) else None

@@ -44,7 +44,8 @@ class EmbeddingModel:
     def with_soft(
         self, asked: EmbeddingRequest, media: Sequence[Medium], folder: MediaFolder, limit: Limit
     ) -> EmbeddingRequest:
-        """Return a request with its media replaced by their soft tokens."""
+        """Return a request with its media replaced by their soft tokens; Refused for media that
+        cannot be read."""
         with named(asked.field):
             how = self.engine, media, folder, asked.settings or {}, limit, asked.field
             soft = iter(encode_media(*how))

@@ -22,18 +22,18 @@ from .json_schema import llguidance, read_schema
 from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
 from .tool_grammar import Called, grammar_of
 
-#: maximum characters of a schema or regular expression, of a request's grammar, and of a generated
-#: grammar
+#: maximum characters: LARGEST of a schema, a regular expression or all choices, MAX_GBNF of a
+#: request's own grammar, MAX_GRAMMAR of any grammar as llguidance gets it
 LARGEST, MAX_GBNF, MAX_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
-#: limits of llguidance's Earley items (per row, per step): 1,500 optional properties take 6,000 in
-#: a row
+#: limits of llguidance's Earley parser: items in a row (Earley set), and items per step; 1,500
+#: optional properties take 6,000 items in a row
 MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
 
 class _Tokenizer:
     """The bytes of all tokens, as llguidance's tokenizer interface: llguidance's own parser of
-    tokenizer.json takes three times as long. Control tokens are special: never matched as text, nor
-    forced by one that spells them."""
+    tokenizer.json takes three times as long. Control tokens are special: text of a grammar that
+    spells one neither matches it nor is tokenised to it."""
 
     is_tokenizer_wrapper, bos_token_id = True, None
 
@@ -51,8 +51,8 @@ class _Tokenizer:
 
 
 class Grammars:
-    """Compiles grammars to logits masks for one tokenizer. `ends`: ids of the tokens that end an
-    answer."""
+    """Compiles grammars to logits masks for one tokenizer. `size`: of the vocabulary; `ends`: ids
+    of the tokens that end an answer."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Sequence[int]) -> None:
         self.vocabulary, self.size, self.ends = vocabulary, size, [*ends]
@@ -64,8 +64,8 @@ class Grammars:
         return llguidance().LLTokenizer(tokenizer, n_vocab=self.size, eos_token=self.ends)
 
     def prepare(self) -> None:
-        """Build the token tables before requests arrive: it takes seconds and holds the GIL.
-        Without llguidance constrained requests are refused."""
+        """Build the token tables before requests arrive: it takes seconds and holds the GIL. Does
+        nothing without llguidance; constrained requests are refused then."""
         if find_spec("llguidance"):
             with self._lock:
                 self._tables  # noqa: B018
@@ -169,7 +169,8 @@ class Mask:
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return the mask of the next token after `generated`, all tokens of the answer so far:
-        int32 [ceil(vocab / 32)], a bit per token, 1: allowed; None: all are allowed."""
+        int32 [ceil(vocab / 32)], a bit per token, 1: allowed; None: all are allowed. InputError if
+        the grammar exceeds llguidance's limits."""
         for token in generated[self.read :]:
             self._read(token)
         self.read = len(generated)
@@ -193,7 +194,9 @@ class Mask:
 
 @dataclass
 class FullMask(Mask):
-    """Constrains the full answer after its reasoning, which is free text."""
+    """Constrains the full answer after its reasoning, which is free text. `channel`: ids of the
+    tokens that begin and end reasoning; `reasoning`: mask within it; `thinking`: whether an answer
+    may begin with it."""
 
     channel: tuple[int | None, int | None] = (None, None)
     reasoning: Any = None
@@ -224,7 +227,7 @@ class FullMask(Mask):
 
 @dataclass
 class LazyMask(Mask):
-    """Constrains only tool calls, each from its first token to its last."""
+    """Constrains only tool calls, each from its first token (`begins`) to its last (`ends`)."""
 
     begins: int = -1
     ends: int = -1

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 BAD, SERVER = "invalid_request_error", "server_error"
 #: min and max seconds of Retry-After
 RETRY_S, MAX_RETRY_S = 1, 60
-#: exceptions whose messages name indices, sizes, types and attributes, but no values
+#: exceptions whose messages are logged: they name indices, sizes, types and attributes, but no
+#: values
 _WITHOUT_TEXT = (IndexError, TypeError, AttributeError, ArithmeticError, MemoryError)
 _FIELD = re.compile(r"(\w+)(?=[\[.: ])")
 
@@ -54,7 +55,7 @@ def missing(param: str, message: str) -> Refused:
 
 @contextmanager
 def named(field: str) -> Iterator[None]:
-    """A context in which an InputError becomes the refusal of a field."""
+    """A context in which an InputError becomes the refusal (400) of a field."""
     try:
         yield
     except InputError as e:
@@ -64,7 +65,8 @@ def named(field: str) -> Iterator[None]:
 
 
 def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refused:
-    """Return an error with a Retry-After header."""
+    """Return an error with a Retry-After header of `wait_s`, rounded up to whole seconds and within
+    RETRY_S to MAX_RETRY_S."""
     seconds = min(max(math.ceil(wait_s), RETRY_S), MAX_RETRY_S)
     return Refused(status, message, code, code=code, headers={"Retry-After": str(seconds)})
 

@@ -1,8 +1,8 @@
 """Reads JSON Schemas of requests: of tools, `response_format` and the fields like it.
 
 llguidance reads and checks schemas. `read_schema` translates what llguidance lacks: OpenAPI's
-`nullable`, types in upper case, null keywords, and its own expressions for formats. A constraint
-that grammars do not keep is dropped and logged, or refused if the schema is strict. Types, declared
+`nullable`, types in upper case, null keywords, and the formats of schemas.yaml. A constraint that
+a grammar cannot enforce is dropped and logged, or refused if the schema is strict. Types, declared
 names and `required` are always enforced: a schema without valid values is refused.
 """
 
@@ -29,14 +29,16 @@ log = logging.getLogger(__name__)
 #: format of a string -> a regular expression
 FORMATS: Mapping[str, str] = read_table(Path(__file__).with_name("schemas.yaml"))["formats"]
 UNIONS = ("anyOf", "oneOf")
-#: keywords of one schema, and of a list of schemas
+#: keywords whose value is one schema (SINGLE) or a list of them (LISTS); `items` may be either
 SINGLE = ("items", "additionalItems", "additionalProperties")
 LISTS = (*UNIONS, "allOf", "prefixItems", "items")
-#: keywords that change how llguidance reads a schema, and that tool calls do not support
+#: DIALECT: keywords removed from schemas, since they change how llguidance reads them; UNKEPT:
+#: those that the grammar of tool calls cannot enforce: dropped from every schema, with a log line,
+#: or refused if it is strict
 DIALECT, UNKEPT = {"$schema", "$id"}, ("patternProperties", "minProperties", "maxProperties")
 #: keyword of a string that follows a Lark grammar (custom tools)
 LARK = "x-g4ir-lark"
-#: JSON has at most one blank, or one new line with indentation, between two tokens
+#: generated JSON has at most one blank, or one new line with indentation, between two tokens
 WHITESPACE = "( |\\n {0,24})"
 #: maximum characters of a pattern
 MAX_PATTERN = 1 << 14
@@ -47,7 +49,8 @@ Schema = Any
 _ESCAPE = r"\\[^bBAZzkpP0-9]"
 #: escapes and character classes in a pattern
 _LITERAL = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]", re.S)
-#: unsupported elsewhere in a pattern: lookaround, backreferences, inner anchors
+#: unsupported in the rest of a pattern: other escapes (backreferences, \b), groups `(?...)` other
+#: than `(?:` (lookaround, names, flags), inner anchors
 _ODD = re.compile(r"\\|\(\?(?!:)|[\^$]")
 
 
@@ -63,8 +66,9 @@ def llguidance() -> Any:
 def read_schema(
     schema: Any, where: str, *, strict: bool, refuse: Callable[[str, str], Refused]
 ) -> dict[str, Any]:
-    """Return a schema as llguidance and the grammar of calls read it. `refuse(path, reason)`
-    creates an error."""
+    """Return a schema as llguidance and the grammar of tool calls read it. Refused if it is invalid
+    or has no finite value, or with `strict` if a constraint cannot be enforced. `where`: the
+    schema's path, for errors; `refuse(path, reason)` creates one."""
     reader = _Reader(where, strict, refuse)
     try:
         root = reader.read(without_nulls(schema), where)
@@ -74,7 +78,7 @@ def read_schema(
         error, messages = judge(root)
         if error:
             raise refuse(where, f"the schema {error}")
-        for ref in ("#", *reader.refs):  # those of optional properties too
+        for ref in ("#", *reader.refs):  # also refs of properties that an object may omit
             if not _ends({"$ref": ref}, root):
                 why = f"the schema has no finite value: {shown(ref)} always leads to itself"
                 raise refuse(where, why)
@@ -182,8 +186,8 @@ def _ends(node: Schema, root: Mapping[str, Any], refs: frozenset[str] = frozense
 
 
 def read_pattern(pattern: str) -> tuple[str, bool] | None:
-    """Convert a pattern to a regular expression for full strings, and whether that matches ""; None
-    if it is not supported."""
+    """Return (a pattern as a regular expression of Lark for full strings, whether it matches "");
+    None if the pattern is not supported."""
     if len(pattern) > MAX_PATTERN:
         return None
     begin, inner, end = re.findall(r"(\^?)((?:\\.|.)*?)(\$?)\Z", pattern, re.S)[0]

@@ -1,7 +1,7 @@
 """Threads that decode and encode media, with a bounded queue before them.
 
-They have a low OS priority, so that decode steps go first, and are separate from the threads of
-other requests. If the client disconnects, its request leaves the queue, or stops between two
+They have a low OS priority (on Linux), so that decode steps go first, and are separate from the
+threads of other requests. If the client disconnects, its request leaves the queue, or stops between two
 frames.
 """
 
@@ -79,5 +79,5 @@ async def wait_for_leaving(request: Request) -> None:
 
 
 def lower_thread() -> None:
-    """Lower the OS priority of the calling thread."""
+    """Lower the OS priority of the calling thread (Linux only)."""
     lower_priority(threading.get_native_id())

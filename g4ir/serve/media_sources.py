@@ -46,8 +46,9 @@ class MediaFolder:
         return cls(None if path is None else Path(path).resolve(), max_bytes)
 
     def read(self, url: str, where: str) -> bytes:
-        """Return the bytes of a `file:` URL's file, at most `max_bytes` + 1; InputError for another
-        URL, and for a file that is not below the folder."""
+        """Return the bytes of a `file:` URL's file, at most `max_bytes` + 1, so that the caller sees
+        that it is larger; InputError for another URL, and for a file that is not below the
+        folder."""
         try:
             parts = urlsplit(url) if url.isprintable() else urlsplit("")
         except ValueError:
@@ -127,8 +128,8 @@ def _read_bytes(
 
 
 def setting(engine: Engine, medium: Medium, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `Engine.encode` for a medium: its part's own, an image's `detail`, or
-    those of the request's fields."""
+    """Return the options of `Engine.encode` for a medium, each from its part, else from the
+    request's fields; for an image without a budget in either, that of its `detail`."""
     outer = medium.part.get("image_url")
     detail = outer.get("detail") if isinstance(outer, dict) else None
     if detail not in (None, "auto", *DETAILS):

@@ -62,7 +62,8 @@ class Ticket:
 @dataclass
 class ModelPool:
     """The models of a server, the first one the default. `capacity`: bytes for loaded models;
-    `start`: returns a new worker. Its methods run in the event loop."""
+    `start`: returns a new worker; `max_loaded`: loaded models at a time (None: no limit);
+    `max_waiting`: queued requests per model. Its methods run in the event loop."""
 
     models: Sequence[PooledModel]
     start: Callable[[PooledModel], WorkerHandle]
@@ -142,8 +143,9 @@ class ModelPool:
             ticket.granted.set_result(None)
 
     def _victims(self, model: PooledModel) -> list[PooledModel]:
-        """Return the models to unload before another is loaded: those that are being unloaded, then
-        idle ones, then busy ones, then those being loaded; least recently used first."""
+        """Return the models to unload before `model` is loaded: those that are being unloaded, then
+        idle ones, then busy ones, then those being loaded; least recently used first. Empty if it
+        fits."""
         resident = [m for m in self.models if m.resident]
         resident.sort(
             key=lambda m: (m.state != UNLOADING, m.state == LOADING, m.active > 0, m.used)

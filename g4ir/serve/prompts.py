@@ -116,8 +116,8 @@ class Prompts:
         adapter: str = "",
     ) -> Requests:
         """Return the engine request of a conversation (`prompt`, with the soft tokens of its
-        media), or without one a request for each text of the field `prompt`. `salt`: of the prefix
-        cache; `adapter`: name of a LoRA adapter."""
+        media), or without one a request for each text or list of ids in the field `prompt`. `salt`:
+        of the prefix cache; `adapter`: name of a LoRA adapter."""
         salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
         top, marks = fields.get("logprobs"), tuple[int, ...]()
         if prompt:
@@ -161,8 +161,8 @@ class Prompts:
         return allowed and BackgroundMask(allowed, allowed.named)
 
     def tokens(self, fields: Fields, prompt: Prompt | None, **more: Any) -> Requests:
-        """Return a request only for its token ids: of a prompt, or of a conversation as it would be
-        answered."""
+        """Return one request that serves only as a holder of token ids: of a conversation's prompt,
+        of the field `prompt`, or those of the field `tokens`."""
         if prompt:
             return self.requests({**fields, "max_completion_tokens": 1}, prompt, **more)
         ids = fields["tokens"] if "tokens" in fields else self._ids(fields["prompt"], fields)
@@ -217,7 +217,8 @@ class Prompts:
         return max(count, 1)
 
     def _sampling(self, fields: Fields, top: int | None) -> SamplingParams:
-        """Return the sampling parameters: of the request, else of the checkpoint."""
+        """Return the sampling parameters: of the request, else the checkpoint's defaults. `top`:
+        number of most likely tokens to report, None: no log-probabilities."""
         sampling = {k: fields[k] for k in SETTINGS if k in fields}
         stop = fields.get("stop_token_ids", frozenset())
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):

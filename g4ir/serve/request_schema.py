@@ -1,8 +1,8 @@
 """Parses and checks bodies of requests by tables of fields. `null` means absent, unsupported fields
 are refused by name, unknown fields are ignored and logged once.
 
-`prompts` accepts only the fields of CHAT, as `read_fields` returns them; other protocols' bodies
-are translated to these.
+`prompts` accepts only the fields of these tables, as `read_fields` returns them; other protocols'
+bodies are translated to the fields of CHAT or COMPLETIONS.
 """
 
 from __future__ import annotations
@@ -336,7 +336,8 @@ def _structured(value: Any, name: str) -> Constraint | None:
     return constrained(kinds[name_of_kind])(inner, f"{name}.{name_of_kind}")
 
 
-#: name in fields.yaml -> reader of a field, or factory of one that takes the other cells of its row
+#: name in fields.yaml -> reader of a field (READERS), or factory of one that takes the other cells
+#: of the field's row (MAKERS)
 READERS: dict[str, Read] = {"text": TEXT, "flag": FLAG, "top_p": _top_p, "stop": _stop, "ids": _ids}
 READERS |= {"biases": _biases, "stream_options": _stream_options, "options": _options}
 READERS |= {"messages": _messages, "prompts": _prompts, "choice": _choice}
@@ -422,7 +423,8 @@ def _log_unknown(names: Iterable[str]) -> None:
 
 
 def _check_choice(fields: Fields) -> None:
-    """Refuse undeclared functions, and tool choices that exclude a grammar."""
+    """Refuse a tool choice of an undeclared function or without tools, and fields that cannot be
+    combined with a forced call or a structured output constraint."""
     choice, tools = chosen(fields), fields.get("tools") or ()
     if choice.name is not None and choice.name not in {_name(t, "tools") for t in tools}:
         raise bad("tool_choice", f"names {shown(choice.name)}, which is not one of the tools")
@@ -442,7 +444,8 @@ def _check_choice(fields: Fields) -> None:
 
 
 def chosen(fields: Fields) -> ToolChoice:
-    """Return the tool choice of a request; without one, `auto` if it has tools, else `none`."""
+    """Return the tool choice of a request; without one, `auto` if it has tools, else `none`. It is
+    not `many` if `parallel_tool_calls` is false."""
     requested: ToolChoice | None = fields.get("tool_choice")
     choice = requested or ToolChoice("auto" if fields.get("tools") else "none")
     many = choice.many and fields.get("parallel_tool_calls") is not False
@@ -450,5 +453,5 @@ def chosen(fields: Fields) -> ToolChoice:
 
 
 def max_new_tokens(fields: Fields) -> int | None:
-    """Return a request's maximum number of new tokens, or None."""
+    """Return a request's maximum number of new tokens; None if it sets none."""
     return fields.get("max_completion_tokens", fields.get("max_tokens"))

@@ -201,7 +201,7 @@ class Forwarded(Response):
 
 def merged_metrics(texts: list[tuple[str | None, str]]) -> bytes:
     """Join Prometheus texts of (model, text): each family once, with a label `model` on the samples
-    of a model; None: the router's own, without that label."""
+    of a model; None: the router's own, without that label. Models' OWN_METRICS are left out."""
     merged = dict[str, Metric]()
     for model, text in texts:
         for family in text_string_to_metric_families(text):

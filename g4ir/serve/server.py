@@ -41,13 +41,13 @@ HEAD_S = 10.0
 MAX_HEAD = 1 << 16
 #: listen backlog of connections
 BACKLOG = 128
-#: limit of open files to request: enough for any number of clients
+#: soft limit of open files to set, if the hard limit allows it; each connection takes one
 MAX_FILES = 1 << 16
 
 
 def open_files() -> int:
-    """Raise the process's soft limit of open files to MAX_FILES or the hard limit, and return it.
-    Windows has no such limit for connections: MAX_FILES."""
+    """Raise the process's soft limit of open files to MAX_FILES, or to the hard limit if that is
+    lower, and return it. Windows has no such limit for connections: MAX_FILES."""
     if sys.platform == "win32":
         return MAX_FILES
     import resource
@@ -62,7 +62,7 @@ def open_files() -> int:
 @dataclass(frozen=True)
 class Address:
     """Listen address; port 0: any free port. `drain_s`: maximum seconds for running answers at
-    shutdown. `tls`: files of certificate and key."""
+    shutdown. `tls`: files of certificate and key. InputError for a wrong value or pair of files."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -138,6 +138,7 @@ class ServerProcess(uvicorn.Server):
         super().__init__(config)
         #: (idle connection, its last request) -> time since which it is idle
         self._idle: dict[tuple[Any, Any], float] = {}
+        #: maximum connections; the other quarter of the files is for all else
         self.most_connections = open_files() * 3 // 4
         self.error: BaseException | None = None
 
@@ -196,7 +197,8 @@ class ServerProcess(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle shutdown signals; unlike uvicorn, do not raise them again."""
+        """Handle shutdown signals (unlike uvicorn, do not raise them again), and SIGHUP: read the
+        key file again."""
         handlers: dict[signal.Signals, Any]
         handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self.handle_exit)
         if self.server.key_file:

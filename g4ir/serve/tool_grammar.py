@@ -45,7 +45,8 @@ OPEN = {"additionalProperties", "patternProperties", "required", "$ref", "allOf"
 @dataclass(frozen=True)
 class Called:
     """A callable function. `constrained`: its arguments follow the schema, otherwise only the call
-    syntax. Unsupported schemas are refused only if `strict`."""
+    syntax. A constraint of the schema that cannot be enforced is refused if `strict`, else dropped.
+    `where`: path of the schema in the request, for errors."""
 
     name: str
     schema: Mapping[str, Any]
@@ -99,7 +100,8 @@ def _call(rules: _Rules, function: Called) -> str:
 
 
 def _parameters(function: Called) -> dict[str, Any]:
-    """Return the schema of a function's arguments. A function without a schema takes none."""
+    """Return the schema of a function's arguments. A function without a schema takes no
+    arguments."""
     schema = {"type": "object", **function.schema, "nullable": False}
     if not schema.keys() & OPEN and not schema.get("properties"):
         schema["additionalProperties"] = False
@@ -113,7 +115,8 @@ def refused(where: str, why: str) -> Refused:
 
 @dataclass
 class _Rules:
-    """Deduplicated rules of one grammar. `marks`: control tokens in the grammar's syntax."""
+    """Deduplicated rules of one grammar. `marks`: control tokens in the grammar's syntax; `names`:
+    body -> name of a rule."""
 
     marks: Mapping[str, str]
     names: dict[str, str] = field(default_factory=dict)
@@ -182,8 +185,8 @@ class _Rules:
 
 
 class _Schema:
-    """A schema from `read_schema`. Methods return the name of a rule for the intersection of
-    schemas; "" if it has no values."""
+    """A schema from `read_schema`. Methods return the name or the body of a rule for the
+    intersection of schemas; "" if it has no values."""
 
     def __init__(self, rules: _Rules, root: Mapping[str, Any], where: str) -> None:
         self.rules, self.root, self.where = rules, root, where

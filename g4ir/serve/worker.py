@@ -1,9 +1,10 @@
 """A process that serves one of several models at a local port, and the parent's handle of it.
 
-Started by a fork server that has imported the libraries, so a start costs no import. A process
-frees all its memory when it ends, and its GIL is its own: loading delays no other model. Both sides
-talk over a pipe, in JSON: the child sends its log, its port, or why it failed; it ends when the
-parent tells it to, or has ended itself. Requests need the parent's secret.
+On Linux and macOS a fork server that has imported the libraries starts it, so a start costs no
+import. A process frees all its memory when it ends, and has a GIL of its own: loading delays no
+other model. Over a pipe the child sends, in JSON, its log, the tokens of each request, and its port
+or why it failed; it ends when the parent asks it to, and when the parent has ended. Requests need
+the parent's secret.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class WorkerHandle:
         self.port = await ready
 
     async def stop(self) -> None:
-        """Ask the process to end, and kill it if it does not."""
+        """Ask the process to end, and kill it if it has not after STOP_S seconds."""
         await asyncio.get_running_loop().run_in_executor(None, self._stop)
 
     def end(self) -> None:

@@ -7,7 +7,8 @@ const views = new WeakMap(); // message -> its element
 
 // --- user messages ---------------------------------------------------------------------------
 
-// A user (or system) message, with buttons to edit it and, if it has no answer, to generate one.
+// A user (or system) message; a user's has buttons to edit it and to generate an answer. The latter
+// is visible only while the message is the last one (style.css).
 function ownView(message) {
   const { words, files, media } = parted(message.content);
   const seen = media.map((part) => preview(mediumOf(part)));
@@ -120,7 +121,8 @@ class Answer {
     return new Markdown(inner);
   }
 
-  // Renders the answer and returns it as a message for the conversation, or nothing if it is empty.
+  // Renders the answer and returns it as a message for the conversation; null if it was stopped
+  // while empty.
   end(stopped) {
     this.item.removeAttribute("aria-busy");
     this.waiting.remove();
@@ -169,7 +171,7 @@ class Answer {
     return words.join(" · ");
   }
 
-  // Buttons to the other versions. After later messages only the shown one can be read.
+  // Buttons to the previous and the next version; hidden once later messages follow (style.css).
   arrows(message, at, count) {
     const turn = (sign, label, to) => button(sign, () => showVersion(message, to),
       { class: "act again", "aria-label": `${label} version`, ...(versionAt(to, count) ? {}
@@ -192,7 +194,8 @@ class Answer {
   }
 }
 
-// All answers generated for a message, and the index of the visible one.
+// An answer's `page` has all versions of it, their captions (`speeds`), and the index of the visible
+// one (`version`).
 
 function versionsOf({ page, ...message }) {
   const speed = page?.speed ?? "";
@@ -268,7 +271,7 @@ function lock(fields) {
   }
 }
 
-// Tool result for calls that the user skipped by sending a message.
+// Returns tool results for the calls that the user skipped by sending a message.
 function leftCalls() {
   const calls = state.messages.at(-1)?.tool_calls ?? [];
   return calls.map((call) => (

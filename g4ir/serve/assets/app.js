@@ -62,7 +62,7 @@ function openSettings(why = "", id = "system") {
   find(id).focus();
 }
 
-// Returns an error message for the settings, or nothing.
+// Returns an error message for the settings' field of tools, or "".
 function wrongTools() {
   if (!find("tools").value.trim()) return "";
   try {
@@ -100,7 +100,8 @@ function body() {
 
 // --- the server -------------------------------------------------------------------------------
 
-// Sends a request; returns the response. Errors have a `status`, 0 if the server does not respond.
+// Sends a request; returns the response. Errors have a `status`, 0 if the server does not respond,
+// except that of an abort.
 async function asked(path, given = {}) {
   const key = session.getItem("key");
   const headers = { ...given.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -123,7 +124,7 @@ function unreachable() {
   return Object.assign(new Error(message), { status: 0 });
 }
 
-// Rewrites an error of the server for users, with the remedy.
+// Rewrites the server's error for too long a prompt, with the remedy; other messages stay.
 function inWords({ message }) {
   const found = TOO_LONG.exec(message);
   if (!found) return message;
@@ -198,7 +199,7 @@ const SHOWN = { variant: "variant", size: "weights", quant: "quantisation", dtyp
   backend: "backend", device: "device", max_seq: "context, tokens", max_batch: "answers at a time",
   media: "media" };
 
-// Returns the facts about the selected model, without loading it.
+// Shows a dialog with facts about the selected model, without loading it.
 async function showModel() {
   const { data } = await (await asked("v1/models")).json();
   const model = data.find((one) => one.id === chosenModel()) ?? data[0];
@@ -318,7 +319,7 @@ function turnTo(kept, messages) {
   if (!WIDE.matches) showChats(false);
 }
 
-// The stored record of a conversation, with all messages.
+// The stored record of a conversation, after pending writes.
 async function latest(id) {
   await state.saving;
   return shelf.get(id);
@@ -352,7 +353,8 @@ async function begin() {
 
 // --- messages ---------------------------------------------------------------------------------
 
-// Moves the focus from a removed button; a focus elsewhere on the page stays.
+// Shows the stop button (busy) or the send button, and moves the focus from the one that is hidden;
+// a focus elsewhere on the page stays.
 function busy(is) {
   const at = document.activeElement;
   stop.hidden = !is;
@@ -365,8 +367,8 @@ function busy(is) {
   if (at === stop || at === document.body) text.focus();
 }
 
-// Generates an answer to the messages, and returns whether there was any text. `answer`: one to
-// continue.
+// Generates an answer to the messages; returns false if it was stopped or failed before any text.
+// `answer`: view of the answer to continue; `replaces`: message of which it is a new version.
 async function reply(answer = null, replaces = null) {
   const wrong = wrongTools();
   if (wrong) {
@@ -393,7 +395,7 @@ async function reply(answer = null, replaces = null) {
     for await (const chunk of events(response)) answer.take(chunk);
   } catch (error) {
     stopped = true;
-    const broken = error instanceof TypeError; // of a stream
+    const broken = error instanceof TypeError; // the stream broke off
     failed = error.name === "AbortError" ? null : broken ? unreachable() : error;
   }
   const message = answer.end(stopped);
@@ -433,7 +435,7 @@ async function attempt(messages, { answer = null, copy: copied = false, replaces
   return done;
 }
 
-// Discards a conversation without messages.
+// Deletes the stored conversation that a failed attempt began.
 async function forget(id) {
   session.setItem("chat", state.kept?.id ?? "");
   await state.saving;
@@ -459,7 +461,7 @@ async function say() {
   const [words, files] = [text.value, state.attached];
   if (state.abort || (!words.trim() && !files.length)) return;
   const [calling, left] = [state.messages.at(-1), leftCalls()];
-  if (left.length) views.delete(calling); // disables its fields
+  if (left.length) views.delete(calling); // rendered again, with fields that are read-only
   text.value = "";
   state.attached = [];
   showAttached();
@@ -493,8 +495,8 @@ async function goOn(message, answer) {
   if (!state.abort) await attempt(state.messages, { answer });
 }
 
-// Edits a user message in place. Later messages are kept: an earlier message continues in a copy of
-// the conversation.
+// Edits a user message in place. If other user messages follow, the edit continues in a copy of the
+// conversation, so that they are kept.
 function edit(message) {
   const item = views.get(message);
   const field = made("textarea", { rows: "4", "aria-label": "Message" });

@@ -50,7 +50,8 @@ function showError(message, again = null) {
   scrolled(() => log.append(made("li", { class: "error" }, body)), true);
 }
 
-// Shows a notice until it is closed; `acts`: buttons as [label, function].
+// Shows a notice until it is closed, or for `ms` milliseconds if that is not 0; `acts`: buttons as
+// [label, function].
 function notice(message, acts = [], ms = 0) {
   const shown = made("li", {}, made("span", {}, message));
   for (const [label, act] of acts) shown.append(button(label, () => { shown.remove(); act(); }));

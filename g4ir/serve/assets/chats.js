@@ -71,7 +71,7 @@ async function rename(id, title) {
   drawChats();
 }
 
-// Edits the title in place: Enter accepts, Escape cancels.
+// Edits the title in place: Enter and leaving the field accept, Escape cancels.
 function typeTitle(id, row) {
   const field = made("input", { "aria-label": "Title", maxlength: "200" });
   field.value = shelf.list.get(id).title;

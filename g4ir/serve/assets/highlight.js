@@ -49,7 +49,8 @@ function kindOf({ groups, index, 0: found }, source, { words, anyCase }) {
   return source[index + found.length] === "(" ? "called" : "";
 }
 
-// Returns a code's texts and coloured spans; a single text for an unknown language.
+// Returns a code's texts and coloured spans; a single text for an unknown language, and for more
+// than MOST_CODE characters.
 function coloured(source, language) {
   const scanner = SCANNERS.get(language.toLowerCase().split(/[\s{,:]/)[0]);
   if (!scanner || source.length > MOST_CODE) return [source];

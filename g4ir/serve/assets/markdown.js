@@ -4,7 +4,7 @@
 
 const MOST_DEPTH = 8; // maximum nesting of quotes, lists and emphasis
 const MOST_COLUMNS = 64; // maximum columns of a table
-const MOST_SPAN = 1000; // maximum characters of a link, a URL or a formula
+const MOST_SPAN = 1000; // maximum characters of a link, a URL or an inline formula
 const ITEM = /^([-*+]|\d{1,9}[.)])( +|$)/;
 const RULE = /^(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 // --- blocks -----------------------------------------------------------------------------------

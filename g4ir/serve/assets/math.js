@@ -35,7 +35,7 @@ const FENCES = pairsOf(`matrix= pmatrix=() bmatrix=[] Bmatrix={} vmatrix=|| Vmat
   aligned= align= align*= gathered= gather= gather*= split= equation= equation*= smallmatrix=`);
 const SKIPPED = new Set(["displaystyle", "textstyle", "limits", "nolimits", "big", "Big", "bigg",
   "Bigg", "hline", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "nonumber", "left.", "right."]);
-// First letters of the alphabets from U+1D400 on, and letters with other code points.
+// Font -> code points of its A and 0 (from U+1D400 on); font and letter -> letters elsewhere.
 const BASES = { bold: [0x1d400, 0x1d7ce], "double-struck": [0x1d538, 0x1d7d8], script: [0x1d49c],
   fraktur: [0x1d504], sans: [0x1d5a0, 0x1d7e2], mono: [0x1d670, 0x1d7f6] };
 const ELSEWHERE = new Map(Object.entries({ "double-struckC": "ℂ", "double-struckH": "ℍ",
@@ -183,7 +183,7 @@ class Formula {
     return inner;
   }
 
-  // The sign after \left or \right; "" for a dot.
+  // The sign after \left or \right, as a list of one node; empty for a dot.
   fence() {
     const token = this.peek();
     this.at += 1;
@@ -250,7 +250,7 @@ const COMMANDS = {
 };
 for (const name of ["textbf", "textit", "textrm", "mbox", "textsf"]) COMMANDS[name] = COMMANDS.text;
 
-// Returns a formula's MathML element; null if it has an unknown command.
+// Returns a formula's MathML element; null if it has an unknown command or is incomplete.
 function formulaNode(source, display) {
   try {
     const reader = new Formula(source.trim(), display);

@@ -157,7 +157,7 @@ class Kept {
 
   delete(key) { return this.within("readwrite", (store) => settled(store.delete(key))); }
 
-  // Replaces a value by `make(value)`, unless that is undefined, and returns it.
+  // Replaces a value by `make(value)`, unless that is undefined, and returns the latter.
   change(key, make) {
     return this.within("readwrite", async (store) => {
       const value = make(await settled(store.get(key)));

@@ -122,8 +122,8 @@ def rerank_body(asked: EmbeddingRequest, vectors: torch.Tensor, tokens: int, mod
 
 
 def _inputs(value: Any, name: str) -> list[Any]:
-    """Return one input, or a list of them: texts, token ids, and lists of parts or objects with
-    `content` as lists of texts and media."""
+    """Return a list of inputs, from one input or a list: each a text, token ids, or (for a list of
+    parts or an object with `content`) a list of texts and media."""
     kinds = {type(x) for x in value} if isinstance(value, list) else set()
     if isinstance(value, str | dict) or kinds == {int}:
         value = [value]

@@ -47,7 +47,8 @@ def chat(original: Body) -> Translation:
 
 
 def generate(original: Body) -> Translation:
-    """Translate an /api/generate body: to a chat of one turn, or, if `raw`, to a completion."""
+    """Translate an /api/generate body: to a chat of one turn, or, if `raw`, to a completion.
+    NothingAsked if it has neither a prompt nor images."""
     prompt, images = original.get("prompt") or "", original.get("images")
     if not prompt and not images:
         raise NothingAsked(_ended(original, {"response": ""}))

@@ -206,7 +206,7 @@ CHANGES |= {"tool_choice": _tool_choice, "reasoning": _effort, "include": _inclu
 TABLE = TABLES["responses"]
 #: item type -> id prefix, text events, and field of the text
 TYPES: Mapping[str, list[str]] = TABLE["types"]
-#: kind of part -> its item, and the item's content
+#: kind of part -> its item (ITEM_OF), and the content part of that item (CONTENT_OF)
 ITEM_OF: Mapping[str, Body] = TABLE["items"]
 CONTENT_OF: Mapping[str, Body] = TABLE["contents"]
 #: defaults of the request's fields that a response repeats
@@ -320,7 +320,7 @@ class ResponsesFormat(PartsFormat):
 
 
 def copied(item: Body) -> Body:
-    """Return a copy of an item, with copies of its content parts: the original is still changed."""
+    """Return a copy of an item and its content parts, since the original changes later."""
     return {k: [dict(p) for p in v] if k == "content" else v for k, v in item.items()}
 
 

@@ -35,7 +35,7 @@ class Translation:
     positions: list[str] = field(default_factory=list)
     #: chat field -> its name in the original
     names: dict[str, str] = field(default_factory=dict)
-    #: path of each tool in the original, and differing paths within it
+    #: of each tool: its path in the original, and path within it in a chat -> in the original
     tools: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
     @property
