@@ -635,7 +635,7 @@ class Running:
         #: queued (index of the answer, event); `_notified`: whether the event loop was woken
         self._come: deque[tuple[int, Event]] = deque()
         self._notified, self._loop = False, asyncio.get_running_loop()
-        #: `_arrived` is set for new events, a disconnected client (`_gone`), and each LOOK_S seconds
+        #: `_arrived`: set for new events, a disconnected client (`_gone`), and every LOOK_S seconds
         self._arrived, self._gone = asyncio.Event(), False
 
     def submit(self, service: AsyncEngine) -> None:

@@ -1,8 +1,8 @@
 """Threads that decode and encode media, with a bounded queue before them.
 
 They have a low OS priority (on Linux), so that decode steps go first, and are separate from the
-threads of other requests. If the client disconnects, its request leaves the queue, or stops between two
-frames.
+threads of other requests. If the client disconnects, its request leaves the queue, or stops between
+two frames.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class MediaFolder:
         return cls(None if path is None else Path(path).resolve(), max_bytes)
 
     def read(self, url: str, where: str) -> bytes:
-        """Return the bytes of a `file:` URL's file, at most `max_bytes` + 1, so that the caller sees
-        that it is larger; InputError for another URL, and for a file that is not below the
+        """Return the bytes of a `file:` URL's file, at most `max_bytes` + 1 (so that the caller
+        sees that there are more); InputError for another URL, and for a file that is not below the
         folder."""
         try:
             parts = urlsplit(url) if url.isprintable() else urlsplit("")
