@@ -62,26 +62,21 @@ class Embed(OnEngine):
         files = [{"type": kind, kind: path, **settings} for kind, path in self.media.files]
         texts: list[Any] = [*self.text, *files] if self.input is None else read_texts(self.input)
         with self.opened(self.load, encoder=True, media=self.media.files) as (engine, progress):
-            engine.embedder.check(self.task, self.dims)
-
-            def parts() -> Iterator[Any]:
-                """Yield the embeddings float32 [n, size] of WINDOW texts at a time."""
-                from g4ir.engine.embeddings import WINDOW
-
-                for start in range(0, len(texts), WINDOW):
-                    progress(f"{start}/{len(texts)} texts")
-                    part = texts[start : start + WINDOW]
-                    how = (self.task, self.dims, self.truncate)
-                    yield engine.embedder.embed(part, *how, first=start)
-
+            parts = engine.embedder.embed(
+                texts,
+                self.task,
+                self.dims,
+                self.truncate,
+                lambda done: progress(f"{done}/{len(texts)} texts"),
+            )
             if self.out is not None:
                 size, start = self.dims or engine.spec.embedding_size, time.perf_counter()
-                _write(Path(self.out), parts(), (len(texts), size))
+                _write(Path(self.out), parts, (len(texts), size))
                 seconds = time.perf_counter() - start
                 rate = f"{len(texts) / seconds:.1f} texts/s"
                 console.say(f"{self.out}: {len(texts)} texts in {seconds:.1f} s, {rate}")
                 return 0
-            rows = [row for part in parts() for row in part.tolist()]
+            rows = [row for part in parts for row in part.tolist()]
             progress.stop()
             facts = {"model": engine.spec.name, "dims": len(rows[0]), "embeddings": rows}
             return output(self.json, facts, "" if self.json else "".join(_lines(texts, rows)))

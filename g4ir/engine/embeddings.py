@@ -125,11 +125,6 @@ class Embedder:
             raise InputError(f"dims {dims}: {spec.name} was trained for {trained}")
         return dims or int(spec.embedding.dims[0])
 
-    def check(self, task: str | None = None, dims: int | None = None) -> None:
-        """Raise InputError for a task or a size that the model does not have."""
-        self.prompt(task)
-        self.size(dims)
-
     def embed(
         self,
         texts: Sequence[EncoderInput],
@@ -137,22 +132,20 @@ class Embedder:
         dims: int | None = None,
         truncate: bool = False,
         progress: Callable[[int], None] | None = None,
-        first: int = 0,
-    ) -> Tensor:
-        """Return embeddings float32 [N, dims]; `progress` is called with the number of texts done;
-        `first`: the number of the first text in errors."""
+    ) -> Iterator[Tensor]:
+        """Yield the embeddings float32 [n, dims] of up to WINDOW texts at a time, in order;
+        `progress` is called with the number of texts done."""
         prompt, size = self.prompt(task), self.size(dims)
-        out = torch.empty(len(texts), size)
         window = WINDOW if all(map(_is_text, texts)) else MEDIA_WINDOW
         for start in range(0, len(texts), window):
-            ids = self.tokenize(texts[start : start + window], prompt, truncate, first + start)
-            done = start
-            for rows, vectors in self.encode(ids, first + start):
-                out[[start + row for row in rows]] = self.cut(vectors, size)
+            ids, done = self.tokenize(texts[start : start + window], prompt, truncate, start), start
+            out = torch.empty(len(ids), size)
+            for rows, vectors in self.encode(ids, start):
+                out[rows] = self.cut(vectors, size)
                 done += len(rows)
                 if progress:
                     progress(done)
-        return out
+            yield out
 
     def tokenize(
         self,

@@ -204,7 +204,8 @@ class Engine(EngineParts):
             raise InputError(f"texts {texts!r:.80}: expected a text or a list of texts")
         single = isinstance(texts, str | Mapping) or (bool(texts) and isinstance(texts[0], int))
         several: Any = [texts] if single else list(texts)
-        return self.embedder.embed(several, task, dims, truncate, progress)
+        parts = [*self.embedder.embed(several, task, dims, truncate, progress)]
+        return torch.cat(parts) if parts else torch.empty(0, self.embedder.size(dims))
 
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
