@@ -95,7 +95,7 @@ class SessionInputs:
         self, length: torch.Tensor, tokens: Any, lengths: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens int64 [batch, S], zero after a row's last, and valid counts [batch]."""
-        tokens = _tensor(tokens, "prefill: expected int64 tokens")
+        tokens = _tensor(tokens, "prefill: tokens")
         if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
             raise InputError(
                 f"prefill: expected int64 tokens [{self.batch}, S], "
@@ -158,7 +158,8 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise InputError(f"{name}: found {str(value)[:80]!r}") from e
+        found = str(value)[:80]
+        raise InputError(f"{name}: expected a tensor or lists of numbers, found {found!r}") from e
 
 
 def _integers(value: Any, name: str) -> torch.Tensor:

@@ -203,7 +203,7 @@ class Session:
         """Set lengths, KV cache and hidden states to those of a snapshot."""
         if snapshot.length.shape != self.length.shape:
             raise InputError(
-                f"restore: a snapshot of {len(snapshot.length)} rows; the session has {self.batch}"
+                f"restore: the snapshot has {len(snapshot.length)} rows, the session {self.batch}"
             )
         if snapshot.caches:
             views, tensors = self.state.views(snapshot.caches.context), snapshot.caches.tensors

@@ -190,7 +190,8 @@ PLAIN = {"dither": 0, "padding_side": "right", "padding_value": 0}
 def _check_plain(config: dict[str, Any]) -> None:
     for key, value in PLAIN.items():
         if config.get(key, value) != value:
-            raise InputError(f"feature extractor: {key} {config[key]!r} is not supported; {value}")
+            found = f"feature extractor: {key} {config[key]!r}"
+            raise InputError(f"{found} is not supported; expected {value}")
 
 
 def _read_settings(config: dict[str, Any], cls: type, exclude: tuple[str, ...]) -> dict[str, Any]:
@@ -201,6 +202,7 @@ def _read_settings(config: dict[str, Any], cls: type, exclude: tuple[str, ...]) 
 
 
 _KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "tuple[float, ...]": tuple}
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", tuple: "numbers"}
 
 
 def _checked(key: str, value: Any, kind: type) -> Any:
@@ -212,7 +214,8 @@ def _checked(key: str, value: Any, kind: type) -> Any:
             return kind(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise InputError(f"feature extractor: {key} {str(value)[:40]!r} is no {kind.__name__}")
+    found = str(value)[:40]
+    raise InputError(f"feature extractor: {key} {found!r}: expected {_NAMES[kind]}")
 
 
 def round_up(number: int, multiple: int) -> int:

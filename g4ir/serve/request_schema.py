@@ -329,7 +329,7 @@ def _structured(value: Any, name: str) -> Constraint | None:
         constraints["json_object"] = {"type": "object"}
     kinds = {JSON: JSON, "json_object": JSON, REGEX: REGEX, CHOICE: CHOICE, GRAMMAR: GRAMMAR}
     if wrong := next((k for k in constraints if k not in kinds), None):
-        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(kinds)} is")
+        raise missing(name, f"{shown(wrong)} is not supported; expected one of {', '.join(kinds)}")
     if len(constraints) != 1:
         raise bad(name, f"must have one of {', '.join(kinds)}, found {len(constraints)}")
     ((name_of_kind, inner),) = constraints.items()
@@ -432,7 +432,7 @@ def _check_choice(fields: Fields) -> None:
     if forced and not tools:
         raise bad("tool_choice", "needs tools, of which one can be called")
     if forced and formed:
-        raise bad(formed.field, "cannot be combined with a forced call")
+        raise bad(formed.field, "cannot be combined with a tool_choice that forces a call")
     if formed and fields.get("continue_final_message"):
         raise bad(formed.field, "constrains full answers, and so does not continue a message")
     if formed and formed.kind != JSON and tools and choice.mode != "none":

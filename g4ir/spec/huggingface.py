@@ -433,7 +433,8 @@ def _rope(keys: Keys, types: list[str]) -> Rope:
     hints = hints_of(Rope)
     kind = keys.same(("rope_type", "type"), str, "default")
     if kind not in types:
-        raise keys.fail("rope_type", f"{quote(kind)} is not supported; {' or '.join(types)}")
+        expected = " or ".join(types)
+        raise keys.fail("rope_type", f"{quote(kind)} is not supported; expected {expected}")
     kind = "proportional" if kind == "linear" else kind
     fraction = keys.take("partial_rotary_factor", hints["rotary_fraction"], 1.0)
     factor = keys.take("factor", hints["factor"], None)
@@ -519,7 +520,7 @@ def _vision_extras(part: Keys) -> dict[str, Any]:
     rope = part.section("rope_parameters") or Keys({}, "rope_parameters", part.where)
     kind = rope.same(("rope_type", "type"), str, "default")
     if kind not in ("default", "axial"):
-        raise rope.fail("rope_type", f"{quote(kind)} is not supported; default or axial")
+        raise rope.fail("rope_type", f"{quote(kind)} is not supported; expected default or axial")
     theta = rope.take("rope_theta", hints_of(Vision)["rope_theta"], 100.0)
     rope.done()
     dim = part.values.get("head_dim", hf.PART_DEFAULTS[Vision]["head_dim"])

@@ -237,7 +237,7 @@ def test_steps_return_the_same_logits(engine: Engine, monkeypatch: pytest.Monkey
 
 
 def test_a_snapshot_of_another_session(engine: Engine) -> None:
-    with pytest.raises(InputError, match="a snapshot of 2 rows; the session has 1"):
+    with pytest.raises(InputError, match="the snapshot has 2 rows, the session 1"):
         engine.session(1).restore(engine.session(2).snapshot())
 
 

@@ -421,7 +421,7 @@ def test_constraints_beside_tools(client: openai.OpenAI) -> None:
         ask(client, **given)
     got = ask(client, **given, tool_choice="none")
     assert re.fullmatch(DIGITS, got.choices[0].message.content)
-    with pytest.raises(openai.BadRequestError, match="forced call"):
+    with pytest.raises(openai.BadRequestError, match="forces a call"):
         ask(client, **given, tool_choice="required")
 
 

@@ -195,7 +195,8 @@ def _effort(out: Translation, value: Any, name: str) -> None:
 def _include(out: Translation, value: Any, name: str) -> None:
     options = TABLES["responses"]["include"]
     if wrong := next((v for v in schema.LIST(value, name) if v not in options), None):
-        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(options)} is")
+        expected = ", ".join(options)
+        raise missing(name, f"{shown(wrong)} is not supported; expected one of {expected}")
     out.body["logprobs"] = "message.output_text.logprobs" in value
 
 

@@ -99,7 +99,7 @@ def _instruct(words: str) -> Change:
 
 def _response_format(out: Translation, value: Any, name: str) -> None:
     if value not in FORMATS:
-        raise missing(name, f"{value[:40]!r} is not supported; {' or '.join(FORMATS)}")
+        raise missing(name, f"{value[:40]!r} is not supported; expected {' or '.join(FORMATS)}")
 
 
 def _number(out: Translation, value: Any, name: str) -> None:

@@ -123,7 +123,7 @@ def kind_in(value: Any, kinds: Collection[str], where: str, key: str = "type") -
     """Return the `key` (by default the type) of an object; Refused unless it is one of `kinds`."""
     kind = schema.OBJECT(value, where).get(key)
     if not isinstance(kind, str) or kind not in kinds:
-        why = f"{shown(kind)} is not supported; one of {', '.join(sorted(kinds))} is"
+        why = f"{shown(kind)} is not supported; expected one of {', '.join(sorted(kinds))}"
         raise missing(f"{where}.{key}", why)
     return kind
 
