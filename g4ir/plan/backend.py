@@ -1,8 +1,8 @@
 """The part of a backend that plans depend on: supported features, and the memory layout of an
 engine.
 
-Plans, memory checks of builds and loaders of engines take the bytes from the program that `stored`
-returns, and from nowhere else.
+Plans, memory checks of builds and loaders of engines take the bytes of weights from the program
+that `stored` returns, and those of caches and scratch from the backend's methods.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class PlannedBackend:
     #: IR names of the supported dtypes; default: the spec's if supported, else the first
     dtypes: tuple[str, ...]
     settings: Mapping[str, Setting] = {}
-    #: dtypes of quantised KV caches (ops/kv_quant.py), and why no others are supported
+    #: supported dtypes of quantised KV caches (ops/kv_quant.py)
     kv_dtypes: tuple[str, ...] = tuple(NARROW)
+    #: why it supports no others, for the error
     kv_reason: str = ""
     #: whether it supports activation quantisation (ops/codecs.py: fake_quantize)
     rounds_activations: bool = True
-    #: whether a verification step is a prefill chunk, which limits its tokens
+    #: whether a verification step runs as a prefill chunk, so that its tokens must fit in one
     verifies_in_chunks: bool = False
     #: whether it supports several ranks (tensor parallelism)
     shares: bool = False
@@ -81,7 +82,8 @@ DEFINITION = Definition()
 
 
 def checked_settings(backend: PlannedBackend, given: Mapping[str, str]) -> dict[str, str]:
-    """Return every setting of the backend; InputError on an unknown name or value."""
+    """Return name -> value of every setting of the backend, `given` or its default; InputError on
+    an unknown name or value."""
     known = backend.settings
     for name, value in given.items():
         if name not in known:

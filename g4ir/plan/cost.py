@@ -1,9 +1,9 @@
 """Cost model of a graph: FLOPs and bytes of every node, and their minimum time.
 
 FLOPs and bytes of a node are those of its op (`flops`, `traffic`). Bytes of a param are weight
-traffic, those of a cache state traffic, the rest activations. A fused op is flattened
-(ir/flatten.py): it costs the sum of its parts, but moves each operand once, and no intermediate
-values.
+traffic, those of a cache state traffic, the rest activations. A fused op without `flops` or
+`traffic` is expanded (ir/flatten.py): it costs the sum of the nodes of its expansion, but moves
+each operand at most once, and no intermediate values.
 
 At a step of S tokens per sequence (M in a graph that verifies) on B sequences whose caches hold C
 tokens each, a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S)
@@ -29,7 +29,7 @@ from g4ir.ops.types import Type
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs (a multiply-add counts two) and bytes moved, by kind."""
+    """FLOPs (a multiply-add counts two) and bytes moved, by what they belong to."""
 
     flops: int = 0
     weight_bytes: int = 0  # params read
@@ -55,7 +55,7 @@ class Cost:
 @dataclass(frozen=True)
 class NodeCost:
     """The cost of one node, named by its first output; `kind`: by `kind_of`; `parts`: cost by kind,
-    if the parts of a fused op have several."""
+    if the nodes of a fused op's expansion are of several kinds."""
 
     node: str
     op: str
@@ -81,8 +81,8 @@ def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
 
 
 def kind_of(n: Node) -> str:
-    """Return a node's kind (one of KINDS): its op's, else that of the name of its first result,
-    which passes keep, so that a matmul keeps its kind."""
+    """Return a node's kind (one of KINDS): its op's, else the one that the name of its first result
+    implies. Passes keep names, so a matmul keeps its kind."""
     return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
 
 
@@ -97,10 +97,11 @@ class Step:
 
 
 def graph_costs(g: Graph, *, B: int = 1, S: int = 1, C: int = 0) -> list[NodeCost]:
-    """Return the cost of each node at one step (see Step); S is 1 in a graph of single tokens.
+    """Return the cost of each node at one step (see Step); `S` is ignored for a graph of single
+    tokens (decode).
 
-    Weights are read of the expected number of experts for uniform routing (ops/moe.py). The graph
-    may be from before or after any pass.
+    The weights that `experts` reads are those of the expected number of different experts for
+    uniform routing (ops/moe.py). The graph may be from before or after any pass.
     """
     return _Meter(g).nodes(Step(B, S, C))
 
@@ -116,7 +117,7 @@ class _Meter:
     def __init__(self, g: Graph) -> None:
         self.graph = g = split_prologue(g)[1]
         self.chunked = any({"S", "M"} & {*v.type.shape} for v in g.inputs)
-        #: dequantised weight -> bytes of its codes and scales, divided by its own
+        #: dequantised weight -> bytes of its codes and scales per byte of the dequantised type
         self.coded = {
             n.out.name: sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
             for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")
@@ -177,7 +178,8 @@ class _Meter:
     def _cost(
         self, n: Node, step: Step, owners: Mapping[str, Value], unmoved: Counter[str]
     ) -> Cost:
-        """Return the cost of one part of a node; `unmoved`: bytes of operands yet to be moved."""
+        """Return the cost of one node of an expansion. `owners`: see `_owners`; `unmoved`: operand
+        of the fused node -> its bytes that no node has moved yet, updated here."""
         values = (*n.inputs, *n.outputs)
         types = tuple(self._bound(v, step) for v in values)
         ins, outs = types[: len(n.inputs)], types[len(n.inputs) :]
@@ -193,7 +195,7 @@ class _Meter:
         return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
 
     def _bound(self, v: Value, step: Step) -> Type:
-        """Return the type with its dims as they are at a step; a cache with its slots in use."""
+        """Return the type with the step's dims; a cache has only its slots in use."""
         t = v.type.bind({"B": step.B, "S": step.S, "M": step.S})
         if self._role(v) != "state":
             return t
@@ -203,8 +205,8 @@ class _Meter:
 
 
 def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
-    """Return a mapping: value within a fused node -> the node's operand that it equals or is a view
-    of."""
+    """Return a mapping: name of a value in a fused node's expansion -> the fused node's input or
+    output that it equals or is a view of."""
     owners = {v.name: v for v in (*n.inputs, *n.outputs)}
     for m in nodes:
         if m.definition.traffic is nothing and m.inputs[0].name in owners:

@@ -23,7 +23,8 @@ PARTS = {"vision_embedder": "embed_vision", "drafter": "layers"}
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Elements of one variant by part. 0-d clip bounds are counted separately (`*_scalars`)."""
+    """Elements of one variant by part. 0-d clip bounds are counted separately (`*_scalars`).
+    `top_k` of `num_experts` experts run per token, both 0 in a dense model."""
 
     embed: int = 0  # token table; also the head, if tied
     head: int = 0  # 0 if tied
@@ -46,13 +47,13 @@ class ParameterCounts:
 
     @property
     def text(self) -> int:
-        """The decoder as it runs."""
+        """Elements of the text decoder."""
         tables = self.embed + self.head + self.ple_table + self.ple_other
         return tables + self.layers + self.experts + self.final_norm
 
     @property
     def loaded(self) -> int:
-        """Every element that the reference keeps after loading."""
+        """Elements that are loaded: all published ones except `dead`."""
         towers = self.vision + self.vision_scalars + self.audio + self.audio_scalars
         return self.text + towers + self.embed_vision + self.embed_audio
 
@@ -74,7 +75,7 @@ class ParameterCounts:
 
 
 def counts(spec: Spec) -> ParameterCounts:
-    """Count parameters of a variant, to the unit, from the tensor tables."""
+    """Count the parameters of a variant exactly, from the tensor tables."""
     live, dead, towers = text_tensors(spec), dead_tensors(spec), part_tensors(spec)
     parts: Counter[str] = Counter()
     for name, shape in live.items():

@@ -23,8 +23,8 @@ from .formats import DTYPES
 from .options import BuildConfig
 
 CHUNKS = (512, 256, 128, 64)
-#: weight format of a build that does not fit -> smaller formats that the error suggests, largest
-#: first
+#: weight format of a build that does not fit (None: not quantised) -> smaller formats that the
+#: error suggests, largest first
 QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 
@@ -94,7 +94,8 @@ def _quantised_advice(build: Footprint, capacity: int) -> str:
 
 
 def _alternatives(build: Footprint, capacity: int) -> dict[str, Any]:
-    """Return flag -> its value with which the build would fit, if there is one."""
+    """Return flag -> the largest value with which the build would fit, all else unchanged; None or
+    0 if there is none."""
     config, limits = build.config, build.config.limits
 
     def fits(changed: Footprint) -> bool:

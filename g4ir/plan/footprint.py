@@ -31,9 +31,10 @@ from .records import WeightBytes
 MAX_BATCH = 1 << 16
 #: graphs that have prefill's params and caches, and never need more memory than prefill
 NO_MORE = ("decode",)
-#: properties of a Footprint that depend on its graphs alone
+#: cached properties that `Footprint.at` copies: they depend on neither limits nor placement
 OF_GRAPHS = ("needs", "min_chunk", "_tables", "_upcast", "_session")
-#: memory left free on a device for driver and allocator; not measured per device
+#: memory left free on a device for driver and allocator: bytes, and a share of its memory added to
+#: them; not measured per device
 RESERVE_BYTES, RESERVE_SHARE = 512 << 20, 1 / 64
 
 
@@ -59,8 +60,8 @@ class Footprint:
         return self.config.quant.name if self.config.quant else self.config.dtype
 
     def at(self, **fields: Any) -> Footprint:
-        """Return the footprint with other settings on which no graph depends; cached counts of the
-        graphs are reused."""
+        """Return the footprint with other `limits` or `ple_placement`, on which no graph depends;
+        cached counts of the graphs are reused."""
         other = replace(self, config=replace(self.config, **fields))
         vars(other).update({n: v for n, v in vars(self).items() if n in OF_GRAPHS})
         vars(other)["_step_costs"] = self._step_costs
@@ -72,7 +73,7 @@ class Footprint:
         return replace(self, packing=replace(self.packing, program=Program(text)))
 
     def changed(self, **fields: Any) -> Footprint:
-        """Return the footprint with other settings that its graphs depend on."""
+        """Return the footprint with other settings, of newly built graphs."""
         without = () if "decode" in self.packing.program.graphs else NO_MORE
         return Footprint.of(replace(self.config, **fields), self.backend, without)
 
@@ -86,7 +87,8 @@ class Footprint:
 
     @cached_property
     def min_chunk(self) -> int:
-        """Tokens of the largest image with bidirectional attention, which must fit in one chunk."""
+        """Soft tokens of the largest image if they attend bidirectionally, so that it must fit in
+        one prefill chunk; else 1."""
         media = self.config.media
         return max(media.grids, default=1) if BLOCKS in self.packing.program.graphs else 1
 
@@ -110,7 +112,7 @@ class Footprint:
 
     @cached_property
     def _tables(self) -> dict[str, int]:
-        """Bytes of tables that are only gathered from."""
+        """Name -> bytes of embedding tables that are only gathered from, not multiplied with."""
         multiplied = {v.name for g in self.needs.graphs for v in g.params}
         tables = self.packing.program.graphs["embed"].params
         return {v.name: v.type.nbytes() for v in tables if v.name not in multiplied}
@@ -127,7 +129,7 @@ class Footprint:
 
     @cached_property
     def _session(self) -> Callable[[Limits], dict[str, int]]:
-        """Function of limits: bytes of a session by purpose."""
+        """Function of limits: bytes of a session's caches, activations and workspace."""
         program, device = self.packing.program, self.config.device
         scratch = self.backend.scratch_bytes(program, device, self.config.settings)
 
@@ -149,8 +151,8 @@ class Footprint:
         return {"weights": self.weights.device + host, **self._session(self.limits(batch, ctx))}
 
     def step(self, batch: int, ctx: int) -> Cost | None:
-        """Return the cost of a decode step, which is that of a prompt of one token; None for an
-        encoder."""
+        """Return the cost of a decode step with `ctx` tokens, the new one included; it is that of
+        the prefill graph with one token. None for an encoder."""
         return self._step_costs and self._step_costs(Step(batch, 1, ctx - 1))
 
     @cached_property
@@ -183,7 +185,8 @@ def usable(memory: int) -> int:
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest n in 1..limit that fits, by binary search; 0 if none fits."""
+    """Return the largest n in 1..limit that fits, by binary search (if n fits, so do smaller ones);
+    0 if none fits."""
     low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -6,8 +6,9 @@ from g4ir.ir.graph import Program
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.spec.record import Spec
 
-#: dtypes that engines compute in, the most common first; devices that they run on
+#: dtypes that engines compute in, the most common first
 DTYPES = ("bf16", "f32")
+#: devices that engines run on
 DEVICES = ("cpu", "cuda")
 #: --kv-dtype value -> dtype of the KV cache's rows (ops/kv_quant.py)
 KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
@@ -25,7 +26,7 @@ def context_slots(tokens: int, capacity: int) -> int:
 
 
 def capacity(max_seq: int) -> int:
-    """Return the slots of a full-length cache."""
+    """Return the slots of a full-length cache for sequences of up to `max_seq` tokens."""
     return context_slots(max_seq, 1 << 62)
 
 

@@ -1,8 +1,8 @@
 """GPUs by name, from public data sheets (gpus.yaml), and sizes in bytes.
 
 `memory_bytes` is the card's total as the driver reports it, or, if its `source` says "as sold", the
-size it is sold with, in GB. The rates are the vendor's peaks: bf16 with fp32 accumulation, without
-sparsity. `g4ir bench` measures what a card reaches.
+size it is sold with (GB of 10^9 bytes). The rates are the vendor's peaks: bf16 with fp32
+accumulation, without sparsity. `g4ir bench` measures what a card reaches.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Gpu:
 
     @property
     def supported(self) -> bool:
-        """Whether g4ir has kernels for it."""
+        """Whether g4ir has kernels for it; True for a memory size without a card."""
         return self.capability is not None or self.source == "given"
 
 
@@ -114,7 +114,8 @@ def find_gpu(text: str) -> Gpu:
     """Return a card by name (`h100-80gb`; `H100` and `rtx 4090` if only one matches), or a device
     of a memory size (`24GiB`, `80GB`, `80e9`), whose rates are unknown.
 
-    Raises InputError that names the nearest card.
+    Raises InputError for an unknown card (with the nearest name), for a name that fits several, and
+    for a wrong size.
     """
     matches = _matches(text)
     if len(matches) == 1:
@@ -129,7 +130,8 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Return the card with this name, else the cards with this name before the memory size."""
+    """Return the card with this name, else the cards with this name before their memory size, with
+    or without `rtx`."""
     want = re.sub(r"[\s_-]", "", text.lower())
     plain = {name.replace("-", ""): g for name, g in GPUS.items()}
     if want in plain:

@@ -1,13 +1,13 @@
 """Bytes that an engine needs in addition to its weights, from its optimised graphs.
 
-The KV cache, which is the graphs' state, is exact. Estimated as the most over all steps, for B
-sequences, chunks of S tokens and caches of C slots:
+The KV cache, which is the graphs' state, is exact. Two maxima over the nodes of all graphs are
+estimated, for B sequences, chunks of S tokens and caches of C slots:
 
     activations   values that a later node reads, inputs, logits and their copy in fp32; a view
                   takes nothing, a cache is written in place
     workspace     what one node allocates for itself, as the torch backend computes it
 
-Fused ops are flattened (ir/flatten.py), as if their intermediate values were in memory, and the two
+Fused ops are expanded (ir/flatten.py), as if their intermediate values were in memory, and the two
 maxima may occur at different nodes: so the sum is an upper bound.
 """
 
@@ -57,8 +57,8 @@ def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
 
 
 def live_sizes(g: Graph) -> frozenset[Size]:
-    """Return the sizes of live values per node, and at the end, without dominated ones (never
-    larger than another)."""
+    """Return the sizes of the values that are live at each node, and at the end with the outputs in
+    fp32; without sizes that are never larger than another of them."""
     root = _storage(g)
     steps = [(n.inputs, n.outputs) for n in g.nodes] + [(tuple(g.results()), ())]
     last = {root[v.name]: i for i, s in enumerate(steps) for v in (*s[0], *s[1]) if v.name in root}
@@ -81,7 +81,8 @@ def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
 
 
 def _storage(g: Graph) -> dict[str, str]:
-    """Return value -> the owner of its memory; without caches, params, inputs and their views."""
+    """Return name of a value -> name of the value that owns its memory; caches, params, inputs and
+    their views are left out."""
     caches = {v.name for v in g.next.values()}
     caches |= {new.name for n in g.nodes for _, new in n.definition.updated(n.inputs, n.outputs)}
     root: dict[str, str] = {}
@@ -96,7 +97,7 @@ def _storage(g: Graph) -> dict[str, str]:
 
 
 def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
-    """Return the largest workspace of nodes that have one."""
+    """Return the largest workspace, in bytes, of nodes whose ops have one."""
     sizes = [0]
     for n in nodes:
         ins, outs = (tuple(v.type.bind(dims) for v in vs) for vs in (n.inputs, n.outputs))
@@ -107,8 +108,8 @@ def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine needs in addition to its weights, as functions of batch size, context
-    length and prefill chunk. `graphs`: those that run on the device.
+    """Bytes that an engine needs in addition to its weights and caches, as functions of batch size,
+    context length and prefill chunk. `graphs`: those that run on the device.
     """
 
     graphs: tuple[Graph, ...]
@@ -122,7 +123,8 @@ class Needs:
 
     @cached_property
     def params(self) -> int:
-        """Bytes of all packed weights except lookup tables."""
+        """Bytes of the packed weights of these graphs; tables that are only looked up are not among
+        them."""
         return param_bytes(self.graphs)
 
     @cached_property

@@ -43,7 +43,8 @@ _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gp
 
 
 def option(name: str, default: Any, metavar: str | None = None, /, **flag: Any) -> Any:
-    """Return a field with its help; `flag`: further arguments for argparse (cli/verb.py)."""
+    """Return a dataclass field with its help from options.yaml; a switch without `metavar`. `flag`:
+    further arguments for argparse (cli/verb.py)."""
     flag |= {"metavar": metavar} if metavar else {"action": "store_true"}
     metadata = {"help": _HELP[name].format(**_FILLED), "flag": flag}
     return field(default=default, metadata=metadata)
@@ -144,7 +145,7 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 @dataclass(frozen=True)
 class BuildConfig:
     """A spec and the resolved options of its engine, which determine graphs and sizes, and are
-    recorded in the manifest. Fields that a user gives have the names of BuildOptions."""
+    recorded in the manifest. `ranks` is the option `tp`; `options` are those of the passes."""
 
     spec: Spec
     drafter: Spec | None
@@ -153,8 +154,9 @@ class BuildConfig:
     settings: dict[str, str] = field(hash=False)
     device: Annotated[str, OneOf(DEVICES)]
     dtype: Annotated[str, OneOf(DTYPES)]
-    #: number of ranks, and whether experts are divided among them
+    #: number of ranks (tensor parallelism)
     ranks: Annotated[int, Range(1, 1 << 16)]
+    #: expert parallelism: whether each rank has whole experts instead of a part of every expert
     ep: bool
     limits: Limits
     all_logits: bool
@@ -223,7 +225,7 @@ class BuildConfig:
         return split_program(backend.stored(program, self.device))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values of a manifest: of specs their digests."""
+        """Return the values of a manifest; specs as their digests."""
         names = {
             "variant": self.spec.name,
             "spec_digest": self.spec.digest(),

@@ -35,7 +35,7 @@ from .records import Largest, MemoryUse, Plan
 CONTEXTS = (4096, 32768, 131072, 262144)
 #: weight formats that the plan of an unquantised model compares
 INTEGERS = ("int8", "int4")
-#: defaults of a plan
+#: default options of a plan: on CUDA, without towers
 PLANNED = BuildOptions(device="cuda", media="none")
 
 
@@ -52,11 +52,12 @@ def make_plan(
     """Plan a spec at every pair of `ctx` (tokens of a sequence, prompt + generated; default 4K to
     256K, up to the model's limit) and `batch`, and what fits on `memory` (a device, or bytes).
 
-    With weights in each format, the per-layer embedding table is planned on the device if every
-    pair fits there. With `options.tp` all bytes are those of a rank with a device of its own.
-    stored: how the spec's file holds quantised weights. backend: whose engines are planned, that of
-    `options.backend` (g4ir.backends.find_backend); by default weights and caches are counted as the
-    graphs declare them.
+    Weight formats: that of `options.quant` or `stored`; without either the dtype, int8 and int4. In
+    each, the per-layer embedding table is planned on the device if every pair then fits, else
+    memory-mapped, unless `options.ple_placement` is set. With `options.tp` > 1 all bytes are those
+    of one rank, which has its own device. stored: quantisation of the spec's checkpoint. backend:
+    pass that of `options.backend` (g4ir.backends.find_backend); the default counts weights and
+    caches as the graphs declare them.
 
     Fields of `options` that are read (use `dataclasses.replace(PLANNED, ...)`): dtype, device,
     quant, kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, tp, ep, skip, latent_kv,
@@ -80,7 +81,7 @@ def plan_engine(
     batch: int | Sequence[int] | None = None,
     memory: Gpu | int | None = None,
 ) -> Plan:
-    """Plan an engine as it was built; its limits are the most, and the default, of ctx and batch.
+    """Plan an engine as it was built; its limits are the maximum and the default of ctx and batch.
 
     Raises InputError naming the argument for sizes out of range."""
     limits = config.limits
@@ -111,8 +112,8 @@ def _resolved(
 def _formats(
     config: BuildConfig, backend: PlannedBackend, recipes: Iterable[QuantConfig | None]
 ) -> Iterator[Footprint]:
-    """Yield the footprint of a config, then with each other quantisation config whose groups no
-    rank splits."""
+    """Yield the footprint of a config, then its footprint with each of `recipes`, except those
+    whose groups would be split among ranks."""
     yield measured(config, backend)
     for recipe in recipes:
         with suppress(InputError):
@@ -148,7 +149,8 @@ def _planned(
 def _place_ple(
     footprint: Footprint, sizes: Iterable[tuple[int, int]], gpu: Gpu | None
 ) -> Footprint:
-    """Place the per-layer embedding table on the device if everything then fits."""
+    """Keep the per-layer embedding table on the device if all sizes then fit; else memory-map
+    it."""
     needs = (footprint.need_at(*size) for size in sizes)
     fits = gpu is None or max(needs) <= usable(gpu.memory_bytes)
     return footprint if fits else footprint.at(ple_placement=DEFAULT_PLACEMENT)

@@ -32,7 +32,7 @@ class WeightBytes:
     device: int
     host: int
     mapped: int
-    #: format of the file -> wider format in which the backend stores it
+    #: weight format of the checkpoint -> wider format in which the backend stores the weights
     upcast: Mapping[str, str]
 
 
@@ -49,9 +49,9 @@ class MemoryUse:
     workspace: int
     #: total in the device's memory, with the planned KV cache
     needed: int
-    #: bytes left of a device's memory without its reserve; negative: bytes short
+    #: bytes left of a device's memory without its reserve, negative: bytes short; None: no device
     spare: int | None
-    #: roofline time of a decode step; None: the speed of the device is not known
+    #: roofline time of a decode step; None without a device of known bandwidth, and for an encoder
     step_s: float | None
 
 
@@ -62,19 +62,21 @@ class Largest:
     weights: str
     max_context: Mapping[int, int]  # by batch
     max_batch: Mapping[int, int]  # by context
-    cards: int | None = None  # of several ranks: the least number that has the longest context
+    #: with several ranks: least number of cards on which the longest of the planned contexts fits,
+    #: at the smallest batch; None if none suffices, or for one rank
+    cards: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """Memory and speed of a variant, from `make_plan`; per rank, if there are several."""
 
-    config: BuildConfig  # its limits are the maximum
+    config: BuildConfig  # its limits are the upper bounds of batch and context
     counts: ParameterCounts
-    weights: tuple[WeightBytes, ...]  # per format
-    rows: tuple[MemoryUse, ...]
+    weights: tuple[WeightBytes, ...]  # one per weight format
+    rows: tuple[MemoryUse, ...]  # one per weight format, batch and context
     gpu: Gpu | None
-    largest: tuple[Largest, ...]  # per format; none without a device
+    largest: tuple[Largest, ...]  # one per weight format; empty without a device
 
     @property
     def spec(self) -> Spec:

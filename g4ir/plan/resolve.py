@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 MAX_DRAFT_TOKENS = MAX_SLACK
 #: default number of draft tokens of a draft model: later ones are rarely accepted
 DRAFTED = 4
-#: default max_batch of an encoder: texts of a chunk
+#: default max_batch of an encoder: texts packed into one chunk
 PACKED_TEXTS = 64
 #: values of --drafter: the draft model shipped for the variant, and none
 DEFAULT, NO_DRAFTER = "default", (None, "none")
-#: see docs/numerics.md
+#: why --dtype float16 is refused (docs/numerics.md)
 NO_FLOAT16 = (
     "activations of trained models exceed the range of float16, 65504 (the residual stream of "
     "Gemma 3 270M reaches 103,795), so no engine computes in it"
@@ -80,8 +80,8 @@ def device_of(backend: PlannedBackend, requested: str | None) -> str:
 
 
 def dtype_of(backend: PlannedBackend, requested: str | None, spec: Spec) -> str:
-    """Return the dtype of a build: by default the spec's, if the backend supports it. InputError
-    for an unsupported one."""
+    """Return the dtype of a build: by default the spec's, or the backend's first if it does not
+    support that (with a warning for float16). InputError for an unsupported one."""
     if requested is None:
         chosen = spec.dtype if spec.dtype in backend.dtypes else backend.dtypes[0]
         if (spec.dtype, chosen) == ("f16", "bf16"):
@@ -116,8 +116,9 @@ def check_backend(b: PlannedBackend, o: BuildOptions, options: PassOptions, limi
 
 
 def find_kv_dtype(requested: str | None, dtype: str, can: Iterable[str] = NARROW) -> str:
-    """Return the dtype of a quantised KV cache, or OFF; InputError for one that saves nothing.
-    can: dtypes of a quantised KV cache that the backend takes, which the error lists."""
+    """Return the IR dtype of a quantised KV cache; OFF for None or the engine's `dtype`. InputError
+    for an unknown one, or another that is no smaller. can: dtypes of a quantised KV cache that the
+    backend supports, which the error lists."""
     if requested is None:
         return OFF
     _one_of("--kv-dtype", requested, KV_DTYPES)
@@ -133,7 +134,7 @@ def find_kv_dtype(requested: str | None, dtype: str, can: Iterable[str] = NARROW
 
 def find_draft_tokens(count: int | None, max_seq: int, drafter: bool = False) -> int:
     """Return the maximum draft tokens of a verification step: by default 4 with a draft model,
-    else 0. InputError for more than a step takes, or 0 with a draft model."""
+    else 0. InputError beyond MAX_DRAFT_TOKENS or max_seq - 1, or for 0 with a draft model."""
     limit = min(MAX_DRAFT_TOKENS, max_seq - 1)
     if count is None:
         return min(DRAFTED, limit) if drafter else 0
@@ -145,8 +146,8 @@ def find_draft_tokens(count: int | None, max_seq: int, drafter: bool = False) ->
 
 
 def drafter_spec(model: Spec, requested: str | Path | None) -> Spec:
-    """Return the spec of a draft model: `default`, FILE.yaml or a checkpoint's directory.
-    InputError or SpecError if there is none, or it is of another model."""
+    """Return the spec of a draft model: `default`, a spec FILE.yaml, a GGUF file or a checkpoint's
+    directory. InputError or SpecError if there is none, or it is of another model."""
     drafter = (
         shipped_drafter(model)
         if requested == DEFAULT
@@ -161,7 +162,7 @@ def _load_drafter(model: Spec, path: Path) -> Spec:
         return load_spec(path)
     if path.suffix == GGUF or path.is_file():
         spec = find_origin(path).spec()
-        # A file does not record whether its model is a unified one.
+        # A GGUF file does not record whether the model is a unified one: take the target's type.
         return replace(spec, model_type=f"{model.model_type}{ASSISTANT}") if spec.drafter else spec
     if not (path / CONFIG).is_file():
         fix = "give a drafter's checkpoint, its GGUF file, its spec FILE.yaml, or `default`"
@@ -172,9 +173,10 @@ def _load_drafter(model: Spec, path: Path) -> Spec:
 def pass_options(
     latent: str, kv: str, activations: str | None = None, drafted: int = 0, keep: Sequence[int] = ()
 ) -> PassOptions:
-    """Return the options of the passes. keep: layers that keep separate K and V instead of a latent
-    cache; drafted: rejectable tokens, for which ring caches get extra slots. InputError for
-    activations that no pass has."""
+    """Return the options of the passes. latent: form of the latent cache; kv: dtype of a quantised
+    KV cache, or OFF; activations: format of quantised ones, None: not quantised; drafted:
+    rejectable tokens, for which ring caches get extra slots; keep: layers that keep separate K and
+    V. InputError for an unknown form or format."""
     if activations is not None:
         _one_of("--quant-activations", activations, ACTIVATIONS)
     layout = RingOptions(drafted), LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
@@ -182,7 +184,7 @@ def pass_options(
 
 
 def check_latent(layout: str, spec: Spec) -> str:
-    """Return the layout of the K=V caches; warns if it has no effect."""
+    """Return the layout of the K=V caches; warns if it has no effect. InputError if unknown."""
     _one_of("--latent-kv", layout, FORMS)
     if layout != PLAIN and not any(x.attention.k_eq_v for x in spec.layers()):
         message = "--latent-kv %s changes nothing: no layer of %s has K=V"
@@ -252,9 +254,10 @@ def _check_encoder(spec: Spec, o: BuildOptions) -> None:
 
 
 def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
-    """Return the limits; the prefill chunk is at least the largest image with bidirectional
-    attention, which is never cut (media/merge.py). Warns if the user gave a smaller one, and of
-    images longer than max_seq."""
+    """Return the limits. The prefill chunk is raised, with a warning, to the soft tokens of the
+    largest image if those attend bidirectionally, since such an image is never cut
+    (media/merge.py); it is max_seq for an encoder. Warns of images longer than max_seq. InputError
+    for a limit below 1 or a max_seq beyond the model's."""
     longest = spec.text.max_position_embeddings
     for name in ("max_batch", "max_seq", "prefill_chunk"):
         value = getattr(o, name)
@@ -280,8 +283,9 @@ def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
 
 
 def find_placement(requested: str | None, spec: Spec, device: str) -> str | None:
-    """Return the memory of the per-layer embedding table; None if there is none. Default: on CUDA
-    the device, if it fits there."""
+    """Return the memory of the per-layer embedding table, one of PLACEMENTS; None if there is none.
+    Default: the device on CUDA (fit.py replaces it if that does not fit), else a memory-mapped
+    file. InputError for an unknown placement, or one of a table that does not exist."""
     if requested is not None:
         _one_of("--set ple_placement", requested, PLACEMENTS)
     if spec.text.ple is None or spec.text.ple.vocab_size is None:

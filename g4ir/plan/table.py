@@ -13,8 +13,8 @@ from .footprint import reserve
 from .gpus import SIZE_RULE, Gpu
 from .records import Largest, MemoryUse, Plan
 
-#: share of the roofline that a decode step reaches: Gemma 3 270M in Q4_K_M on two cores of a Xeon
-#: (bench/results/270m.json); no GPU has been measured
+#: share of the roofline that a decode step reaches, as measured with Gemma 3 270M in Q4_K_M on two
+#: cores of a Xeon (bench/results/270m.json); no GPU has been measured
 MEASURED_SHARE = 0.65
 
 
