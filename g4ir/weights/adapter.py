@@ -39,8 +39,8 @@ from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
-#: name of a layer's experts: PEFT nests wrappers of their parameters (`target_parameters`), which
-#: only shapes distinguish
+#: name of a layer's experts: PEFT nests one wrapper (`base_layer`) per adapted parameter
+#: (`target_parameters`); only shapes tell which parameter a wrapper's tensors belong to
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
 TIED = "the token table is the LM head too (tie_word_embeddings is true), and the adapter changes"
 TIED += " one of them"
@@ -51,14 +51,14 @@ MERGE = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's directory, and its scale."""
+    """An adapter's directory, and the user's factor of its LoRA scale."""
 
     path: Path
     factor: float = 1.0
 
     @classmethod
     def of(cls, text: str | Path) -> Adapter:
-        """Parse `DIR` or `DIR=SCALE`; InputError if there is no adapter."""
+        """Parse `DIR` or `DIR=SCALE`; InputError if SCALE is no number, or DIR has no adapter."""
         path, factor = Path(text), 1.0
         stem, equals, number = str(text).rpartition("=")
         if equals and not path.exists():
@@ -79,7 +79,7 @@ class Adapter:
         return read_json(self.path / CONFIG)
 
     def check(self) -> None:
-        """Raise WeightsError, naming the key, unless it is a plain LoRA."""
+        """Raise WeightsError, naming the key, unless the config describes a plain LoRA."""
         file, values = self.path / CONFIG, self.config
         keys = TABLES["adapter"]
         read_keys = {*keys["read"], *keys["training"]}
@@ -105,7 +105,8 @@ class Adapter:
         return file
 
     def scale(self, module: str, rank: int) -> float:
-        """Return a module's factor of B @ A; WeightsError if its rank differs from the config's."""
+        """Return a module's factor of B @ A; WeightsError if the `rank` of its tensors differs from
+        the config's."""
         configured = self._number("r", "rank_pattern", module)
         if configured != rank:
             msg = f"r: {configured:g} for {module}, and its tensors have {rank}"
@@ -142,7 +143,7 @@ class Adapter:
 
 
 def max_rank(adapter: Adapter) -> int:
-    """Return the largest rank that an adapter's config names."""
+    """Return the largest rank that an adapter's config names; 1 if it names none."""
     patterns = adapter.config.get("rank_pattern")
     ranks = [adapter.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     return max((r for r in ranks if type(r) is int), default=1)
@@ -154,7 +155,8 @@ def lies_in(directory: Path) -> str | None:
 
 
 def with_adapters(model: Checkpoint, spec: Spec, adapters: Iterable[Adapter]) -> Checkpoint:
-    """Return a checkpoint with these adapters merged in order; reads no tensor data."""
+    """Return a checkpoint with these adapters merged in order; reads no tensor data. WeightsError
+    for an adapter that does not fit, and for quantised weights that it changes."""
     for adapter in adapters:
         model = _merged(model, spec, adapter)
     return model
@@ -231,7 +233,7 @@ class _Change:
     why: str
     parts: tuple[TensorRef, ...]
     values: Callable[[Part, torch.Tensor | None], torch.Tensor]
-    #: factor of B @ A; None for experts
+    #: factor of B @ A; None for experts, which `read_factors` refuses
     scale: float | None = None
 
 
@@ -267,9 +269,9 @@ def _sum(
     experts: int = 0,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Return values (or `rows` of them) plus B [N, r] @ A [r, K]. For `experts` > 0, values are [E,
-    N, K] and each expert has its own product, stored as B [N, r E] and A [E r, K]. `transposed`:
-    weights are [K, N]."""
+    """Return a weight [N, K] (or `rows` of it), which `base` reads, plus scale * B [N, r] @ A
+    [r, K], in fp32; `low`: B and A. For `experts` > 0 the weight is [E, N, K], or [E, K, N] if
+    `transposed`, and each expert has a product, stored as B [N, r E] and A [E r, K]."""
     b, a = (files.rows(part).float() for part in low)
     if experts:
         b, a = b.unflatten(1, (-1, experts)).permute(2, 0, 1), a.unflatten(0, (experts, -1))
@@ -302,7 +304,8 @@ def _change_of_experts(
 
 
 def _target(spec: Spec, adapter: Adapter, name: str, ref: TensorRef) -> tuple[str, Shape, str]:
-    """Return a weight's checkpoint name and shape, and why it is skipped (or "")."""
+    """Return a weight's checkpoint name and shape, and why it is skipped (or ""). WeightsError if
+    the spec does not have it, or ties it (token table and LM head)."""
     text, dead, towers = text_tensors(spec), dead_tensors(spec), media_tensors(spec, KINDS)
     name = plain_name(name)
     for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):

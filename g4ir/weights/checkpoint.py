@@ -1,5 +1,5 @@
-"""Opens Hugging Face checkpoints: names, shapes and dtypes are checked against the spec before any
-tensor data is read; a tensor is then a view of the mapped file. Never reads pickles.
+"""Opens Hugging Face checkpoints: names, shapes and dtypes are checked against the spec before
+weights are read; a tensor that is not quantised is a view of the mapped file. Never reads pickles.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # samples of a tied head that are compared: at most 64 MiB
-INDEX_LIMIT = 100_000_000  # bytes
+TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # samples of a tied head that are compared, bytes of each
+INDEX_LIMIT = 100_000_000  # maximum bytes of the index
 #: thresholds that distinguish norm weights 1 + w from w (measured on Gemma 3 270M, where 0.1 % of 1
 #: + w and 10 % of w are negative): 1 + w has a mean above MIN_MEAN and a fraction below FEW of
 #: negative values; w has more than MANY
@@ -57,8 +57,9 @@ MIN_MEAN, FEW, MANY = 0.5, 0.01, 0.05
 
 
 def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 0.0) -> None:
-    """Raise WeightsError if norms that should be stored as w are 1 + w, or w in a file that should
-    have w + `stored`. Ambiguous weights are accepted."""
+    """Raise WeightsError if decoder norms that a file must store as w are stored as 1 + w; or, with
+    `stored` (which the reader has subtracted), as w instead of w + `stored`. Ambiguous weights are
+    accepted, as is every spec without `norms_about_zero`."""
     names = [n for n in checkpoint.weights if spec.text.norms_about_zero and NORM.fullmatch(n)]
     if not names:
         return
@@ -83,10 +84,11 @@ class Closes(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights that match a spec: from files, an engine, or random. Names have no prefix."""
+    """Weights that match a spec: from files, an engine, or random. Names are those of
+    model/names.py: text tensors have no prefix."""
 
     directory: Path
-    weights: Mapping[str, StoredWeight]  # live tensors only
+    weights: Mapping[str, StoredWeight]  # tensors that the model uses, stored ones only
     #: dtype of the embedding table; of the final norm if the table is quantised
     dtype: torch.dtype
     headers: tuple[Header, ...] = ()
@@ -95,17 +97,17 @@ class Checkpoint:
     #: absent tensors -> the value used instead
     defaults: Mapping[str, float] = field(default_factory=dict)
     opened: tuple[Closes, ...] = ()
-    #: file with the quantisation config, if it is not the weights' file
+    #: config.json of a checkpoint whose used weights are quantised (not of GGUF files)
     stated: Path | None = None
 
     @classmethod
     def open(
         cls, directory: Path | str, spec: Spec, media: Iterable[str] = (), dtype: str = "f32"
     ) -> Checkpoint:
-        """Check config, index, headers, names, shapes and dtypes. The only tensor data read are
-        quantisation parameters, activation ranges, norms that may be stored as 1 + w, and the
-        order of a draft model's clusters. `media`:
-        kinds whose towers are included; `dtype`: the engine's, to which wider scales are rounded.
+        """Open a directory; WeightsError unless config, index, headers, names, shapes and dtypes
+        fit. The only tensor data read are quantisation parameters, activation ranges, norms that
+        may be stored as 1 + w, and the order of a draft model's clusters. `media`: kinds whose
+        towers are included; `dtype`: the engine's, for scales of formats that do not fix theirs.
         """
         directory = Path(directory)
         headers = (*read_headers(directory), *(_dense_headers(directory) if spec.embedding else ()))
@@ -153,7 +155,7 @@ class Checkpoint:
         return tuple((header.path, header.size) for header in self.headers)
 
     def dequantised(self) -> Checkpoint:
-        """Return the same weights, quantised ones dequantised to f32."""
+        """Return the same weights, without codes and scales: quantised ones are read as f32."""
         plain = {n: replace(w, parts={"": w.parts[""]}, scheme=None) for n, w in self._coded()}
         return replace(self, weights={**self.weights, **plain}, stated=None)
 
@@ -166,7 +168,8 @@ class Checkpoint:
         return replace(self, **parts, opened=(*self.opened, *drafter.opened))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor; do not write to it."""
+        """Return a tensor, or its default if it is absent; do not write to it: it may be a view of
+        the file. WeightsError for an unknown name."""
         if name in self.defaults:
             shape = () if name.endswith(CLIP_BOUNDS) else (1,)
             return torch.full(shape, self.defaults[name], dtype=self.dtype)
@@ -174,7 +177,8 @@ class Checkpoint:
         return weight.parts[suffix](None)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
+        """Return rows `ids` (any shape, int32 or int64) of a 2-D tensor: [*ids.shape, columns].
+        InputError for other ids; WeightsError for an unknown name."""
         weight, suffix = self._find(name)
         check_rows(name.removesuffix(suffix), weight.shape, ids)
         rows = weight.parts[suffix](ids.reshape(-1).cpu())
@@ -199,20 +203,21 @@ class Checkpoint:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split the name of a weight's codes or scales: (weight, suffix); no suffix for a weight."""
+    """Split the name of a weight, or of its codes or scales: (weight, suffix or "")."""
     suffix = next((s for s in (CODES, SCALES) if name.endswith(s)), "")
     return name.removesuffix(suffix), suffix
 
 
 def dtype_of(plain: Mapping[str, TensorRef]) -> torch.dtype:
-    """Return the dtype of a checkpoint, from its tensors that are not quantised."""
+    """Return the dtype of the token table; of the final norm if the table is not in `plain`, the
+    tensors that are not quantised."""
     name = TOKEN_TABLE if TOKEN_TABLE in plain else FINAL_NORM
     return tensorfile.torch_dtype(plain[name][1])
 
 
 def _tied_table(files: Files, table: TensorRef, head: TensorRef) -> StoredWeight:
-    """Return the embedding; its first read compares it with a stored head, in evenly spaced
-    samples."""
+    """Return the token table; its first read compares evenly spaced samples with a stored head:
+    WeightsError if they differ."""
 
     @cache
     def compare() -> None:
@@ -234,7 +239,7 @@ def _tied_table(files: Files, table: TensorRef, head: TensorRef) -> StoredWeight
 
 
 def _check_order(files: Files, order: TensorRef) -> None:
-    """Raise WeightsError unless a drafter's clusters have every token once."""
+    """Raise WeightsError unless a draft model's clusters, in `order`, have every token id once."""
     ids = files.rows(order).long().sort().values
     missing = (ids != torch.arange(len(ids))).nonzero()
     if len(missing):
@@ -243,7 +248,7 @@ def _check_order(files: Files, order: TensorRef) -> None:
 
 
 def sha256(file: Path) -> str:
-    """Return the digest of a file, read in pieces of 1 MiB."""
+    """Return the SHA-256 of a file in hex, read in pieces of 1 MiB."""
     digest = hashlib.sha256()
     with open_regular(file) as stream:
         while piece := stream.read(1 << 20):
@@ -252,7 +257,7 @@ def sha256(file: Path) -> str:
 
 
 def check_rows(name: str, shape: tuple[int, ...], ids: torch.Tensor) -> None:
-    """Raise InputError unless `ids` are integers that index the rows of a 2-D `shape`."""
+    """Raise InputError unless `ids` are int32 or int64 and index the rows of a 2-D `shape`."""
     if len(shape) != 2:
         raise InputError(f"rows of {name}: expected a 2-D tensor, found shape {list(shape)}")
     if ids.is_floating_point() or ids.dtype.itemsize < 4:
@@ -263,7 +268,8 @@ def check_rows(name: str, shape: tuple[int, ...], ids: torch.Tensor) -> None:
 
 
 def read_headers(directory: Path) -> tuple[Header, ...]:
-    """Find the weight files of a checkpoint directory and check their headers and index."""
+    """Return the headers of a checkpoint directory's weight files; WeightsError if there are none,
+    or if headers and index do not fit."""
     try:
         return _read_headers(directory)
     except OSError as error:
@@ -290,8 +296,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
 
 
 def _dense_headers(directory: Path) -> Iterator[Header]:
-    """Yield the headers of an encoder's dense layers, each a file in a separate folder, with
-    the tensors' names in a spec."""
+    """Yield the headers of an encoder's dense layers, each a file in a separate folder, with the
+    tensors' names changed to `dense.I.NAME`."""
     for i, layer in enumerate(read_modules(directory) or ()):
         where = directory / MODULES
         header = tensorfile.read_header(_inside(directory, f"{layer.folder}/{SINGLE}", where))
@@ -341,9 +347,9 @@ def _read_shard(path: Path, want: set[str]) -> Header:
 
 
 def _inside(directory: Path, name: str, source: Path) -> Path:
-    """Return the path of a file in `directory`. A name or link that leads elsewhere is refused, as
-    its content could be copied into an engine; links into the folder `blobs` of an entry of the
-    hub's cache are how that cache stores files."""
+    """Return the path of a file in `directory`; WeightsError, for the file `source` that names it,
+    if it is absent, or its name or link leads elsewhere: its content could be copied into an
+    engine. Links into `blobs` are allowed in the hub's cache, which stores files there."""
     path, home, parts = directory / name, directory.resolve(), {*re.split(r"[/\\]", name)}
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     inside = name.isprintable() and not parts & {"", ".", ".."} and not Path(name).is_absolute()
@@ -377,12 +383,13 @@ def _side_file(path: Path, limit: int) -> bytes:
     return raw
 
 
-#: file with the audio feature extractor's settings -> key
+#: file with the audio feature extractor's settings -> their key in it; None: they are all of it
 EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
 
 
 def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
-    """Read the feature extractor of audio from files of a checkpoint or engine, or None."""
+    """Return the audio feature extractor's settings from a checkpoint's or engine's folder; None
+    without a file that has them."""
     for name, key in EXTRACTORS.items() if folder else ():
         file = Path(folder or "", name)
         values = parse_json(file, file.read_bytes()) if file.is_file() else {}

@@ -28,7 +28,7 @@ WEIGHTS = re.compile(r"[^/]+\.safetensors")
 @dataclass(frozen=True)
 class Download:
     """A model of the hub at one commit: its files in the order in which they are fetched, with
-    their bytes; its page, and whether its licence must be accepted there."""
+    their bytes; the URL of its page, and whether its licence must be accepted there."""
 
     hub_id: str
     revision: str
@@ -59,8 +59,8 @@ class Download:
         )
 
     def fetch(self) -> Path:
-        """Download the files that are absent, with the library's own progress; return the snapshot.
-        MissingError if the disk has no room, or the download fails."""
+        """Download the files that are absent, with huggingface_hub's progress bars; return the
+        snapshot's folder. MissingError if the disk has no room, or the download fails."""
         if self.absent > self.free:
             raise MissingError(f"{self}; make room, or give HF_HOME a folder with more")
         with _errors(self.hub_id, self.revision) as hub:
@@ -74,8 +74,9 @@ class Download:
 
 
 def look_up(hub_id: str, revision: str | None = None) -> Download:
-    """Return a model of the hub, of a branch, tag or commit (default: main). InputError if there is
-    no such model or revision, or it is no checkpoint; MissingError if the hub is out of reach."""
+    """Return a model of the hub at a branch, tag or commit (default: main). InputError if there is
+    no such model or revision, or it is no checkpoint; MissingError if the hub is out of reach, or
+    huggingface_hub is not installed."""
     revision = revision or "main"
     with _errors(hub_id, revision) as hub:
         api = hub.HfApi()
@@ -96,7 +97,7 @@ def look_up(hub_id: str, revision: str | None = None) -> Download:
 
 @contextmanager
 def _errors(hub_id: str, revision: str) -> Iterator[Any]:
-    """Context that yields huggingface_hub and converts its errors."""
+    """Context that yields huggingface_hub and converts errors to InputError or MissingError."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors

@@ -47,7 +47,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Slots:
-    """A program with adapters, and its additional params."""
+    """A program with `count` slots for adapters of rank `rank`, and the slots' params: `products`
+    by the matmul's weight, `tensors` by param."""
 
     spec: Spec
     program: Program
@@ -58,7 +59,8 @@ class Slots:
 
     def fill(self, slot: int, adapter: Adapter) -> None:
         """Write an adapter's values into a free slot. WeightsError or InputError, and nothing is
-        written, if it is not one of this model, has a larger rank, or changes something else."""
+        written, if it is not one of this model, has a larger rank, or changes a weight without
+        slots."""
         factors = {f.bare: f for f in read_factors(self.spec, adapter)}
         names = {name for p in self.products.values() for name, _ in p.parts}
         for f in factors.values():
@@ -86,8 +88,8 @@ class Slots:
 def with_slots(
     packing: Packing, spec: Spec, plain: Mapping[str, Value], count: int, rank: int
 ) -> Slots:
-    """Return an engine's program with `count` slots of this rank. plain: the params of the graphs
-    before packing."""
+    """Return an engine's program with `count` slots of this rank. `plain`: the params of the graphs
+    before packing, by name."""
     products: dict[str, Product] = {}
     graphs = {
         name: _with_slots(g, packing.prologue, plain, (count, rank), products)
@@ -106,7 +108,8 @@ def _with_slots(
     slots: tuple[int, int],
     products: dict[str, Product],
 ) -> Graph:
-    """Return a graph in which each matmul with a text weight is followed by its adapter."""
+    """Return a graph in which a node `lora` follows each matmul with a text weight; the matmuls'
+    params are added to `products`."""
     index, params = Value(ADAPTERS, Type("i64", ("B",))), dict[str, Value]()
     nodes, renamed = list[Node](), dict[str, Value]()
 
@@ -170,8 +173,8 @@ def _product(w: Value, parts: tuple[tuple[str, int], ...], count: int, rank: int
 def _parts(
     w: Value, nodes: list[Node], prologue: Graph, plain: Mapping[str, Value]
 ) -> tuple[tuple[str, int], ...]:
-    """Return the checkpoint names and rows of the weights that were packed into the operand of a
-    product; empty if they are not text weights, or not concatenated by rows."""
+    """Return the checkpoint names and rows of the weights that were packed into `w`, the operand of
+    a matmul; empty if they are not text weights, or not concatenated by rows."""
     makers = {v.name: n for n in nodes for v in n.outputs} | dict(prologue.producers)
 
     def leaves(name: str) -> Iterator[str]:
@@ -185,7 +188,7 @@ def _parts(
             yield ""
 
     names = [*leaves(w.name)]
-    # of the decoder, not its table or head, nor of a tower or draft model
+    # Only weights of the decoder: no table or head, no tower or draft model.
     if not all(n in plain and (n == "ple.w" or n.startswith("L")) for n in names):
         return ()
     shapes = [plain[name].type.shape for name in names]

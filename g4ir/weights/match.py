@@ -17,7 +17,7 @@ from . import tensorfile
 from .formats.base import CODED, TensorRef, plain_name, type_text
 from .tensorfile import TABLES, Entry, Header, quoted
 
-MAX_LISTED = 5  # mismatches listed in one message
+MAX_LISTED = 5  # mismatches, or files, listed in one message
 INTEGERS = ("I64", "I32")  # dtypes of token ids
 V_PROJ = "self_attn.v_proj.weight"
 COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\w*\.\w*inv_freq|embed_scale|inv_timescales)$")
@@ -43,7 +43,8 @@ def head_names(spec: Spec) -> list[str]:
 
 
 def find_prefix(directory: Path, spec: Spec, names: Mapping[str, TensorRef]) -> str:
-    """Return the prefix under which most tensors of the text model are stored."""
+    """Return the prefix under which most tensors of the text model are stored; WeightsError if none
+    of `spec.prefixes.text` has any."""
     valid = text_tensors(spec).keys() - {HEAD}
     prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
     hits = {p: sum(p + name in names for name in valid) for p in prefixes}

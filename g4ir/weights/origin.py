@@ -40,7 +40,7 @@ from .tensorfile import quoted
 
 #: hub id `org/name` on the command line; everything else is a path
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-MMPROJ = "mmproj"  # prefix of files with towers only
+MMPROJ = "mmproj"  # prefix of the names of GGUF files with towers only
 #: suffixes of files within a checkpoint directory
 OF_DIRECTORY = (".safetensors", ".json")
 
@@ -53,7 +53,7 @@ class CheckpointDirectory:
     """A Hugging Face checkpoint directory."""
 
     path: Path
-    #: fields that its config cannot express: taken from the spec
+    #: fields that its config cannot express: those of the requested variant count
     spec_only: ClassVar[tuple[str, ...]] = _SPEC_ONLY
     says_towers: ClassVar[bool] = True
     #: key of generation_config.json -> key in the file of `stated_at`, if different
@@ -65,7 +65,8 @@ class CheckpointDirectory:
         return self.path / CONFIG
 
     def spec(self) -> Spec:
-        """Return its spec; SpecError or WeightsError names the file and the problem."""
+        """Return the spec that config.json describes; InputError if there is none, SpecError if it
+        is invalid."""
         if not self.stated.is_file():
             if lies_in(self.path):
                 msg = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
@@ -79,7 +80,8 @@ class CheckpointDirectory:
         return Spec.from_hf(self.stated)
 
     def published(self) -> bool:
-        """Whether transformers loads these weights; with PEFT it would load an adapter here too."""
+        """Whether transformers loads these weights, and no more: names have no wrapper's prefix,
+        and no adapter is in the directory, which it would load with PEFT."""
         names = (name for header in read_headers(self.path) for name in header.entries)
         return not lies_in(self.path) and all(name == plain_name(name) for name in names)
 
@@ -87,7 +89,7 @@ class CheckpointDirectory:
         return read_side_files(self.path)
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Return token text -> id; empty without a tokenizer.json of such a vocabulary."""
+        """Return token text -> id; empty without a tokenizer.json that has such a table."""
         model = json.loads(self.side_files().get(TOKENIZER, b"{}")).get("model", {})
         vocabulary = model.get("vocab")
         return vocabulary if isinstance(vocabulary, dict) else {}
@@ -100,7 +102,8 @@ class CheckpointDirectory:
         return read_extractor(self.path)
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
-        """Return a build's media kinds, as requested: the config states the towers."""
+        """Return the requested media kinds, unchecked: the spec, read from the config, says which
+        towers there are."""
         return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
@@ -110,7 +113,8 @@ class CheckpointDirectory:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file: text model, tokenizer, chat template; `towers`: a file of its towers."""
+    """A GGUF file: text model, tokenizer, chat template; `towers`: the file of its image and audio
+    towers (mmproj), if given."""
 
     path: Path
     towers: Path | None = None
@@ -160,7 +164,7 @@ class GgufFile:
 Origin = CheckpointDirectory | GgufFile
 
 
-#: kind of a GGUF file in a folder -> what it is
+#: kinds of GGUF files in a folder; kind -> its description in errors
 MODEL, TOWERS_FILE, DRAFTER_FILE = "model", "mmproj", "drafter"
 _KINDS = {MODEL: "text model", TOWERS_FILE: "file of towers (mmproj)", DRAFTER_FILE: "draft model"}
 
@@ -190,7 +194,8 @@ class ModelFolder:
 
 
 def read_folder(folder: Path) -> ModelFolder | None:
-    """Return the GGUF files of a folder without a checkpoint; None if it has no text model."""
+    """Return the GGUF files of a folder by kind (of a split model, the first file); None if it has
+    a config.json or no text model."""
     if not folder.is_dir() or (folder / CONFIG).is_file():
         return None
     files: dict[str, list[Path]] = {kind: [] for kind in _KINDS}
@@ -217,8 +222,9 @@ def adjacent_drafter(path: Path) -> Path | None:
 
 
 def find_origin(path: Path | str) -> Origin:
-    """Return the origin at a path; InputError for a missing file, or a file within a checkpoint
-    directory."""
+    """Return the checkpoint directory or GGUF file at a path, or the GGUF model in a folder of such
+    files. InputError for one file of a checkpoint directory, several models in a folder, and a
+    missing .gguf file; any other missing path counts as a directory."""
     path = Path(path)
     if path.is_file():
         if path.name.endswith(OF_DIRECTORY):
@@ -232,8 +238,9 @@ def find_origin(path: Path | str) -> Origin:
 
 
 def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:
-    """Return the origin at a path, with a GGUF file's towers; InputError if the path does not
-    exist."""
+    """Return the checkpoint directory or GGUF file at a path (`find_origin`), the latter with
+    `mmproj` as the file of its towers. InputError if one of the paths does not exist, or for an
+    `mmproj` of a checkpoint directory."""
     origin = find_origin(path)
     if not origin.path.exists():
         raise InputError(f"{path}: no such directory")
@@ -269,9 +276,10 @@ def given_model(model: _Name) -> _Name:
 def find_model(
     model: str | Path, alternatives: str, revision: str | None = None
 ) -> tuple[Spec | None, Path]:
-    """Return a model's spec (of a variant) and the path of its weights: for a variant or hub id in
-    the local cache at this revision (default: main), or a path. InputError or SpecError if they are
-    missing; for a variant it lists the alternatives."""
+    """Return the spec of a variant (None for other models) and the path of the weights: for a
+    variant or hub id in the hub's local cache, at this revision (default: main); else `model`.
+    InputError if the cache does not have them, which lists `alternatives` for a variant; SpecError
+    for a plain name that is neither a variant nor a path."""
     if isinstance(model, str) and model in spec_names():
         spec = load_spec(model)
         return spec, need_snapshot(spec, alternatives, revision)
@@ -304,7 +312,8 @@ def hub_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
 
 
 def cached_config(hub_id: str) -> Path | None:
-    """Return the config of `org/name` in the local cache, which may lack its weights, or None."""
+    """Return the config.json of `org/name` in the local cache, which may lack the weights; or
+    None."""
     snapshot = _snapshot(cache_folder(hub_id))
     return snapshot / CONFIG if snapshot and (snapshot / CONFIG).is_file() else None
 
@@ -343,8 +352,8 @@ def need_snapshot(
     alternatives: str = "--checkpoint DIR or --random-weights SEED",
     revision: str | None = None,
 ) -> Path:
-    """Return the snapshot of a spec's weights; InputError with the download command if absent, and
-    the options that may be given instead."""
+    """Return the snapshot of a spec's weights; if it is absent, InputError with the download
+    command and `alternatives`, the options that may be given instead."""
     snapshot = snapshot_of(spec, revision)
     if snapshot is not None:
         return snapshot

@@ -25,11 +25,12 @@ from . import tensorfile
 from .checkpoint import Checkpoint
 from .formats.base import Files
 
-#: maximum table size that `mmap` maps (or computes) in full; larger ones are read row by row
+#: maximum bytes of a table that is computed or, with placement `mmap`, mapped in full; larger ones
+#: are read by rows
 TABLE_BYTES = 256 << 20
 #: bytes per piece of a larger param, packed piece by piece while it is written
 PIECE_BYTES = 32 << 20
-#: maximum number of recipes with unfetched results
+#: maximum number of recipes (`Packing.recipe`) of which some results are not fetched yet
 MAX_PENDING = 8
 _OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
@@ -44,7 +45,7 @@ class Packing:
 
     def recipe(self, param: str) -> Graph:
         """Return the part of the prologue that computes one param, and other outputs of the same
-        inputs (codes and scales); empty for a stored tensor."""
+        inputs (codes and scales); without nodes if the param is a checkpoint tensor."""
         if param not in self._recipes:
             self._recipes[param] = self._recipe(self.program.params()[param])
         return self._recipes[param]
@@ -54,12 +55,12 @@ class Packing:
         if v.name not in self.prologue.producers:
             return Graph("prologue", (), (v,), (), (), (v,))
         names, pending = set[str](), [v.name]
-        while pending:  # nodes that the param depends on
+        while pending:  # values that the param depends on
             names.add(name := pending.pop())
             if n := self.prologue.producers.get(name):
                 pending += [x.name for x in n.inputs if x.name not in names]
         chosen, pending = set[int](), [*names]
-        while pending:  # other outputs of the same inputs
+        while pending:  # nodes computed from these values alone (codes and scales of one weight)
             for i in readers.get(pending.pop(), ()):
                 if i not in chosen and all(x.name in names for x in nodes[i].inputs):
                     chosen.add(i)
@@ -81,8 +82,8 @@ class Packing:
 
 
 def split_program(program: Program) -> Packing:
-    """Move the nodes that depend on params alone out of every graph of the program; see
-    `split_prologue`."""
+    """Move the nodes that depend on params alone out of every graph of the program into one
+    prologue (`split_prologue`). VerifyError if two graphs compute a param differently."""
     parts = {name: split_prologue(g) for name, g in program.graphs.items()}
     mains = Program({name: main for name, (_, main) in parts.items()})
     params: dict[str, Value] = {}
@@ -102,7 +103,7 @@ class ParamSource(Protocol):
     """The source from which a runtime takes the params of the main graphs."""
 
     def tensor(self, param: str) -> torch.Tensor:
-        """Return the full param, in the engine's dtype; may be read-only memory-mapped."""
+        """Return the full param, in its dtype; do not write to it: it may be memory-mapped."""
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -120,15 +121,16 @@ class MadeParams:
     source: Checkpoint
     #: shard of the rank whose params these are, if there are several ranks
     share: Share | None = None
-    #: codes and scales of calibrated weights, by param of the whole model
+    #: codes and scales of calibrated weights, by the unsharded model's param
     calibrated: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     #: implementation of `quantize`, bit-identical to the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
     #: results not fetched yet of recipes with several (codes and scales), by the first result's
-    #: name; a lock per recipe
+    #: name
     _pending: dict[str, dict[str, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    #: a lock for each such recipe, under the same name
     _locks: dict[str, threading.Lock] = field(default_factory=dict, compare=False, repr=False)
 
     def tensor(self, param: str) -> torch.Tensor:
@@ -165,7 +167,8 @@ class MadeParams:
         return self._results(recipe, partial(self.source.rows, ids=ids))[param]
 
     def _in_pieces(self, v: Value, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield rows of codes; other results (scales) are kept until they are fetched."""
+        """Yield the rows `parts` of a param's codes; other results of its recipe (scales) are kept
+        until they are fetched."""
         recipe = self.packing.recipe(v.name)
         extras: dict[str, list[torch.Tensor]] = {}
         for ids in parts:
@@ -316,8 +319,8 @@ DEFAULT_PLACEMENT = "mmap"
 
 
 def open_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
-    """Open a table param for the embed graph. `host` and `mmap` allocate nothing on the device:
-    their rows are gathered on the host, and only those rows are copied to the device."""
+    """Open a table param for the embed graph, at one of PLACEMENTS. `host` and `mmap` allocate
+    nothing on the device: rows are gathered on the host, and only they are copied to the device."""
     if placement == "mmap":
         return source.tensor(v.name) if v.type.nbytes() <= TABLE_BYTES else RowTable(source, v)
     table = source.tensor(v.name).to(device if placement == "device" else "cpu", copy=True)
@@ -326,7 +329,7 @@ def open_table(source: ParamSource, v: Value, placement: str, device: str) -> An
 
 
 def local_params(packing: Packing, share: Share) -> set[str]:
-    """Return the sharded params: those computed from sharded weights."""
+    """Return the names of the sharded params: those computed from sharded weights."""
     recipes = ((name, packing.recipe(name)) for name in packing.program.params())
     return {name for name, recipe in recipes if any(share.cuts(v.name) for v in recipe.params)}
 
@@ -353,8 +356,8 @@ def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
 def write_shares(
     packing: Packing, params: MadeParams, ranks: int, folder: Path, progress: Any
 ) -> dict[Path, str]:
-    """Write replicated params once, and sharded params to a file per rank; return the SHA-256 of
-    each file."""
+    """Write replicated params once, and sharded params to separate files for each rank; return the
+    SHA-256 of each file."""
     assert params.share
     local = local_params(packing, params.share)
     alike = packing.program.params().keys() - local
@@ -470,7 +473,7 @@ class UnpackedWeights:
         return codes[v.name.endswith(SCALES)]
 
     def _parts(self, weight: str) -> tuple[Value, ...]:
-        """Return the codes and scales of a weight; none of one that is not quantised."""
+        """Return the values `X.codes` and `X.scales` of a weight X; () if it is not quantised."""
         packed = (x for n in self.prologue.nodes for x in n.outputs)
         values = dict(self.params) | {x.name: x for x in (*self.prologue.params, *packed)}
         return tuple(values[n] for end in (CODES, SCALES) if (n := f"{weight}{end}") in values)
@@ -482,7 +485,8 @@ class UnpackedWeights:
         raise EngineError(f"{self.path} has no param that was packed from %{v.name}")
 
     def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return a function that slices a weight out of a packed one; None if it is elsewhere."""
+        """Return a function that slices a weight out of the one that `n` reads; None if `n` does
+        not read it, alone or concatenated with others."""
         joined = self.prologue.producers.get(n["codes"].name)
         if n["codes"] == codes:
             return lambda t: t

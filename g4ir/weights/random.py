@@ -1,9 +1,9 @@
 """Random weights: each value is a pure function of (seed, tensor name, flat index).
 
-So any row of any tensor can be computed alone, on any device, bit-identically. The hash uses
+Any row of any tensor can thus be computed alone, on any device, bit-identically. The hash uses
 int32 operations that wrap (add, multiply, xor, shift), which are exact everywhere. Its top 24
-bits are a float32 integer in [-2^23, 2^23), exact; one float32 multiply by spread / 2^23, one
-float32 add of the centre where it is not zero, one cast: each correctly rounded on every device.
+bits, an integer in [-2^23, 2^23), are exact in float32; then follow a multiply by spread / 2^23,
+an add of the centre if it is not zero, and a cast, each correctly rounded on every device.
 
 Flat index = block * 2^18 + offset, block < 2^30. Each block has two 32-bit keys, hashed from the
 tensor's keys; the offset goes through two multiply-xorshift rounds with them
@@ -148,7 +148,8 @@ def _mix(x: torch.Tensor, second: torch.Tensor | int, scratch: torch.Tensor) -> 
 
 
 def _xorshift(x: torch.Tensor, bits: int, scratch: torch.Tensor) -> torch.Tensor:
-    """Do x ^= x >> bits in place, as unsigned (torch shifts int32 with its sign: the mask)."""
+    """Compute x ^= x >> bits in place, as unsigned: a mask clears the copies of the sign bit that
+    torch's shift of int32 inserts."""
     torch.bitwise_right_shift(x, bits, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
 

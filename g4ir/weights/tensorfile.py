@@ -33,10 +33,11 @@ from g4ir.ui.files import read_table, write_file
 from g4ir.ui.threads import usable_cores
 
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
-#: every dtype of the format; models use only FLOATS
+#: dtype of the format -> bits of an element; weights that are not quantised have one of FLOATS
 BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
 TORCH: dict[str, str] = {name: row[1] for name, row in TABLES["dtypes"].items() if row[1:]}
-#: dtypes that engines store as another one: name -> the dtype in the file, torch's name
+#: dtypes of codes that engines store as another one, with the name in `__metadata__`: name -> the
+#: dtype in the file, torch's name
 RAW: dict[str, tuple[str, str]] = TABLES["raw"]
 TORCH |= {name: torch_name for name, (_, torch_name) in RAW.items()}
 FLOATS = ("BF16", "F16", "F32")
@@ -44,21 +45,22 @@ CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
 LENGTH_BYTES = 8  # bytes of the header length
 MAX_HEADER = 100_000_000  # bytes of a header, as the library limits it
-ALIGNED = 64  # alignment of tensors in written files: a cache line
-SHARD_BYTES = 4 << 30  # maximum bytes of a written file
+ALIGNED = 64  # bytes of a cache line: written tensors of a multiple of it are aligned to it
+SHARD_BYTES = 4 << 30  # maximum bytes of a written file's tensors, if it has several
 PREFETCH_BYTES = 256 << 20  # maximum bytes of tensors computed ahead of the writer
 PRIVATE: dict[str, int]  # mmap arguments: copy-on-write
 if sys.platform == "win32":
     PRIVATE = {"access": mmap.ACCESS_COPY}
 else:
-    # Not ACCESS_COPY: systems that count copy-on-write pages as committed memory would refuse files
-    # larger than memory. MAP_NORESERVE has a name from Python 3.11 on
-    # (uapi/asm-generic/mman-common.h).
+    # Not ACCESS_COPY, which cannot have MAP_NORESERVE: without it Linux refuses a private writable
+    # mapping larger than RAM and swap. Python has the constant from 3.13 on; 0x4000 is Linux's
+    # (uapi/asm-generic/mman.h).
     _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     PRIVATE = {"flags": mmap.MAP_PRIVATE | _NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
 #: bytes of a huge page
 HUGE_PAGE = 1 << 21
-MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22  # Linux 5.14 (uapi/asm-generic/mman-common.h)
+#: of uapi/asm-generic/mman-common.h; the second from Linux 5.14 on
+MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22
 
 _T = TypeVar("_T")
 
@@ -90,7 +92,7 @@ class Header:
 
 
 def quoted(text: object, limit: int = 120) -> str:
-    """Return `text` as printable ASCII in quotes, cut to `limit`: files are untrusted."""
+    """Return `ascii(text)`, cut to `limit` characters: texts in files are untrusted."""
     literal = ascii(text)
     return literal if len(literal) <= limit else literal[:limit] + "..."
 
@@ -100,7 +102,8 @@ def broken(path: object, msg: str, fix: str = DOWNLOAD) -> WeightsError:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of one file, checked by the library of the format; reads no tensor data."""
+    """Read the header of one file, without tensor data. WeightsError if the file cannot be read, or
+    if the library `safetensors`, which checks it, refuses it."""
     raw = b""
     try:
         with open_regular(path) as file:
@@ -143,7 +146,8 @@ def _first_faulty(raw: bytes) -> str:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open an ordinary file; a pipe or device would block for ever and is refused."""
+    """Open an ordinary file for reading; WeightsError for any other: a pipe could block for ever.
+    OSError if there is none."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise WeightsError(f"{path}: expected an ordinary file; fix: put the file itself there")
     return open(path, "rb")
@@ -174,8 +178,8 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def map_file(header: Header) -> mmap.mmap:
-    """Map a checked file; one that changed since the check is refused. The mapping is valid while
-    any view of it lives; writes to it never reach the file."""
+    """Map a checked file copy-on-write: writes never reach the file. The mapping lives as long as a
+    view of it. WeightsError if the file changed since its header was read, or cannot be mapped."""
     try:
         with open_regular(header.path) as file:
             if identity(os.fstat(file.fileno())) != header.identity:
@@ -196,7 +200,8 @@ def view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
 
 
 def view_rows(mapped: mmap.mmap, entry: Entry, ids: torch.Tensor) -> torch.Tensor:
-    """Copy rows `ids` (1-D, in range) of a 2-D tensor; reads their pages only."""
+    """Return a copy of rows `ids` (1-D, in range) of a tensor: [len(ids), elements of a row]; reads
+    their pages only."""
     rows = _mapped_bytes(mapped, entry).view(entry.shape[0], -1)
     return rows.index_select(0, ids).view(torch_dtype(entry))
 
@@ -206,7 +211,7 @@ def torch_dtype(entry: Entry) -> torch.dtype:
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Return the code of a torch dtype in files, a key of BITS or RAW."""
+    """Return the name of a torch dtype in files, a key of BITS or RAW."""
     return CODES[str(dtype).removeprefix("torch.")]
 
 
@@ -227,7 +232,7 @@ def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
 
 def read_pages(tensor: torch.Tensor) -> None:
     """Read the missing pages of a tensor on a mapped file and map them: as huge pages if the file
-    system has them (Linux 6.16, ext4), which a CPU reads faster."""
+    system has them (Linux 6.16, ext4), which a CPU reads faster. Does nothing unless on Linux."""
     page = mmap.PAGESIZE
     start = tensor.data_ptr() // page * page
     length = tensor.data_ptr() + tensor.nbytes - start
@@ -258,8 +263,8 @@ TensorPieces: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to write: dtype code, shape, and functions that each return, or yield in pieces,
-    some of its rows; `release`: called when it is written."""
+    """A tensor to write: dtype, shape, and functions `makes` that compute its rows, one after
+    another: each returns some, or yields them in pieces. `release`: called when it is written."""
 
     code: str  # a key of BITS or RAW
     shape: tuple[int, ...]
@@ -297,12 +302,12 @@ def write_tensors(
 
 
 def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
-    """Yield the results of jobs (their bytes, a function) in order. A pool of threads runs jobs
-    ahead of the consumer, PREFETCH_BYTES of results at most, or one; an error of a job is raised in
-    its turn."""
+    """Yield the results of jobs (bytes of the result, function) in order. A pool of threads runs
+    jobs ahead of the consumer, PREFETCH_BYTES of results at most, or one job; an error of a job is
+    raised in its turn."""
     threads, cores = torch.get_num_threads(), usable_cores()
     pending, nbytes = deque[tuple[int, "Future[_T]"]](), 0
-    # Operators on small pieces gain nothing from threads of their own.
+    # One torch thread per worker: operators on small pieces gain nothing from more.
     pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
     try:
         for size, job in jobs:
@@ -321,8 +326,8 @@ def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
 def file_layout(
     tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[list[str], bytes, int]:
-    """Return the order of a file's tensors, its header, and its size in bytes. Tensors of a
-    multiple of ALIGNED bytes come first, so that they are aligned."""
+    """Return a file's tensors in order, by name; its header, with the length; its size in bytes.
+    Tensors of a multiple of ALIGNED bytes come first, so that they are aligned."""
     raw_dtypes = {name: t.code for name, t in tensors.items() if t.code in RAW}
     metadata = {**(metadata or {}), **raw_dtypes}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}

@@ -14,7 +14,8 @@ BASE = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Splits:
-    """Splits, i64[n] each: the token, its characters before the cut, the tokens of both parts."""
+    """Splits, i64[n] each: index of the token, number of its characters before the cut, indices of
+    the tokens of both parts."""
 
     token: np.ndarray
     cut: np.ndarray
@@ -22,7 +23,7 @@ class Splits:
     tail: np.ndarray
 
     def take(self, rows: np.ndarray) -> Splits:
-        """Return the selected splits."""
+        """Return the splits with these indices."""
         return Splits(*(a[rows] for a in vars(self).values()))
 
 
@@ -75,8 +76,7 @@ class HashedTokens:
         return out.take(np.argsort(out.token, kind="stable"))
 
     def _columns(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each character index, with the tokens that are long enough to have one
-        there."""
+        """Yield each character index, with the tokens that have a character there."""
         counts = np.bincount(self.characters, minlength=1)
         longer = len(self.texts) - np.cumsum(counts)
         for index, count in enumerate(longer[:-1].tolist()):

@@ -41,7 +41,8 @@ def write_checkpoint(
     """Write a Hugging Face checkpoint directory, into an absent or empty directory, atomically.
 
     `media`: kinds whose towers are written too; tensors for which the source has defaults are left
-    out. Tensors have `dtype`, by default the source's, and are computed one by one.
+    out. Tensors have `dtype`, by default the source's (a draft model's token order: int64), and are
+    computed shortly before they are written. `side_files`: contents by name.
     WeightsError if the directory is not empty; InputError if the disk has no room."""
     check_empty(directory)
     values = spec.to_hf()
@@ -69,7 +70,7 @@ def write_checkpoint(
 
 def check_empty(path: Path) -> None:
     """Raise WeightsError unless the path is absent or an empty directory that a rename can replace;
-    InputError if its parent is missing."""
+    InputError if its parent is no directory and cannot become one."""
     check_folder(path.parent)
     if path.exists() and path.samefile(Path.cwd()):
         raise WeightsError(f"{path}: the current directory cannot be replaced; fix: name a new one")
@@ -86,7 +87,7 @@ def _names(
         (name if name == HEAD or name.startswith(DENSE) else prefix + name): (name, text[name])
         for name in text
     }
-    bare = 1 if spec.embedding else 0  # without `model.`
+    bare = 1 if spec.embedding else 0  # index of a tower's prefixes; 1: without `model.`
     names |= {tower_names(spec, name)[bare]: (name, towers[name]) for name in towers}
     return {name: target for name, target in names.items() if target[0] not in source.defaults}
 

@@ -37,8 +37,8 @@ def is_coded(config: Path) -> bool:
 
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
-    """Return a checkpoint's tensors with its quantised weights, or raise an error for an unknown
-    format."""
+    """Return a checkpoint's tensors with its quantised weights, which `config` (config.json), or
+    ModelOpt's file beside it, describes. WeightsError for an unsupported format."""
     tree = read_json(config)
     values, of_mlx = tree.get(KEY), tree.get(MLX_KEY)
     if of_mlx is not None or is_mlx(values):

@@ -28,11 +28,11 @@ TensorRefs = Mapping[str, TensorRef]
 KEY = "quantization_config"
 FIX = f"fix: correct {KEY} of config.json, or download the checkpoint again"
 NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
-#: dtype of an entry that represents codes and scales
+#: dtype of an entry that stands for the codes and scales of a weight
 CODED = "codes"
 #: dtypes of scales in files -> in the IR; powers of two become f32
 FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
-#: minimum values per scale if blocks do not divide rows
+#: minimum values that share a scale, unless it is the whole row
 MIN_GROUP = 16
 PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
@@ -95,7 +95,8 @@ def quantised_weight(
     release: Callable[[], None],
     dtype: str = "f32",
 ) -> StoredWeight:
-    """Return a quantised weight; its scales get the engine's `dtype` if they have none."""
+    """Return a quantised weight from readers of its codes and scales. Its values are computed with
+    scales of the scheme's dtype, or of `dtype` (the engine's) if the scheme has none."""
 
     def values(rows: torch.Tensor | None) -> torch.Tensor:
         rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
@@ -106,8 +107,8 @@ def quantised_weight(
 
 @dataclass
 class Files:
-    """Tensors by their name in the files, mapped on first use. `of_text`: whether a name is of the
-    text model; `dtype`: the engine's."""
+    """Tensors by plain name (`plain_name`), in files that are mapped on first use. `of_text`:
+    whether a name is of the text model; `dtype`: the engine's."""
 
     directory: Path
     names: TensorRefs = field(default_factory=dict)
@@ -131,7 +132,7 @@ class Files:
         return rows.view(len(ids), *ref[1].shape[1:])
 
     def weight(self, ref: TensorRef) -> StoredWeight:
-        """Return a weight that is stored as its values."""
+        """Return a weight that is not quantised."""
         release = partial(self.release, (ref,))
         return StoredWeight(ref[1].shape, {"": partial(self.rows, ref)}, release)
 
@@ -148,7 +149,7 @@ class Files:
 @dataclass(frozen=True)
 class QuantisedTensors:
     """A checkpoint's tensors, with one entry per quantised weight instead of codes and scales;
-    `weights`: those by entry."""
+    `weights`: the quantised weights by that entry; `ignored`: unused stored tensors -> why."""
 
     names: TensorRefs
     weights: Mapping[Entry, StoredWeight]
@@ -166,7 +167,8 @@ def read_modules(
     unused: Mapping[str, str],
 ) -> QuantisedTensors:
     """Return a checkpoint's tensors with its quantised weights. `take` returns a module's weight
-    from its tensors by suffix, None if it is not quantised; `unused` suffixes -> why."""
+    from its tensors by suffix (one of `suffixes`), None if it is not quantised; `unused`: suffixes
+    of ignored tensors -> why."""
     names: dict[str, TensorRef] = {}
     modules: dict[str, dict[str, TensorRef]] = {}
     ignored: dict[str, str] = {}
@@ -219,7 +221,8 @@ def require(ref: TensorRef, dtypes: Iterable[str], shape: tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class ScaleBlocks:
-    """Scales of blocks `rows` x `columns` of a weight [.., N, K] (partial at the ends); 0: all."""
+    """Scales of blocks `rows` x `columns` of a weight [.., N, K] (partial at the ends); 0: all rows
+    or columns."""
 
     rows: int
     columns: int
@@ -233,7 +236,8 @@ class ScaleBlocks:
         return min(self.rows or weight[-2], weight[-2]), min(self.columns or weight[-1], weight[-1])
 
     def group(self, weight: tuple[int, ...]) -> int:
-        """Return the values per scale within a row: a divisor of rows and blocks."""
+        """Return the values per scale within a row after `spread`: the largest number that divides
+        the row and a block's columns."""
         return math.gcd(self.block(weight)[1], weight[-1])
 
     def spread(
@@ -254,8 +258,8 @@ class ScaleBlocks:
 
 
 def checked_scales(ref: TensorRef, stored: torch.Tensor, signed: bool = False) -> torch.Tensor:
-    """Return scales of a stored tensor; WeightsError for zeros, NaN, infinities and, unless
-    `signed`, negative ones."""
+    """Return `stored`, scales of the tensor `ref`, unchanged; WeightsError for zeros, NaN,
+    infinities and, unless `signed`, negative ones."""
     values = stored.float().abs() if signed else stored.float()
     good = (values > 0) & values.isfinite()
     if not bool(good.all()):
@@ -287,8 +291,8 @@ def _stored_scales(
 
 
 def packed_integers(data: torch.Tensor, bits: int, width: int, fmt: str) -> torch.Tensor:
-    """Return codes of a format that `integer_format` chose for rows of `width` integers, stored
-    densely in words or bytes [.., n] as integer + 2^(bits-1), low bits first."""
+    """Return codes of `fmt`, which `integer_format` chose, from rows of `width` integers of `bits`
+    bits, stored densely in words or bytes [.., n] as integer + 2^(bits-1), low bits first."""
     raw = data.contiguous().view(torch.uint8)
     if fmt == f"int{bits}" and bits in (2, 4):  # the same bytes
         raw = raw if raw.data_ptr() % 8 == raw.storage_offset() % 8 == 0 else raw.clone()
@@ -316,8 +320,8 @@ def coded_weight(
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> StoredWeight:
-    """Build a weight [.., N, K] from stored codes and scales; `dtype`: of the scales, default the
-    file's."""
+    """Build a weight [.., N, K] from stored codes, which `convert` turns into those of
+    `code_format`, and scales. `dtype` of the scales: "" for the file's, None for the engine's."""
     if len(shape) < 2 or not all(shape):
         raise invalid(codes, f"expected a matrix, found {type_text(codes)}")
     group = grid.group(shape)
@@ -336,7 +340,8 @@ def coded_weight(
 
 
 def e4m3(ref: TensorRef) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a check of a stored tensor's e4m3 codes: WeightsError for NaN."""
+    """Return a function that returns e4m3 codes of a stored tensor unchanged, but raises
+    WeightsError for NaN."""
 
     def convert(codes: torch.Tensor) -> torch.Tensor:
         for piece in codes.view(torch.uint8).flatten().split(PIECE):
@@ -395,15 +400,15 @@ def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
 
 #: max characters of a pattern, and of a tensor's name; max patterns of a list
 MAX_PATTERN, MAX_NAME, MAX_PATTERNS = 400, 200, 1000
-#: max repetitions of a pattern, each of which may multiply the cost by the length of a name; max
-#: combinations of alternatives and optional parts, divided by a factor for each repetition
+#: max repetitions (*, +, {}) in a pattern, each of which may multiply the cost by the length of a
+#: name; max combinations of alternatives and optional parts, and its divisor per repetition
 MAX_REPEATS, MAX_WAYS, FEWER = 3, 4096, 8
 #: an escaped character, or a class of characters
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
 #: start of a group; comments and the flag x are refused, since other regex libraries read them
 #: differently
 _GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"\(\?(#|[a-zA-Z-]*x)")
-#: a repeated group, which is refused: its cost may double with each character
+#: a repeated group, which is refused: its cost may double with each character; any repetition
 _NESTED, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
 _INNER = re.compile(r"\(([^()]*)\)")
 
@@ -445,8 +450,9 @@ Selects = Callable[[str, str], bool]
 
 
 def selector(names: tuple[str, ...], where: str) -> Selects:
-    """Return a predicate of a module's name and class: whether a list names it, by name, by class
-    or by a pattern of names marked `re:`. WeightsError, with `where`, for unsupported patterns."""
+    """Return a predicate of a module's name and class: whether `names` has either, or a pattern,
+    marked `re:`, that matches the beginning of the name. WeightsError, with `where`, for
+    unsupported patterns."""
     patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
     if len(patterns) > MAX_PATTERNS:
         msg = f"{len(patterns)} patterns, at most {MAX_PATTERNS}"

@@ -73,7 +73,7 @@ ACTIVATIONS = (
 SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, GLOBAL)
 #: format -> tensors of its codes, otherwise `weight`
 CODE_SUFFIXES = {PACKED: (WORDS, SHAPE), NVFP4: (WORDS, GLOBAL), MXFP4: (WORDS,)}
-#: modules that are not Linear, by suffix of their names
+#: modules of class Embedding, not Linear, by suffix of their names
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NOT_ROUNDED = "a scale of activations or caches, which are not rounded"
 
@@ -137,7 +137,7 @@ class CompressedTensorsConfig:
     transform_config: Any = None
 
 
-#: a target's modules, and how they are quantised
+#: predicate of a target's modules, their quantisation, and the format of their tensors
 _Group = tuple[Selects, QuantArgs, str]
 
 
@@ -165,7 +165,7 @@ def _by_priority(config: CompressedTensorsConfig, where: str) -> list[_Group]:
         if group.weights
         for target in group.targets
     }
-    selector(tuple(targets), where)  # too many patterns
+    selector(tuple(targets), where)  # raises for too many patterns
     ordered = sorted(targets, key=lambda t: ("re:" in t, t))
     return [(selector((t,), where), *targets[t]) for t in ordered]
 
@@ -261,7 +261,8 @@ def _weight(files: Files, parts: TensorRefs, args: QuantArgs, layout: str) -> St
 
 
 def _packed(files: Files, parts: TensorRefs, args: QuantArgs, grid: ScaleBlocks) -> StoredWeight:
-    """Return a weight of 1 to 8 bits in words of 32, in the smallest format that has the bits."""
+    """Return a weight of 1 to 8 bits, stored in 32-bit words, in the smallest format that has the
+    bits."""
     codes, bits = parts[WORDS], args.num_bits
     require(codes, ["I32"])
     require(parts[SHAPE], ["I64", "I32"], (len(codes[1].shape),))

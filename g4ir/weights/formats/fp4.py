@@ -8,8 +8,8 @@ which e4m3 scales of 16 values multiply a scale in f32 (NVFP4, of the row) or bf
 values); other rows become int8 in groups.
 
 ModelOpt describes its files in `quantization_config` or in hf_quant_config.json next to
-config.json. The tensors say how a module is quantised: e4m3 codes have `weight_scale`, one number
-or blocks.
+config.json. The tensors say how a module is quantised: e4m3 codes have `weight_scale`, one number,
+one for each row or one for each block of 128 x 128.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def mxfp4_weight(files: Files, codes: TensorRef, scales: TensorRef) -> StoredWei
     require(scales, ["U8", "F8_E8M0"])
 
     def exponents(ids: torch.Tensor | None) -> torch.Tensor:
-        """Return the exponents i16 [.., G] of groups; the least for groups of zeros."""
+        """Return the exponents i16 [.., G] of groups; -127, the least, for groups of zeros."""
         biased = files.rows(scales, ids).view(torch.uint8).to(torch.int16)
         if bool((biased == 255).any()):
             raise invalid(scales, "a scale is NaN, expected a power of two")

@@ -1,14 +1,15 @@
 """GPTQ and AWQ: w = (q - z) * s, with a scale s and a zero point z for each group of a row.
 
-Both store transposes: `qweight` of w [N, K] along K, `qzeros` and `scales` [K / group, N]. GPTQ
-packs `qweight` i32 [K*b/32, N] along K and `qzeros` i32 [G, N*b/32] along N, low bits first, also
-across words; its zero points are one less than they are in files of checkpoint_format `gptq`, not
-in `gptq_v2`. `g_idx` i32 [K] is the group of each column, out of order if columns were quantised by
+Both store transposes of w [N, K]: `qweight` has the axes K, N; `qzeros` and `scales` have G, N with
+G = K / group. GPTQ packs `qweight` i32 [K*b/32, N] along K and `qzeros` i32 [G, N*b/32] along N,
+low bits first, also across words; checkpoint_format `gptq` stores zero points minus 1, `gptq_v2` as
+they are. `g_idx` i32 [K] is the group of each column, out of order if columns were quantised by
 activation order (desc_act). AWQ (version gemm) packs both along N, `qweight` i32 [K, N/8], in the
 order of `AWQ_ORDER`. Layouts as AutoGPTQ's `qlinear` and AutoAWQ's `WQLinear_GEMM` write them.
 
-Codes q - z take one bit more than q, except in symmetric files. Weights that need more than 8
-bits or have columns out of order are dequantised to the engine's dtype.
+Codes q - z take one bit more than q, except in symmetric files. Weights that need more than 8 bits,
+or have groups of less than MIN_GROUP values or columns out of order, are dequantised to the
+engine's dtype.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class AwqConfig:
 class _Packing:
     """How a file's modules are packed. `by_row`: `qweight` -> integers minus 2^(bits-1), i8 [N, K];
     `zeros`: `qzeros` -> zero points minus 2^(bits-1), integers [N, G]. `symmetric`: all zero points
-    are 2^(bits-1). `ordered`: groups are consecutive columns (no desc_act)."""
+    are 2^(bits-1). `ordered`: groups are consecutive columns (no desc_act). `packed_rows`: words
+    have codes along K (GPTQ), not along N (AWQ)."""
 
     bits: int
     group: int

@@ -3,14 +3,14 @@
 fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is a
 multiplier, in spite of its name.
 
-The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row. Codes
-are stored along K, low bits first, as code + 2^(b-1) in bytes; 8-bit codes unchanged. Scales are
-rounded to the engine's dtype before they are multiplied.
+The mobile format (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row, in
+tables for each row or group of one. Codes are stored along K, low bits first, as code + 2^(b-1) in
+bytes; 8-bit codes unchanged. Scales are rounded to the engine's dtype before they are multiplied.
 
-MLX: w = scale * q + bias, with one of each for a group of a row; `quantization` of config.json has
-`bits` and `group_size`, and others under a module's name, false if it is not quantised. Codes are
-packed into 32-bit words, low bits first. No format here has both in 16 bits, so these weights are
-dequantised.
+MLX: w = scale * q + bias, with one scale and one bias for a group of a row; `quantization` of
+config.json has `bits` and `group_size`, and other settings under a module's name, false if it is
+not quantised. Codes are packed into 32-bit words, low bits first. These weights are dequantised to
+the engine's dtype.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ModuleConfig:
 
 @dataclass(frozen=True)
 class MobileConfig:
-    """`quantization_config` of the mobile form."""
+    """`quantization_config` of the mobile format."""
 
     quant_method: str
     num_bits: _Bits = 4

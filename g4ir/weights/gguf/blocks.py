@@ -26,9 +26,10 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A GGUF type as codes times scales: codes as in ops/codecs.py, scales [n, groups]. `dense`:
-    dequantises blocks, if codes and scales only approximate them; None: they are exact. `together`:
-    number of GGUF blocks in a block of codes."""
+    """A GGUF type as codes and scales of a format (ops/codecs.py), which the two functions compute
+    from blocks; scales are [n, groups]. `dense`: dequantises blocks, if codes and scales only
+    approximate them; None: they are exact. `together`: number of GGUF blocks in a block of
+    codes."""
 
     scheme: Scheme
     codes: Part
@@ -43,7 +44,8 @@ class BlockFormat:
 
 
 def _coded(kind: str, code_format: str, group: int, scales: Part | None = None) -> BlockFormat:
-    """Return a block format with the codes of `code_format` in another bit order."""
+    """Return a block format for a GGUF type with the values of `code_format` in another bit order;
+    `scales`: by default those that the blocks have."""
 
     def codes(blocks: torch.Tensor) -> torch.Tensor:
         packed: torch.Tensor = LAYOUTS[kind].convert(blocks, FORMATS[code_format].layout)
@@ -58,14 +60,14 @@ def _scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the signed integers of blocks that have 6 bits each: i8[n, values]."""
+    """Return the signed 6-bit integers that multiply a block's scale: i8[n, integers]."""
     layout = LAYOUTS[f"{kind} integers"]
     integers = layout.read(LAYOUTS[kind].split(blocks)["integers"]).to(torch.int8) - layout.zero
     return integers
 
 
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Return int3k codes, whose integers have 8 bits."""
+    """Return int3k codes of Q3_K blocks; their shared integers have 8 bits instead of 6."""
     layout, integers = LAYOUTS["Q3_K"], _integers("Q3_K", blocks).view(torch.uint8)
     values = layout.read(blocks).to(torch.int8) - layout.zero
     return pack_codes(values, "int3k", integers)
@@ -76,12 +78,14 @@ def _iq4_xs_scales(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _minimum_scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Return scales and minima of blocks that add their minimum: w = code * scale + minimum."""
+    """Return scales and negated minima of blocks that add their minimum (w = code * scale +
+    minimum): formats here subtract it."""
     return _scales(kind, blocks) * torch.tensor([1, -1], dtype=torch.float16)
 
 
 def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Return fp4 codes; the scales, unsigned e4m3, keep their bytes, of which 0x7f is zero."""
+    """Return fp4 codes with the blocks' scales, unsigned e4m3, as shared integers; the scale 0x7f
+    (NaN) becomes 0, as in ggml."""
     clean = blocks.clone()
     scales = LAYOUTS["NVFP4"].split(clean)["integers"]
     scales &= 0x7F
@@ -91,7 +95,8 @@ def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the factor of codes that are twice e2m1; NaN if a scale has the sign bit."""
+    """Return 0.5, the scale of codes that are twice e2m1; NaN, which readers refuse, if a block's
+    scale has the sign bit."""
     signed = LAYOUTS["NVFP4"].split(blocks)["integers"].amax(-1, keepdim=True) > 0x7F
     return torch.where(signed, torch.nan, 0.5)
 
@@ -176,7 +181,7 @@ CODED |= REQUANTISED
 
 
 def relative_error(kind: str, blocks: torch.Tensor) -> float:
-    """Return the rms error of quantising some blocks of a type again, relative to the rms of their
+    """Return the rms error of requantising some blocks of a GGUF type, relative to the rms of their
     values."""
     coded = CODED[kind]
     meant = coded.dequantize(blocks)

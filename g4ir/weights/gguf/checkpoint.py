@@ -54,7 +54,8 @@ Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
 def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     """Open a file as a checkpoint; reads no tensor data but norms, and some blocks of types that
-    are quantised again. Weights that graphs cannot read as codes are dequantised to `dtype`."""
+    are quantised again. Weights that graphs cannot read as codes are dequantised to `dtype`.
+    WeightsError if the file does not fit the spec."""
     shapes = text_tensors(spec) | (media_tensors(spec, ()) if spec.drafter else {})
     live, ignored, problems = _sorted(file, spec, shapes)
     names = checkpoint_names(spec.text.num_hidden_layers, architecture(file))
@@ -62,7 +63,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     defaults = _checked(file, spec, live, shapes, problems, stored)
     files = Files(file.path.parent)
     _log_errors(file, live, files)
-    # A draft model's weights have the engine's dtype.
+    # A draft model's weights are dequantised.
     quantised = set() if spec.drafter else {checkpoint_name(param) for param in weights_of(spec)}
     plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
     weights = {name: files.weight(tensor) for name, tensor in plain.items()}
@@ -93,7 +94,7 @@ def _log_errors(file: Container, live: Mapping[str, Tensors], files: Files) -> N
 
 
 def _less(weight: StoredWeight, added: float) -> StoredWeight:
-    """Subtract `added` from a stored weight, in fp32 (norms are stored as 1 + w)."""
+    """Subtract `added` from a stored weight, in fp32: some files store norms as w + 1."""
     read = weight.parts[""]
     return replace(weight, parts={"": lambda rows: read(rows).float() - added})
 
@@ -129,7 +130,7 @@ def _sorted(
     file: Container, spec: Spec, valid: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensors], dict[str, str], list[Mismatch]]:
     """Sort tensors into live (by checkpoint name), ignored (name -> reason), and mismatches: those
-    that the spec does not have, or has twice."""
+    that the spec does not have, or the file has twice."""
     rules, dead = architecture(file), dead_tensors(spec)
     names_of = checkpoint_names(spec.text.num_hidden_layers, rules)
     problems: list[Mismatch] = []
@@ -201,7 +202,8 @@ def _is_plain(tensors: Tensors) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A weight stored in blocks, in one or more tensors; its values have the engine's `dtype`."""
+    """A weight stored in one or more tensors, plain or in blocks; if it is not read as codes, its
+    values have `dtype` (the engine's)."""
 
     files: Files
     tensors: Tensors
@@ -257,7 +259,7 @@ class Blocks:
         return values
 
 
-#: bound of a clipped linear -> name of its param
+#: bound of a clipped linear -> suffix of its param's name
 _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
 
 

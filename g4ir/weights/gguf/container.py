@@ -42,7 +42,7 @@ HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
 #: advice for a wrong value: the file is complete, so downloading it again would not help
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
-#: file name of a split model: model, file number, number of files
+#: file name of a split model; groups: the model's name, the number of files
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 KIND = "general.architecture"
 IMATRIX = "an importance matrix of llama.cpp (imatrix)"
@@ -151,7 +151,8 @@ class Container:
 
 
 def read_container(path: Path) -> Container:
-    """Read and check everything but tensor data; of a split model, any of its files will do."""
+    """Read and check everything but tensor data; of a split model, `path` may be any file, and all
+    are read. WeightsError for an invalid or missing file."""
     file = _read_file(path)
     count = file.values.get("split.count", 1)
     return file if count in (0, 1) else _join_files(file, count)

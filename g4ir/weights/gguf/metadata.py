@@ -45,13 +45,13 @@ OTHER_NAMES = {
 }
 #: keys of towers in the same file (as ollama writes it), ignored
 OF_TOWERS = ("vision.", "audio.", "mm.")
-#: tensors of an encoder's dense layers, and its pooling_type
+#: tensors of an encoder's dense layers; the pooling_type of a mean
 DENSE, POOLED_BY_MEAN = ("dense_2.weight", "dense_3.weight"), 1
-#: encoders whose files store the window as the sum of both sides
+#: sides of an encoder's window: files store the sum of both
 BOTH_WAYS = 2
 UNROTATED = 1e30
 MAX_PAIRS = 1 << 15
-#: fields without a GGUF key, or derived by llama.cpp
+#: spec fields without a GGUF key, or derived by llama.cpp
 UNSAID = ("text.use_bidirectional_attention", "text.hidden_activation")
 #: fields whose value in the spec overrides the file's
 SPEC_ONLY = (*UNSAID, "text.query_pre_attn_scalar")
@@ -235,7 +235,8 @@ def _drafter(keys: _Keys, text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_encoder(keys: _Keys) -> None:
-    """Raise SpecError if an encoder has another pooling than the mean, or causal attention."""
+    """Raise SpecError if an encoder has another pooling than the mean, causal attention, or dense
+    layers of other sizes than its keys say. Does nothing for other models."""
     if "config" not in keys.rules:
         return
     for name, value in (("pooling_type", POOLED_BY_MEAN), ("attention.causal", False)):
@@ -427,7 +428,8 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
     return count
 
 
-#: values of `tokenizer.ggml.model`; SentencePiece merges may be implied by scores alone
+#: values of `tokenizer.ggml.model`: SentencePiece, of which a file may have only scores, no merges;
+#: BPE
 SCORED = "llama"
 MODELS = (SCORED, "gemma4")
 PREFIX = "tokenizer.ggml."
@@ -534,13 +536,13 @@ def _sampling(file: Container) -> dict[str, Any]:
     such a name keep their key, so that the reader of the defaults reports them."""
     values = {key: _setting(file, key) for key in file.values if key.startswith(SAMPLING)}
     out = {name: values[key] for key, name in SETTINGS.items() if key in values}
-    if out.get("top_k", 0) >= NO_TOP_K or out.get("top_k", 0) < 0:  # -1, of either sign
+    if out.get("top_k", 0) >= NO_TOP_K or out.get("top_k", 0) < 0:  # -1 as uint32 or int32: off
         out["top_k"] = 0
     if out.get("temperature") == 0:  # greedy: other sampling settings have no effect
         out = {name: out[name] for name in out.keys() - DRAWN}
     if not out.keys().isdisjoint(DRAWN):
         out["do_sample"] = True
-    if values.get(f"{SAMPLING}penalty_last_n") == 0:  # of no token
+    if values.get(f"{SAMPLING}penalty_last_n") == 0:  # penalises no token
         out.pop("repetition_penalty", None)
         return out
     return out | {key: values[key] for key in values if key not in SETTINGS and _acts(key, values)}
@@ -595,8 +597,8 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
         for (text, i), kind in zip(ids.items(), kinds, strict=True)
         if kind in (CONTROL, USER_DEFINED) or text in ends
     ]
-    # The library reads pairs in one text in two thirds of the time; it splits them at spaces, and
-    # one that begins with #version is a comment to it.
+    # The library tokenizers reads pairs that are one string in two thirds of the time, but splits
+    # them at spaces, and takes one that begins with #version as a comment.
     texts = "\n".join(ids)
     plain = " " not in texts and "#version" not in texts
     pairs = [" ".join(pair) for pair in merges] if plain else merges
@@ -608,8 +610,8 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
 def _added_ids(
     file: Container, ids: Mapping[str, int], start: bool, end: bool
 ) -> dict[str, Any] | None:
-    """Return the post-processor that adds <bos> at the start, and of an encoder <eos> at the end;
-    None if neither is to be added."""
+    """Return the post-processor that adds <bos> at the `start` of a text, <eos> at the `end`; None
+    for neither, or if the file does not name the tokens."""
     added = {"bos_token_id": start, "eos_token_id": end}
     tokens = [_id(file, key) if add else None for key, add in added.items()]
     texts = [next((t for t, i in ids.items() if i == token), None) for token in tokens]

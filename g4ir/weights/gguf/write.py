@@ -1,9 +1,9 @@
 """Writes a text model as a GGUF file, for llama.cpp and for `gguf.checkpoint`.
 
-Matrices have one type; quantised ones keep their codes if the type has the same ones, and scales
-are per row or per multiple of 32 values.
-Tables and the head have at least 8 bits; routers and vectors are F32. A spec that GGUF metadata
-cannot express is refused: the metadata are read back and compared before any weight is written.
+Matrices have one type, or F16 if its blocks do not divide their rows. Quantised ones keep their
+codes if the type has the same ones, and scales are per row or per multiple of 32 values. Tables and
+the head have at least 8 bits; routers and vectors are F32. A spec that GGUF metadata cannot express
+is refused: the metadata are read back and compared before any weight is written.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from .metadata import (
     read_spec,
 )
 
-#: file kind -> general.file_type, tensor type of tables
+#: file kind -> general.file_type, tensor type of tables and the head
 WRITTEN: dict[str, tuple[int, str]] = {name: (i, of) for name, (i, of) in TABLES["written"].items()}
 #: Python type of a value -> GGUF type
 _KINDS: dict[type, int] = {bool: BOOL, int: 4, float: 6, str: STRING}
@@ -88,7 +88,8 @@ def write_gguf(
     progress: Progress = no_progress,
 ) -> Path:
     """Write a text model with tokenizer, chat template and generation defaults, atomically; `kind`:
-    a key of WRITTEN. SpecError if GGUF cannot express the spec, InputError if the disk is full."""
+    a key of WRITTEN. SpecError if GGUF cannot express the spec, InputError if the path exists or
+    the disk has no room."""
     check_folder(path.parent)
     if path.exists() or path.is_symlink():
         raise InputError(f"{path}: exists already; choose another --out")
@@ -105,7 +106,7 @@ def write_gguf(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of a file; `rows` yields its bytes."""
+    """A tensor of a file; `kind`: its GGUF type; `rows` yields its data, a few rows at a time."""
 
     name: str
     kind: str
@@ -142,7 +143,7 @@ def architecture_of(spec: Spec) -> str:
 
 
 def _tensors(spec: Spec, source: Checkpoint, kind: str) -> Iterator[_Tensor]:
-    """Yield the tensors, RoPE frequencies first: `read_spec` needs them and the metadata."""
+    """Yield the tensors, RoPE frequencies first: `read_spec` needs no other tensor's data."""
     rules = _rules(spec)
     names = checkpoint_names(spec.text.num_hidden_layers, rules)
     stored = {bare: name for name, bare in reversed(names.items())}
@@ -179,7 +180,9 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def _rows(
     source: Checkpoint, bare: str, shape: tuple[int, ...], kind: str, added: float
 ) -> Iterator[torch.Tensor]:
-    """Yield the stored data of a tensor, some rows at a time."""
+    """Yield a tensor's data for the GGUF file, a few rows at a time: cast or quantised to `kind`,
+    or repacked if the checkpoint has the same codes. `added` (of norms) is added to unquantised
+    values."""
     scheme, block = source.forms.get(bare), _BLOCKS.get(kind)
     code_format = scheme and SAME_CODES.get(scheme.form, scheme.form)
     if scheme and block and code_format == block.form and scheme.group % block.group == 0:
@@ -296,7 +299,8 @@ def _sampling(side_files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _written(key: str, value: Any) -> Any:
-    """Convert a setting to its GGUF type; None if it is out of range."""
+    """Convert a setting to its GGUF type; None if it is absent or no finite float32. A top_k out of
+    range becomes 0 (off)."""
     if key == TOP_K:
         return None if value is None else int(value) if value < NO_TOP_K else 0
     return float(value) if value is not None and abs(value) <= MAX_FLOAT else None
