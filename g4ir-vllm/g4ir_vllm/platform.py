@@ -67,7 +67,7 @@ class G4irPlatform(Platform):
         return [torch.float32, torch.bfloat16]
 
     def is_cpu(self) -> bool:
-        """Return False while the worker runs, since vLLM's CPU settings are for its own kernels.
+        """Return False while the worker runs, since vLLM's CPU settings are for vLLM's kernels.
         Afterwards vLLM uses this to decide whether to free accelerator memory."""
         return self.ended and not torch.accelerator.is_available()
 
@@ -136,14 +136,15 @@ class G4irPlatform(Platform):
         cls.reuse = c.additional_config.setdefault(REUSE, c.cache_config.enable_prefix_caching)
         c.cache_config.enable_prefix_caching = False
         c.cache_config.block_size = length
-        c.cache_config.num_gpu_blocks_override = rows + 1  # vLLM reserves one
+        c.cache_config.num_gpu_blocks_override = rows + 1  # vLLM reserves one block
         c.parallel_config.worker_cls = "g4ir_vllm.worker.G4irWorker"
         c.compilation_config.mode = CompilationMode.NONE
         c.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Raise an error (HTTP 400) for a request that the worker could not compute."""
+        """Raise an error (HTTP 400) for a request that the worker could not compute, and for a
+        `cache_salt` that the prefix cache would ignore."""
         from vllm.exceptions import VLLMValidationError as Refused
 
         for name, absent in REFUSED_PARAMS.items():

@@ -26,7 +26,7 @@ from g4ir.weights.checkpoint import CONFIG, GENERATION
 from .config import ARCHITECTURE, MODEL_TYPE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-#: files that vLLM reads in addition to those written here
+#: files of an engine that vLLM reads; copied if the engine has them
 COPIED = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 

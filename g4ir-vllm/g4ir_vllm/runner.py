@@ -1,8 +1,9 @@
 """Computes the requests of vLLM's scheduler in the slots of an engine: tokens in, logits out.
 
-A step decodes the scheduled sequences, then prefills one prompt up to the scheduled token; a
-complete prompt gets a slot. The scheduler counts tokens, but the engine computes whole chunks, so
-an incomplete prompt may lag behind the scheduler by less than a chunk.
+A step decodes the scheduled sequences, then prefills the scheduled prompts one after another, each
+up to its scheduled token; a complete prompt gets a slot. The scheduler counts tokens, but the
+engine computes whole chunks, so an incomplete prompt may lag behind the scheduler by less than a
+chunk.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Runner:
         return None
 
     def _chunks(self, request: Request) -> Generator[torch.Tensor | None, None, None]:
-        """Return the iterator of a prompt's chunks; starts it if another prompt was in prefill."""
+        """Return the iterator of a prompt's chunks: the running one if this prompt is in prefill,
+        else a new one, for which the prefill of another prompt is interrupted."""
         if self._prompt and self._prompt[0] is request:
             return self._prompt[1]
         self._leave()

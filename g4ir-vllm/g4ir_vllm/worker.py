@@ -45,7 +45,7 @@ class SuppressedTokens(LogitsProcessor):
 
 
 class G4irWorker(WorkerBase):
-    """vLLM's worker over one engine: computes its scheduler's steps, and samples on the host."""
+    """vLLM's worker over one engine: computes the scheduler's steps, and samples on the host."""
 
     def init_device(self) -> None:
         """Set seeds; the engine was built for its device."""
@@ -164,7 +164,7 @@ class G4irWorker(WorkerBase):
         self.batch.remove_request(name)
 
     def _logits(self, so: SchedulerOutput) -> dict[str, torch.Tensor]:
-        """Compute the step; return logits [vocab] of the requests that are sampled in it."""
+        """Compute the step; return request name -> logits [vocab] for those sampled in it."""
         old, requests = so.scheduled_cached_reqs, self.runner.requests
         # request -> tokens that the scheduler counts as computed
         begun = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
