@@ -4,8 +4,8 @@
     engine.generate(tokens, adapter="fr")
     adapters.unload("fr")            # requests that use it finish
 
-A name that is removed or replaced is unknown to new requests at once; its slot is free once the
-last request that uses it has ended. Thread-safe.
+New requests no longer get an adapter that was removed or replaced; its slot is free once the last
+request that uses it has ended. Thread-safe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from g4ir.weights.lora import Slots
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter in a slot; `digest` of its weights and scale, for the prefix cache."""
+    """An adapter in a slot; `digest`: of its weights, config and scale, for the prefix cache."""
 
     name: str
     path: str
@@ -40,7 +40,7 @@ class Adapters:
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
         self._loaded: dict[str, LoadedAdapter] = {}
-        #: users of each slot: names, and requests and sessions that have not ended
+        #: number of users of each slot: a loaded name, requests and sessions that have not ended
         self._users: Counter[int] = Counter()
         self._lock = threading.RLock()
 
@@ -51,9 +51,9 @@ class Adapters:
             return dict(self._loaded)
 
     def load(self, name: str, path: str | Path, replace: bool = False) -> LoadedAdapter:
-        """Load an adapter (DIR or DIR=SCALE) under a name, in place of one of that name only with
-        `replace`. InputError if it is taken, or no slot is free; WeightsError for an adapter that
-        does not fit the model: nothing is changed then."""
+        """Load an adapter (`path`: DIR or DIR=SCALE) under a name. InputError if the name is
+        invalid, or taken without `replace`, or no slot is free; InputError or WeightsError for an
+        adapter that does not fit the model. After an error nothing has changed."""
         if not name or not name.isprintable() or set(name) & set(":=/ "):
             raise InputError(f"adapter {name[:40]!r}: expected a name without : = / and spaces")
         adapter = Adapter.of(path)

@@ -45,7 +45,7 @@ class AsyncEngine:
         self.engine, self.settings = engine, settings or AsyncEngineConfig()
         self.scheduler = Scheduler(engine, config)
         self.totals = self.scheduler.totals
-        #: exception that ended the thread
+        #: exception that ended the thread, or None
         self.error: BaseException | None = None
         self._inbox: deque[RequestHandle] = deque()
         #: unfinished requests, in order of submission
@@ -63,8 +63,9 @@ class AsyncEngine:
 
     def submit(self, request: Request, callback: Callable[[Event], None]) -> RequestHandle:
         """Check a request and put it in the queue. The callback gets its events on the scheduler's
-        thread and must not block; if it raises, the request is cancelled. InputError for a request
-        that this engine can never serve; BusyError if the queue is full, and after closing."""
+        thread and must not block; if it raises, the request is cancelled. InputError or
+        MissingError for a request that this engine cannot serve; BusyError if the queue is full,
+        and after closing; EngineError if the thread has failed."""
         handle = self.scheduler.handle(request)
         with self._lock:
             self._check_capacity(request)
@@ -102,8 +103,8 @@ class AsyncEngine:
                 raise TimeoutError(f"the service did not end within {timeout} seconds")
 
     def _check_capacity(self, request: Request) -> None:
-        """Raise EngineError or BusyError if the request is refused; an empty queue takes any
-        request."""
+        """Raise EngineError or BusyError if the request is refused; if no request waits, one of any
+        length is accepted."""
         if self.error is not None:
             raise EngineError(
                 f"{self.engine.label}: the service ended: {self.error}; start another"

@@ -1,9 +1,9 @@
 """The sequences that decode together, in a session of the smallest bucket with enough slots.
 
 Every row of a session is computed in every step, active or not. So there is one session per bucket
-(1, 2, 4, 8, 16, 24, ... rows), created on first use; at most 2 * max_batch slots are kept.
-Sequences are copied to a larger bucket at once, to a smaller one after `patience` steps in which it
-would have been enough.
+(1, 2, 4, 8, 16, 24, ... rows), created on first use; together they have at most 2 * max_batch rows.
+Sequences are copied to a larger bucket at once, to a smaller one after more than `patience`
+consecutive steps in which it would have been enough.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Batch(Generic[T]):
             self.slots[slot], sequence.slot = sequence, slot
 
     def lend(self, rows: int) -> Session:
-        """Return an empty session of this bucket size, to prefill in and then pass to `take`; also
-        reserve free slots for all its rows."""
+        """Return an empty session of `rows` rows (a bucket size), to prefill in and then pass to
+        `take`; also make room for as many sequences in a batch that is not empty."""
         count = len(self.sequences) + rows
         if count == rows:
             self.slots = []
@@ -80,8 +80,8 @@ class Batch(Generic[T]):
         return session
 
     def take(self, lent: Session, sequences: Sequence[T | None]) -> None:
-        """Move the sequences of a lent session (by row; None: a row without one, which is emptied)
-        into slots: by copy, or without one if the batch is empty."""
+        """Add the sequences of a lent session (by row; None: a row without one, which is emptied)
+        to the batch: by copying rows, or, if the batch is empty, by using that session."""
         alone = not self.sequences
         if alone:
             self.slots, self._oversized_calls = [*sequences], 0
@@ -102,7 +102,8 @@ class Batch(Generic[T]):
         return True
 
     def release(self) -> Session | None:
-        """Give up the one-row session, if there is one and the batch is empty."""
+        """Remove and return the one-row session; None if there is none or the batch is not
+        empty."""
         if self.sequences:
             return None
         self.slots = []
@@ -116,7 +117,8 @@ class Batch(Generic[T]):
             sequence.slot = -1
 
     def should_shrink(self) -> bool:
-        """Count a step; return whether a smaller bucket has been enough for `patience` steps."""
+        """Count a step; return whether a smaller bucket would have been enough in more than
+        `patience` consecutive steps."""
         size = self._bucket_for(len(self.sequences))
         self._oversized_calls = self._oversized_calls + 1 if size < len(self.slots) else 0
         return self._oversized_calls > self.patience
@@ -133,8 +135,9 @@ class Batch(Generic[T]):
         self.sessions.clear()
 
     def _session_of(self, rows: int) -> Session:
-        """Return the session of a bucket. If all sessions have more than 2 * max_batch slots, drop
-        the largest other ones first: recording a new one takes about the same time for any size."""
+        """Return the session of a bucket. While the sessions have more than 2 * max_batch rows
+        together, drop the largest that is neither this one nor the current one: recording a new one
+        takes about the same time for any size."""
         self.sessions[rows] = session = self.sessions.get(rows) or Session(self.engine, rows)
         for other in sorted({*self.sessions} - {rows, len(self.slots)}, reverse=True):
             if sum(self.sessions) > 2 * self.sizes[-1]:

@@ -32,8 +32,8 @@ class ChunkSize:
         self._size = float(min(FIRST_TOKENS, max_tokens) if self.bounded else max_tokens)
         #: when the host last read a result, and the prompt tokens computed since
         self._since, self.computed = 0.0, 0
-        #: seconds of the last two decode steps without a chunk, 0 until measured; steps with one
-        #: since
+        #: seconds of the last two decode steps without a chunk, 0 until measured; number of steps
+        #: with a chunk since then
         self._steps_s, self._mixed_steps = (0.0, 0.0), 0
         #: if requests wait behind this chunk's prompt: number of sequences that decode or wait, at
         #: most max_batch; else 0
@@ -70,7 +70,7 @@ class ChunkSize:
             return
         self._mixed_steps += 1
         gap_s = self.gap_s * min(max(self.queued_rows * QUEUED_FACTOR, 1.0), MAX_QUEUED_FACTOR)
-        bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # one may be an outlier
+        bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # of two: one may be an outlier
         if seconds > 0 and (full or seconds > bound):
             change = computed * AIM * bound / seconds / self._size
             if seconds < AIM * bound:

@@ -53,14 +53,15 @@ class TokenSteps:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no step remains, or a sequence has a draft."""
+        """Whether all steps have run and their tokens are read, or a sequence has a draft."""
         if self.started == self.remaining:
             return not self.loop.unread
         return self.watches and any_draft(self.running, self.drafters)
 
     def step(self, prefill_follows: bool = False) -> Tokens:
-        """Return the tokens of the next steps; of a single one if a prefill chunk follows, during
-        which no step of a loop that occupies the full device may run."""
+        """Start calls, so that up to AHEAD are in flight, and return the tokens of the oldest. If a
+        prefill chunk follows, new calls are single steps, and none stays in flight if the loop
+        occupies the full device: no step of it may run during the chunk."""
         single = self.watches or prefill_follows
         alone = self.watches or (prefill_follows and self.loop.exclusive)
         while self.loop.unread < (1 if alone else AHEAD) and self.started < self.remaining:

@@ -38,11 +38,12 @@ Tensor = torch.Tensor
 #: content or encoded)
 EncoderInput = str | Sequence[Any] | Mapping[str, Any]
 
-#: tokens of a chunk, unless one text has more; more were not faster (docs/embeddings.md)
+#: max tokens of a chunk, unless one text has more; more were not faster (docs/embeddings.md)
 PACKED_TOKENS = 1024
 #: min tokens of a chunk, since a chunk of one token would run the kernels of a decode step
 MIN_TOKENS = 2
-#: texts that are tokenised and sorted together, and inputs with media: both bound the memory
+#: number of inputs that are tokenised and sorted together, which bounds the memory: if all are
+#: texts, and if one has media
 WINDOW, MEDIA_WINDOW = 4096, 64
 #: max characters per token of the context: longer texts are cut or refused before they are
 #: tokenised
@@ -64,8 +65,8 @@ def need_encoder(spec: Variant, label: str) -> None:
 
 
 def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | None]:
-    """Return task -> text in front of a text, and the default task or None: the model_type's
-    prompts, overridden by the checkpoint's. EngineError for an invalid file."""
+    """Return the prompts, task -> text that is put before each input, and the default task or None:
+    the model_type's prompts, overridden by the checkpoint's. EngineError for wrong values."""
     path = folder / PROMPTS
     if not path.is_file():
         return FAMILIES[spec.model_type]["prompts"], None
@@ -107,7 +108,8 @@ class Embedder:
         return self.engine.tokenizer()
 
     def prompt(self, task: str | None) -> str:
-        """Return the text in front of the texts of a task; InputError for an unknown one."""
+        """Return the text that a task puts before each input (None: the default task, if any; none:
+        ""). InputError for an unknown task."""
         name = self.default_task if task is None else task
         if name is None or name == "none":
             return ""
@@ -133,8 +135,9 @@ class Embedder:
         truncate: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the embeddings float32 [n, dims] of up to WINDOW texts at a time, in order;
-        `progress` is called with the number of texts done."""
+        """Yield the embeddings float32 [n, dims] of up to WINDOW inputs at a time (MEDIA_WINDOW if
+        one has media), in order, arguments as in `Engine.embed`; `progress` is called with the
+        number of texts done."""
         prompt, size = self.prompt(task), self.size(dims)
         window = WINDOW if all(map(_is_text, texts)) else MEDIA_WINDOW
         for start in range(0, len(texts), window):
@@ -154,10 +157,10 @@ class Embedder:
         truncate: bool = False,
         first: int = 0,
     ) -> list[EncoderTokens]:
-        """Return the token ids of each text after the prompt, with the tokenizer's own start and
-        end tokens, and its media's soft tokens; ids are taken as they are. InputError for an empty
-        or too long text (`truncate`: cut before the end token, unless it has media), or an invalid
-        one; `first`: the first text's number in it."""
+        """Return each input's token ids, with `prompt` before the text and the tokenizer's start
+        and end tokens around it, and its media's soft tokens. An input of token ids is used
+        as it is. InputError for an empty, invalid or too long input (`truncate` cuts it before the
+        end token, unless it has media); `first`: the first input's number in errors."""
         spec, limit, kinds = self.engine.spec, self.engine.limits.max_seq, self.engine.media.kinds
         inputs = [self._read(t, first + i, truncate) for i, t in enumerate(texts)]
         strings = [prompt + s for s, _ in inputs if s is not None]
@@ -184,8 +187,8 @@ class Embedder:
         self, text: EncoderInput, number: int, truncate: bool
     ) -> tuple[str | None, tuple[Soft, ...]]:
         """Return an input's text with a placeholder for each of its media (None for token ids), and
-        the soft tokens of these. With `truncate` it is cut to MAX_CHARACTERS * max_seq characters,
-        which are an InputError otherwise."""
+        the soft tokens of these. A text of more than MAX_CHARACTERS * max_seq characters is cut
+        with `truncate`, else an InputError."""
         name, limit, soft = f"text {number}", self.engine.limits.max_seq, tuple[Soft, ...]()
         if not isinstance(text, str):
             if not isinstance(text, Sequence | Mapping) or not text:
@@ -236,8 +239,8 @@ class Embedder:
     def encode(
         self, ids: Sequence[EncoderTokens], first: int = 0
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the embeddings of texts chunk by chunk: their indices, float32 [n, size].
-        CheckError for one that is not finite, which numbers the texts from `first`."""
+        """Yield for each chunk the indices of its n texts, and their embeddings float32 [n, size].
+        CheckError for an embedding that is not finite, which numbers the texts from `first`."""
         engine = self.engine
         engine.check_process()
         for rows in pack(
@@ -279,7 +282,8 @@ class Embedder:
 
 def packed_inputs(texts: Sequence[Sequence[int]], batch: int) -> dict[str, Tensor]:
     """Return the inputs of a chunk of texts, one after another: `tokens` and `positions` i64 [1,
-    S], padded to MIN_TOKENS, and `ends` i64 [batch], the offset of each text's end."""
+    S], padded to MIN_TOKENS, and `ends` i64 [batch], the offset of each text's end, repeated for
+    the texts that are missing from the batch."""
     lengths = [len(x) for x in texts]
     padding = [0] * (MIN_TOKENS - sum(lengths))
     positions = [i for n in lengths for i in range(n)] + padding

@@ -64,7 +64,8 @@ class Engine(EngineParts):
         return encode(self, kind, item, **options)
 
     def tokenizer(self) -> Any:
-        """Return the checkpoint's own tokenizer (library `tokenizers`)."""
+        """Return the checkpoint's tokenizer (library `tokenizers`). EngineError if it has none or
+        an invalid one, MissingError without the library."""
         path = self.path / TOKENIZER
         if not path.is_file():
             why = f"{self.label} has no {TOKENIZER} (the checkpoint had none)"
@@ -74,7 +75,8 @@ class Engine(EngineParts):
         )
 
     def text_tokenizer(self) -> Any:
-        """Return a tokenizer for a few short texts, by its index if the engine has one."""
+        """Return a tokenizer for a few short texts: backed by the engine's tokenizer index if it
+        has one, else `tokenizer()`."""
         index = self.path / INDEX
         return IndexedTokenizer(index, self.tokenizer) if index.is_file() else self.tokenizer()
 
@@ -102,23 +104,27 @@ class Engine(EngineParts):
         prompts of different lengths (list of lists -> list of lists, in their order), of which
         max_batch are computed together. Tensors, arrays of integers and tuples are accepted too.
 
-        An answer ends with its stop id, which is part of the result, or after max_new_tokens.
-        `on_token(token)` is called with each token of a single prompt, `on_token(row, token)` of
-        several. Prompt i is sampled with seed + i.
+        An answer ends with a stop id, which is part of the result, or after max_new_tokens.
+        `stop_ids`: instead of the checkpoint's. `on_token(token)` is called with each token of a
+        single prompt, `on_token(row, token)` of several. Prompt i is sampled with seed + i.
+        temperature 0: greedy. InputError for invalid arguments; CheckError if logits are NaN or
+        infinite.
 
         images, videos, audio: lists of what `encode` takes. They belong to the placeholders of
         their kind in order, row by row: one placeholder for each medium, or one for each soft
         token (media/prompt.py).
 
-        With `chat` a prompt is a user message, or a list of messages (OpenAI's format), and several
-        are a list of such: the checkpoint's template renders them, and the ends of the turn are
-        stop ids too. The result is the whole answer, which `chat.Reader` parses.
+        With `chat` a prompt is the text of a user message, or a list of messages (OpenAI's format);
+        several prompts are a list of these. The checkpoint's template renders them, and the tokens
+        that end a turn are stop ids too, unless `stop_ids` are passed. The result is token ids of
+        the answer with its reasoning and tool calls, whose text `chat.Reader` parses.
 
         `draft`: source of draft tokens (speculative.py): none, ngram (the text itself), or mtp (the
         engine's draft model); at most `draft_tokens` at a time (default: what the engine was built
-        for). The tokens are those of single steps: in float32 always, in 16 bits unless two logits
-        are nearly equal, since products of several rows may round differently. `tally` counts
-        draft tokens. `adapter`: name of a loaded adapter (adapters.py).
+        for). The result is that of decoding one token per step, unless two logits are nearly equal:
+        matmuls of several tokens may round differently (in tests, only bfloat16 results
+        differed). `tally`: stats to which this call's drafts are added. `adapter`: name of a loaded
+        adapter (adapters.py).
         """
         need_decoder(self.spec, self.label)
         drafts = resolve_draft(self.config, self.label, draft, draft_tokens)
@@ -162,8 +168,8 @@ class Engine(EngineParts):
     def values(
         self, tokens: Any, names: Sequence[str], phase: str = "prefill", **media: Sequence[Any]
     ) -> dict[str, Any]:
-        """Return values of the plain graphs for a text, name -> tensor [1, S, ...] in the engine's
-        dtype; quantised weights are taken as they are.
+        """Return values of the plain graphs (values.py) for a text, name -> tensor [1, S, ...] on
+        the host, computed in the engine's dtype with its weights, dequantised.
 
         tokens: ids [S] or [1, S]. names: such as `L*.out` (`*`: no dots) and `L3.attn.out`, which
         `g4ir show --after none` prints; also `L3.attn.probs`, the attention's probabilities
@@ -209,8 +215,9 @@ class Engine(EngineParts):
 
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
-        """Context manager that lends the idle scheduler of the last `generate` if it has the same
-        config, else a new one with this many slots, and keeps it for the next call."""
+        """Context manager that lends the idle scheduler of the last `generate` if it has the config
+        that these arguments give, else a new one; after an error-free use it is kept for the next
+        call. `slots`: number of sequences of the call."""
         with self._lending:
             scheduler, self._idle = self._idle, None
         config = SchedulerConfig(
@@ -227,7 +234,7 @@ class Engine(EngineParts):
         self._idle = scheduler
 
     def close(self) -> None:
-        """Free the runtime's memory."""
+        """Free the runtime's memory; the engine refuses to run afterwards (InputError)."""
         self._idle = None
         vars(self).pop("embedder", None)
         self.runtime.close()
@@ -236,7 +243,8 @@ class Engine(EngineParts):
 
 
 class Refusing:
-    """A placeholder runtime that raises why the engine cannot run; it may have params."""
+    """Placeholder runtime of an engine that cannot run: using it raises InputError with the reason
+    `why`. `source`: the engine's params, if its weights are to be read."""
 
     def __init__(self, why: str, source: ParamSource | None = None) -> None:
         self._why = why

@@ -29,8 +29,8 @@ class HiddenStates:
         return (self._before < length) & (length <= self._after) & (length > 0)
 
     def of(self, length: torch.Tensor) -> torch.Tensor | None:
-        """Return the states [batch, 1, hidden] of the newest tokens; undefined for rows without
-        one."""
+        """Return the states [batch, 1, hidden] of the newest tokens, undefined for rows that have
+        none (`available`); None before the first step."""
         if self.states is None or self.states.shape[1] == 1:
             return self.states
         at = (length - self._before - 1).clamp(0, self.states.shape[1] - 1)
@@ -39,8 +39,8 @@ class HiddenStates:
 
     def take(self, states: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """Store the hidden states of a step, [batch, S, hidden] of all tokens or [batch, 1, hidden]
-        of the last; None: it returned none. before, after: int64 [batch], lengths. Rows without a
-        new token keep their state."""
+        of the last; None: the step returned none. before, after: each row's length, int64 [batch],
+        before and after the step. Rows without a new token keep their state."""
         if states is None and self.states is None:
             return
         unchanged = self.available(before) & (after == before)

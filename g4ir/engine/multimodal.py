@@ -48,12 +48,13 @@ def encode(
 ) -> Soft:
     """Return the soft tokens of one item.
 
-    `budget`: soft tokens of an image at most, one of those the engine was built for; `frames`:
+    `budget`: maximum soft tokens of an image, one of those the engine was built for; `frames`:
     number of frames of a video (default 32, or all of a shorter one); `fps`: frames per second
-    instead, at most `frames` (default of encoders: 1, at most 32, without the frames' times);
+    instead, at most `frames` if passed. (Models with a default rate, `fps` in model_types.yaml,
+    take frames at `fps` or that rate, at most `frames`, default 32, without their times.)
     `too_long`: whether audio beyond the limit is cut or refused. InputError for a kind that the
     engine does not take, a file that cannot be read as that kind, and in a forked process;
-    MissingError where a library for decoding is missing.
+    MissingError if a library for decoding is missing.
     """
     engine.check_process()
     check_supported(kind, engine.media, engine.spec)
@@ -182,7 +183,8 @@ def read_local(engine: EngineParts, medium: Medium, **settings: Any) -> Soft:
 
 
 def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) -> Soft:
-    """Encode a file's bytes to soft tokens, with the settings of `encode`."""
+    """Encode a file's bytes to soft tokens, with the settings of `encode`; an InputError names the
+    part of the message."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "medium"
         path.write_bytes(raw)

@@ -50,8 +50,8 @@ class AnswerStream:
         self._stops = Stops(stop)
 
     def take(self, event: Event) -> list[Said]:
-        """Return the output events that a scheduler event completes. EngineError if the sequence
-        failed."""
+        """Return the output events that a scheduler event completes. Raises the event's error if
+        the sequence failed, EngineError if it has none."""
         if self.over:
             return []
         if event.finish == FAILED:
@@ -101,7 +101,8 @@ class AnswerStream:
         return {"token": text, "logprob": logprob, "bytes": raw}
 
     def _end(self, finish: str) -> list[Said]:
-        """Flush the pending text. A call or reasoning that was cut off stays open."""
+        """Flush the pending text and set `finish`. After LENGTH or CANCELLED an incomplete call is
+        returned as truncated (`arguments` None)."""
         self.over = True
         pieces, reason = self._stream.flush(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
         if not self.reader:

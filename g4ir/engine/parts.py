@@ -58,7 +58,8 @@ class EngineParts:
 
     @property
     def label(self) -> str:
-        """Its name in messages: the model that it was built from on first use, or its path."""
+        """Its name in messages: the model as the user named it, if the engine was built on first
+        use, else the engine's path."""
         return engine_label(self.path)
 
     @property
@@ -120,9 +121,9 @@ class EngineParts:
         return json.loads(self.facts.text())
 
     def param(self, name: str) -> torch.Tensor:
-        """Return a weight of the model, `L0.mlp.w_gate` say, as the engine computes with it, on the
-        host and in its dtype: dequantised, and joined from all ranks. InputError for a name that
-        the model does not have."""
+        """Return a weight of the model, such as `L0.mlp.w_gate`, as the engine computes with it:
+        dequantised, joined from all ranks, on the host, in the engine's dtype. InputError for a
+        name that the model does not have."""
         plain = plain_params(self.spec, self.dtype, self.media, self.drafter)
         if name not in plain:
             near = did_you_mean(name, plain)
@@ -134,14 +135,16 @@ class EngineParts:
             return weight.cpu()
 
     def unpacked(self, rank: int = 0) -> UnpackedWeights:
-        """Return a rank's weights, as far as they can be unpacked from its params."""
+        """Return access to a rank's original weights, unpacked from its packed params; for those
+        that cannot be recovered it raises EngineError."""
         params = self.runtime.source
         if rank:
             params = params_of_rank(params, self.path, rank)
         return UnpackedWeights(params, self.program.params(), self.prologue, self.path)
 
     def loaded_adapters(self, name: str) -> Adapters:
-        """Return the adapters; InputError, which names the requested one, without slots for any."""
+        """Return the engine's adapters; InputError, which names the requested adapter, if the
+        engine was loaded without slots for adapters."""
         if self.adapters is None:
             fix = "load the engine with adapters={NAME: DIR}, or serve it with --adapter NAME=DIR"
             raise InputError(f"adapter {name[:40]!r}: {self.label} was loaded without any; {fix}")
@@ -155,7 +158,7 @@ class EngineParts:
 
     @property
     def share(self) -> Share:
-        """Rank 0's shards of the weights."""
+        """Which shards of the weights rank 0 has."""
         return Share(self.config.sharding, 0)
 
     @cached_property

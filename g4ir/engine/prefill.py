@@ -58,11 +58,11 @@ def prompt_keys(
     placeholder_ids: Mapping[str, int],
     blocks: Sequence[tuple[int, int]] = (),
 ) -> Keys:
-    """Return the keys of a prompt. placeholder_ids: by kind of media; blocks: (start, stop) of
-    bidirectional spans. Keys of soft tokens are digests of their values, so that equal ids
-    of different pixels differ; they are negative. Keys of a block are digests of the full block,
-    since each token attends to all of it: prefixes that end within a block match only if the full
-    block is equal."""
+    """Return a prompt's keys for the prefix cache, one per token: the token id, or for soft tokens
+    (equal ids of different pixels) negative numbers from a digest of their medium. Keys of a block
+    come from a digest of the full block, since each of its tokens attends to all others: prefixes
+    that end within a block match only if the full block is equal. placeholder_ids: by kind of
+    media; blocks: (start, stop) of spans with bidirectional attention."""
     by_kind: dict[int, list[int]] = {}
     for s in soft:
         by_kind.setdefault(placeholder_ids[s.kind], []).extend(_token_keys(_digest(s), s.count))
@@ -101,7 +101,7 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int, disk: PrefixDisk | None = None) -> None:
         self.max_bytes, self.nbytes, self.disk = max_bytes, 0, disk
-        #: number of snapshots refused as larger than the cache
+        #: number of snapshots larger than max_bytes, which were not stored in memory
         self.too_large = 0
         self._entries: OrderedDict[tuple[str, Keys], tuple[Snapshot, int]] = OrderedDict()
         self._lock = threading.RLock()
@@ -110,8 +110,8 @@ class PrefixCache:
         return len(self._entries)
 
     def store(self, salt: str, keys: Keys, session: Session) -> bool:
-        """Store a snapshot of the session, whose tokens have these keys; return False if it is too
-        large for the memory."""
+        """Store a snapshot of the session, whose tokens have these keys; return False if it exceeds
+        max_bytes (it may still be written to disk)."""
         key = (salt, keys)
         if key in self._entries:
             self._entries.move_to_end(key)
@@ -138,8 +138,8 @@ class PrefixCache:
             self.disk.store(salt, keys, snapshot)
 
     def lookup(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
-        """Return length and snapshot of the longest cached prefix of `keys`, in memory always
-        shorter than `keys`; 0 and None if there is none."""
+        """Return length and snapshot of the longest cached prefix of `keys`; (0, None) if there is
+        none. Prefixes in memory are shorter than `keys`, one on disk may be all of them."""
         with self._lock:
             prefixes = (k for s, k in self._entries if s == salt and len(k) < len(keys))
             match = max((k for k in prefixes if keys[: len(k)] == k), key=len, default=())
@@ -173,15 +173,16 @@ class Prefiller:
         #: prompts that started from a snapshot
         self.restored = 0
         self._session: Session | None = None
-        #: salt and keys of the session's tokens, if the next prompt may reuse them
+        #: salt and keys of the session's tokens; no keys if the next prompt must not reuse them
         self._reusable: tuple[str, Keys] = ("", ())
         disk = PrefixDisk(engine, disk_bytes) if disk_bytes else None
         max_bytes = self._default_bytes() if prefix_bytes is None else prefix_bytes
         self.prefixes = PrefixCache(max_bytes, disk)
 
     def _default_bytes(self) -> int:
-        """Return the cache's default size: a quarter of the free memory, from MIN_BYTES to
-        MAX_BYTES, or more for MIN_PROMPTS long prompts, but at most half of the free memory."""
+        """Return the cache's default size: a quarter of the memory that is free after the KV caches
+        of two buckets, but at most MAX_BYTES; more for MIN_PROMPTS long prompts, up to half of the
+        free memory; at least MIN_BYTES."""
         rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two buckets
         free = max(free_on(self.engine.device) - rows, 0)
         requested = max(MIN_BYTES, MIN_PROMPTS * self.prompt_bytes, min(free // 4, MAX_BYTES))

@@ -2,9 +2,9 @@
 
     ~/.cache/g4ir/prefixes/SCOPE/LENGTH-KEYS-CONTENT.safetensors
 
-SCOPE is a digest of engine, machine and salt (API key, adapter), KEYS of the prompt's keys (token
-ids, digests of media), CONTENT of the file: it is checked before use, then the file is mapped. A
-thread of low priority writes, under a temporary name that is renamed when the file is complete.
+SCOPE is a digest of g4ir's version, engine, machine and salt (API key, adapter), KEYS of the
+prompt's keys (token ids, digests of media), CONTENT of the file: it is checked when the file
+is mapped. A thread of low priority writes to a temporary file, which is renamed when complete.
 Processes share the folder: one at a time writes and evicts (a file lock), and reading needs no
 lock, since a removed file stays mapped.
 """
@@ -46,15 +46,15 @@ log = logging.getLogger(__name__)
 #: prefix-cache key: token ids; for soft tokens, negative numbers from a digest of their medium
 Keys = tuple[int, ...]
 NAME = re.compile(r"([0-9]{8})-([0-9a-f]{32})-([0-9a-f]{64})\.safetensors")
-#: bytes of a key in the digest of keys; those of media have 129 bits
+#: bytes of a key in the digest of keys: keys of soft tokens are negative and need 130 bits
 KEY_WIDTH = 17
 #: maximum bytes of a snapshot per token of its prompt: a larger one takes about as long to read as
 #: the tokens take to compute
 TOKEN_BYTES = 1 << 20
 #: bytes of snapshots that may wait to be written; beyond them the oldest are dropped
 PENDING_BYTES = 512 << 20
-#: number of files that stay mapped, and seconds in which a folder may change unnoticed, since its
-#: time has the resolution of the system's clock tick
+#: maximum number of files that stay mapped; seconds after a folder's mtime during which its listing
+#: is not cached, since a further change within a clock tick leaves the mtime as it is
 MAPPED, TICK_S = 4, 0.1
 #: seconds that `close` waits for the writer
 CLOSE_S = 30.0
@@ -72,7 +72,7 @@ class PrefixDisk:
         self.root, self.max_bytes = private(cache_root() / "prefixes"), max_bytes
         machine = find_backend(engine.config.backend).machine(engine.device)
         self._engine = f"{__version__}\0{engine.facts.digest}\0{machine}"
-        #: number of snapshots not written (`too_large`), since they exceed max_bytes or TOKEN_BYTES
+        #: `too_large`: number of snapshots not written, since they exceed max_bytes or TOKEN_BYTES
         #: per token
         self.restored = self.too_large = 0
         #: why writing has stopped; empty: it has not
@@ -84,8 +84,9 @@ class PrefixDisk:
         self._mapped: OrderedDict[Path, Snapshot] = OrderedDict()
 
     def lookup(self, salt: str, keys: Keys, longer_than: int = 0) -> tuple[int, Snapshot | None]:
-        """Return length and snapshot of the longest prefix of `keys` on disk, which may be all of
-        them; or 0, None. A damaged file is removed."""
+        """Return length and snapshot of the longest prefix of `keys` on disk that has more than
+        `longer_than` keys, possibly all of them; (0, None) if there is none. Damaged files are
+        removed."""
         entries = self._list(self._scope(salt))
         lengths = {n for n, _ in entries if longer_than < n <= len(keys)}
         matches = [(n, entries[n, d]) for n, d in key_digests(keys, lengths) if (n, d) in entries]
@@ -95,8 +96,9 @@ class PrefixDisk:
         return 0, None
 
     def store(self, salt: str, keys: Keys, snapshot: Snapshot) -> None:
-        """Queue a snapshot of `keys` for writing, or mark it as used if it is on disk; returns at
-        once."""
+        """Queue a snapshot of `keys` for the writer, which only renews the mtime of a file that is
+        on disk already; returns at once. Does nothing for snapshots that are empty or too large, or
+        after writing has failed."""
         size = sum(t.nbytes for t in snapshot.caches.tensors.values()) if snapshot.caches else 0
         if not size or self.failed:
             return
@@ -112,7 +114,8 @@ class PrefixDisk:
                 self._writer.start()
 
     def close(self, timeout: float = CLOSE_S) -> None:
-        """Wait for the writer, and unmap all files."""
+        """Wait up to `timeout` seconds for the writer, drop what it has not begun to write, and
+        unmap all files."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writer, timeout)
             self._pending.clear()
@@ -193,8 +196,8 @@ class PrefixDisk:
             file_digest(path, content)
 
     def _evict(self, size: int, alone: bool) -> None:
-        """Remove the least recently used files until `size` bytes are free, and temporary files of
-        killed processes if no other process writes."""
+        """Remove the least recently used files until `size` more bytes fit into max_bytes; and, if
+        this process holds the lock (`alone`), the temporary files of killed processes."""
         files = list[tuple[float, int, Path]]()
         for path in self.root.glob("*/*"):
             with suppress(OSError):

@@ -26,9 +26,9 @@ def checked_ids(ids: Sequence[int], vocab: int, name: str) -> list[int]:
 def checked_prompt(
     ids: Sequence[int], count: int, vocab: int, max_seq: int, name: str
 ) -> list[int]:
-    """Return a prompt's token ids; InputError for an id outside the vocabulary, an empty prompt, or
-    if the prompt and `count` new tokens exceed max_seq. The last new token is never written to a KV
-    cache, so it does not count."""
+    """Return a prompt's token ids; InputError for an id outside the vocabulary, an empty prompt, a
+    `count` of new tokens below 1, or if the prompt and `count` - 1 new tokens exceed max_seq: the
+    last new token is never written to a KV cache."""
     out = checked_ids(ids, vocab, name)
     if not out:
         raise InputError(f"{name} is empty; give at least one token")
@@ -54,9 +54,9 @@ _OTHERS, _NEUTRAL = frozenset(TABLE["others"]), TABLE["neutral"]
 @dataclass(frozen=True)
 class Defaults:
     """Defaults from a checkpoint's generation_config.json. `stop`: stop ids; None: the file has
-    none. `sampling`: the settings present, by names of SamplingParams; temperature, top_k, top_p
-    and min_p apply only with `do_sample`, without it decoding is greedy. `unused`: keys that affect
-    generation and are not supported.
+    none. `suppress`: ids that are never sampled. `sampling`: the settings present, by names of
+    SamplingParams; temperature, top_k, top_p and min_p only if the file has `do_sample`, without
+    which decoding is greedy. `unused`: keys that affect generation and are not supported.
     """
 
     stop: tuple[int, ...] | None = None
@@ -76,8 +76,9 @@ def read_defaults(
     path: Path, vocab: int, raw: bytes | None = None, stated: Mapping[str, str] | None = None
 ) -> Defaults:
     """Read a generation_config.json; a missing file has no defaults. Ids outside the vocabulary can
-    never be sampled and are dropped. `raw`: its content, if another file `path` contains it under
-    the keys `stated`. WeightsError names the file and the key."""
+    never be sampled and are dropped. `raw`: its content, if it does not come from `path` itself
+    (GGUF); `stated`: its keys -> the keys in the file `path`, for errors. WeightsError names the
+    file and the key."""
     if raw is None and not path.is_file():
         return Defaults()
     values = parse_json(path, path.read_bytes() if raw is None else raw)

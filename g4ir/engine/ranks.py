@@ -1,8 +1,8 @@
-"""Tensor parallelism: every runtime call on rank 0 runs on all ranks.
+"""Tensor parallelism: runtime calls on rank 0 run on all ranks.
 
-Sessions, the scheduler and sampling are on rank 0 alone. Its runtime sends each call to the others
-(builder/rank_worker.py) before it makes it: which graph, over which caches, with which inputs.
-Embedding tables and towers are used on rank 0 alone: embedded rows come with the call.
+Sessions, the scheduler and sampling are on rank 0 alone. Its runtime (`Led`) sends each call to the
+other ranks, which execute it too (builder/rank_worker.py): which graph, which caches, which inputs.
+Embedding tables and towers are used on rank 0 alone: embedded rows are sent with the call.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ See = Callable[[int, str, torch.Tensor], None]
 
 
 class Led:
-    """Proxy on rank 0 for a runtime, KV cache or snapshot with one instance per rank. Methods in
-    CALLS and MAKERS run on every rank; everything else is local."""
+    """Proxy on rank 0 for a runtime, KV cache or snapshot with one instance per rank; `local` is
+    rank 0's, `number` names the instances in calls. Methods in CALLS and MAKERS run on every rank,
+    `token_loop` returns None, everything else is local."""
 
     def __init__(self, group: Group, local: Any, number: int) -> None:
         self.group, self.local, self.number = group, local, number
@@ -88,8 +89,8 @@ def perform(
     see: See | None = None,
     watch: Watch | None = None,
 ) -> Any:
-    """Execute a call on this rank's runtime or state. On rank 0 `see` gets every rank's values;
-    `watch` gets this rank's."""
+    """Execute the call of method `name` on this rank's runtime, KV cache or snapshot. On rank 0
+    `see` gets every rank's values; `watch` gets this rank's."""
     if name == "interpreter":
         (kind,) = args
         return interpreter(kind, local, local.program, local.limits, local.device, group.run_node)
@@ -125,9 +126,9 @@ def slots_of(positions: range, cache: torch.Tensor) -> list[int]:
 
 
 def interpreted(engine: EngineParts, kind: str, run: Run | None = None) -> Runtime:
-    """Return a runtime that interprets an engine's text graphs, on all its ranks; `kind` is one of
-    backends/reference.py's. `run`: callback that executes a node, for an engine of one rank
-    only."""
+    """Return a runtime that interprets an engine's text graphs, on all its ranks; `kind`: a key of
+    INTERPRETERS (backends/reference.py). `run`: callback that executes a node, ignored with several
+    ranks."""
     runtime: Any = engine.runtime
     if isinstance(runtime, Led):
         return runtime.interpreter(kind)

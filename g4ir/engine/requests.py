@@ -18,7 +18,7 @@ from .speculative import AcceptanceStats, RowDrafts
 
 #: states of a request
 QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
-#: final states; an answer ends with one of the last two, or with STOP or LENGTH
+#: final states of a request; an answer's finish reason is CANCELLED, FAILED, STOP or LENGTH
 FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
 
@@ -131,7 +131,7 @@ class RequestHandle:
         self.cancelled = False
         #: whether its prompt may be prefilled together with others, one per row
         self.batchable = not request.soft and request.n == 1 and request.prompt_logprobs is None
-        #: slot of its adapter, and the function that ends its use
+        #: slot of its adapter (-1: none), and the function that ends the adapter's use
         self.adapter_slot, self.release = -1, lambda: None
         #: callback of AsyncEngine, called with the request's events
         self.callback: Callable[[Event], None] = lambda event: None
@@ -172,7 +172,8 @@ class RequestHandle:
 
 @dataclass(frozen=True)
 class Event:
-    """A token of an answer, its end, or both: `finish` is STOP, LENGTH, CANCELLED or FAILED."""
+    """A token of answer `index`, the answer's end, or both: `finish` is STOP, LENGTH, CANCELLED,
+    FAILED, or None before the end; `error` is set with FAILED."""
 
     handle: RequestHandle
     index: int

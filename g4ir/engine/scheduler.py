@@ -5,8 +5,9 @@
     for event in scheduler.run(handle):
         ...
 
-A step drops cancelled requests, decodes all running sequences, and prefills one chunk of a prompt.
-A sequence whose logits mask is still being computed skips a step (background_mask.py). Decode takes
+A step drops cancelled requests, decodes all running sequences, and prefills a chunk of one or of
+several short prompts. A sequence whose logits mask is still being computed skips a step
+(background_mask.py). Decode takes
 one of three paths: steps that run ahead on the device, while the batch stays the same and nothing
 needs the host (device_loop.py); verification of draft tokens (speculative.py); one step whose
 tokens the host samples. Not thread-safe, except for `RequestHandle.cancel` and `stop`.
@@ -62,17 +63,17 @@ MAX_LAST_CHUNK = 1.25
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`buckets`: batch sizes (default 1, 2, 4, 8, 16, ...). One chunk of a prompt, at most
-    `chunk_tokens` long (default: --prefill-chunk), is prefilled between two decode steps; with
-    `prefill_first` all prompts that have a slot are. `max_gap_ms` bounds the time between two
-    tokens of a running sequence, more if many run or wait: chunks are shortened to meet
-    it, and several short prompts are prefilled if there is time (chunk_size.py). The batch
-    shrinks after `patience` steps for which a smaller bucket would have been enough.
-    `prefix_bytes`: size of the prefix cache (default: from free memory), `prefix_disk` of the one
-    on disk (0: none). `draft`: speculative decoding, while at most `draft_rows` sequences decode:
-    with more, the extra tokens cost more than reading the weights; 0 tokens: as many as the engine
-    verifies. `warm_up`: decode a few tokens first, so that no request waits for what the first
-    steps record and allocate."""
+    """`buckets`: batch sizes (default 1, 2, 4, 8, 16, ...). One chunk of a prompt, of at most
+    `chunk_tokens` (default: --prefill-chunk; the last one up to MAX_LAST_CHUNK times that), is
+    prefilled between two decode steps; with `prefill_first` all prompts that have a slot are.
+    `max_gap_ms` bounds the time between two tokens of a running sequence (the bound is higher while
+    requests wait, or if plain decode steps are long): chunks are shortened to meet it, and several
+    short prompts are prefilled if there is time (chunk_size.py). The batch shrinks after more than
+    `patience` consecutive steps for which a smaller bucket would have been enough. `prefix_bytes`:
+    size of the prefix cache (default: from free memory; 0: off), `prefix_disk`: of the one on disk
+    (0: off). `draft`: speculative decoding, while at most `draft_rows` sequences decode: with more,
+    the extra tokens cost more than reading the weights. `warm_up`: run a short request first, so
+    that no user's request waits for what the first steps record and allocate."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
@@ -142,7 +143,8 @@ class Scheduler:
             deque(self.run(self.submit(request)), maxlen=0)
 
     def check(self, request: Request) -> None:
-        """Raise InputError for a request that this engine can never serve. Thread-safe."""
+        """Raise InputError or MissingError for a request that this engine cannot serve.
+        Thread-safe."""
         vocab, max_seq = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         s, size, max_batch = request.sampling, len(request.tokens), self.max_batch
         checked_prompt(request.tokens, request.max_new_tokens, vocab, max_seq, "prompt")
@@ -221,7 +223,7 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """`kv_tokens` as a share of max_batch x max_seq."""
+        """`kv_tokens` divided by max_batch * max_seq."""
         return self.kv_tokens / (self.max_batch * self.engine.limits.max_seq)
 
     @property
@@ -608,7 +610,8 @@ class Scheduler:
 
 
 def _ready_sequences(running: Running) -> list[SequenceState]:
-    """Return the sequences whose logits masks are computed; the others skip this step."""
+    """Return the sequences whose logits masks are computed within PATIENCE_S; the others skip this
+    step. If none is, wait another PATIENCE_S for each."""
     for s in running:
         s.sampler.start_mask()
     ready = [s for s in running if s.sampler.mask_ready()]

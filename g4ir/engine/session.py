@@ -24,8 +24,8 @@ from .parts import EngineParts
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a session: lengths int64 [batch], the used part of each KV cache, and hidden
-    states."""
+    """A copy of a session: lengths int64 [batch], `written` (`Session._written`), the used part of
+    each KV cache (a CacheSnapshot; None if all rows are empty), and hidden states."""
 
     length: torch.Tensor
     written: torch.Tensor
@@ -130,9 +130,9 @@ class Session:
         return logits
 
     def draft(self, newest: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return up to `counts` tokens of the draft model for each row, to follow its newest token,
-        which is not in the KV cache yet; none if that token's hidden state is not available, as
-        after `truncate`."""
+        """Return up to `counts` draft tokens by row, from the draft model. `newest`: each row's
+        newest token, which is not in the KV cache yet. A row gets none if the hidden state of its
+        last cached token is not available (after `truncate` or a device loop)."""
         available = self.hidden.available(self.length)
         counts = {row: count if available[row] else 0 for row, count in counts.items()}
         tokens = torch.zeros(self.batch, dtype=torch.int64)
@@ -154,7 +154,7 @@ class Session:
         image with bidirectional attention, its remaining tokens have attended to dropped ones."""
         lengths = self._inputs.keep_lengths(self.length, n)
         for window, slots in self.engine.rings:
-            # The next query sees the window - 1 tokens before it; a ring holds the newest slots.
+            # The next query sees the window - 1 tokens before it; a ring has the newest `slots`.
             first_seen = (lengths - window + 1).clamp(min=0)
             lost = (lengths > 0) & (first_seen < self._written - slots)
             if bool(lost.any()):
@@ -200,7 +200,8 @@ class Session:
         return Snapshot(length, self._written.clone(), caches, self.hidden.copy(length))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Set lengths, KV cache and hidden states to those of a snapshot."""
+        """Set lengths, KV cache and hidden states to those of a snapshot. InputError if it has
+        another number of rows, or caches of other dtypes or shapes."""
         if snapshot.length.shape != self.length.shape:
             raise InputError(
                 f"restore: the snapshot has {len(snapshot.length)} rows, the session {self.batch}"
@@ -216,7 +217,7 @@ class Session:
         self.hidden = snapshot.hidden.copy(snapshot.length)
 
     def nbytes(self, num_tokens: int | None = None) -> int:
-        """Return the bytes of the KV cache, or of a snapshot of rows with num_tokens."""
+        """Return the bytes of the KV cache, or of a snapshot whose longest row has num_tokens."""
         if num_tokens is None:
             return int(self.state.nbytes())
         return sum(t.nbytes for t in self.state.views(num_tokens).values()) if num_tokens else 0
@@ -234,8 +235,8 @@ class Session:
         pieces: Sequence[Piece] | None = None,
         on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Iterator[torch.Tensor | None]:
-        """Yield after each piece (default: the prompt's chunks) the logits [B, vocab] of the rows
-        that have ended, or None before any has."""
+        """Yield after each piece (default: the prompt's chunks) the logits [B, vocab] of the last
+        tokens of the rows that have ended, zeros for the others; None before any has ended."""
         logits_of_rows: torch.Tensor | None = None
         for piece, ends, logits in self._chunks(prompt, pieces, on_logits is not None):
             if logits is not None and on_logits:

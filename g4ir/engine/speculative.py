@@ -2,7 +2,8 @@
 
 A verification step feeds a sequence's newest token and k draft tokens; after each, a token is
 sampled as usual, from the sequence's random stream. While the sample equals the draft token, the
-next logits are valid too: a step yields 1 to k + 1 tokens, exactly those of plain decode steps.
+next logits are valid too: a step yields 1 to k + 1 tokens, those of plain decode steps but for
+rounding (matmuls of several tokens may sum in another order).
 Draft tokens come from n-gram matches in the sequence's text (`NgramProposer`), or from a draft
 model (MTP) that continues from the target's hidden state.
 """
@@ -43,8 +44,9 @@ CREDIT, CREDIT_PER_STEP = 0.4, 0.015
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Source of drafts, and the maximum draft tokens per verification step. `proposer`: creates the
-    proposer for a prompt's tokens; default: the n-gram proposer."""
+    """Source of drafts, and the maximum draft tokens per verification step (0: as many as the
+    engine was built for). `proposer`: creates the proposer for a prompt's tokens, if the source is
+    NGRAM; default: NgramProposer."""
 
     source: str = NONE
     tokens: int = 0
@@ -138,9 +140,10 @@ class StepCosts:
         return len(self._seconds.get((batch, 1), ())) >= PLAIN_STEPS
 
     def of(self, batch: int, max_tokens: int) -> list[float]:
-        """Return the costs of steps of 1 to max_tokens per sequence, relative to one token. Costs
-        are monotonic; an unmeasured step costs COST per token more than the next smaller measured
-        one, so that it is tried: steps of many tokens may come in pieces."""
+        """Return the costs of steps of 1 to max_tokens tokens per sequence, relative to a
+        one-token step. Costs never fall with the number of tokens. An unmeasured size costs COST
+        per additional token more than the next smaller measured one, but no more than the next
+        larger one, so that it is tried."""
         measured = {t: median(s) for (b, t), s in self._seconds.items() if b == batch and s}
         tokens, sizes = np.arange(1, max_tokens + 1), sorted(measured)
         if sizes[:1] != [1]:
@@ -194,7 +197,7 @@ class Pace:
             return
         self._right = MEMORY * self._right + accepted
         self._tried = MEMORY * self._tried + min(drafted, accepted + 1)
-        # The credit is capped at a few drafts of the maximum length.
+        # Capped at the cost of two drafts of the maximum length, or 2 steps if that is more.
         max_credit = max(2.0, 2 * (costs[-1] - 1))
         self._credit = min(max_credit, self._credit + accepted + 1 - costs[drafted])
         self._count = min(self.max_tokens, 2 * self._count if accepted == drafted else accepted + 1)
@@ -229,7 +232,8 @@ class RowDrafts:
         self._followed = 0
 
     def count(self, max_tokens: int, batch: int) -> int:
-        """Return how many tokens to draft in a step of `batch` sequences, at most max_tokens."""
+        """Return how many tokens to draft in a step of `batch` sequences, at most max_tokens; 0
+        until enough plain steps are measured."""
         if not self._costs.is_measured(batch):
             return 0
         return max(

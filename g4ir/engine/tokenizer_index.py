@@ -1,10 +1,10 @@
 """An index of tokenizer.json, to encode short texts without parsing the file.
 
-The library takes 0.4 s to parse a vocabulary of 262,144 tokens, holding the GIL. BPE of one text
-uses few of them: every token of the result, and every intermediate merge, is a substring of the
-normalised text. So a tokenizer with only those tokens and the merges among them gives the same
-result, and is built in a millisecond. The index finds a text's substrings that are tokens: hashes
-of all tokens by length, in a memory-mapped file of the engine.
+The library `tokenizers` takes 0.4 s to parse a vocabulary of 262,144 tokens, and holds the GIL. BPE
+of one text uses few of them: every token of the result, and every intermediate merge, is a
+substring of the normalised text. So a tokenizer with only those tokens and the merges among them
+gives the same result, and is built in a millisecond. The index finds a text's substrings that are
+tokens: hashes of all tokens by length, in a memory-mapped file of the engine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LONGEST = 255
 
 
 def index_file(raw: bytes, size: int) -> bytes | None:
-    """Return the index file of a tokenizer.json; None if it has more than `size` tokens, if its
-    tokens need not be substrings of the text, if two tokens have the same hash, or if the library
-    may refuse it."""
+    """Return the content of the index file of a tokenizer.json; None if it is invalid, has more
+    than `size` tokens or no merges, if its tokens need not be substrings of the text, if two tokens
+    have the same hash, or if the library refuses it."""
     try:
         arrays = index_of(json.loads(raw), size)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -50,10 +50,11 @@ def as_file(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
     """Return the arrays of an index from the values of a tokenizer.json, or None as `index_file`;
-    raises KeyError, TypeError or ValueError for invalid values.
+    raises KeyError, TypeError, ValueError or AttributeError for invalid values. Removes vocabulary
+    and merges from `frame`.
 
     frame         JSON of the file without vocabulary and merges
-    text, ends    UTF-8 of all tokens, concatenated, and the end of each in it
+    text, ends    UTF-8 of all tokens, concatenated, and the offset of each token's end in it
     hashes, ids   of the tokens, sorted by (number of characters, hash)
     lengths       number of tokens of 0, 1, 2, ... characters
     cuts, ranks   of the merges, sorted by the token that they yield: length of the left part in
@@ -89,9 +90,9 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
 
 
 def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether the index can stand for this tokenizer: a BPE without dropout and affixes, whose ids
-    are 0 .. N - 1 and whose normaliser replaces a single character at most, so that all tokens of
-    a text are substrings of its normalised form."""
+    """Whether an index suffices for this tokenizer: a BPE without dropout and affixes, whose ids
+    are 0 .. N - 1, with at most LONGEST characters per token, and whose normaliser replaces at most
+    one character, so that all tokens of a text are substrings of its normalised form."""
     model, normalizer, split = frame["model"], frame.get("normalizer"), frame.get("pre_tokenizer")
     pattern = ""
     if normalizer is not None:
@@ -167,7 +168,8 @@ def _merge_results(
 
 
 def _fallbacks(model: Mapping[str, Any]) -> list[str]:
-    """Return the byte-fallback and unknown tokens, which encode characters without a token."""
+    """Return the strings of the unknown and byte-fallback tokens, which encode characters that have
+    no token."""
     unknown = [model["unk_token"]] if model.get("unk_token") else []
     return [*unknown, *(f"<0x{byte:02X}>" for byte in range(256))]
 
@@ -249,7 +251,7 @@ class IndexedTokenizer:
         }
 
     def _of(self, texts: Sequence[str]) -> Any:
-        """Return a tokenizer restricted to the tokens that occur in texts."""
+        """Return a tokenizer restricted to the fallbacks and the tokens in the texts."""
         from tokenizers import Tokenizer
 
         normalizer, ids = self._empty.normalizer, {*self._fallbacks}

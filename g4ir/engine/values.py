@@ -46,8 +46,8 @@ Sink = Callable[[str, int, Tensor], None]
 
 
 class TowerValues(WatchedRuntime):
-    """Runs towers and collects their values that `names` match; those of a second image, frame or
-    clip are named `vision.L0.out[1]`."""
+    """Runs towers and collects their values whose names match a pattern of `names`; those of a
+    second image, frame or clip are named `vision.L0.out[1]`. InputError for invalid `names`."""
 
     def __init__(self, engine: EngineParts, names: Sequence[str]) -> None:
         source = engine.runtime.source
