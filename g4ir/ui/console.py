@@ -23,8 +23,8 @@ from g4ir.errors import G4Error
 
 #: (level, message, values) -> line
 LineFormat = Callable[[str, str, Mapping[str, Any]], str]
-QUIET_S = 2.0  # stages shorter than this print nothing
-PERIOD_S = 1.0  # seconds between two lines of one stage
+QUIET_S = 2.0  # seconds before a Progress displays anything
+PERIOD_S = 1.0  # seconds between two updates of a Progress
 #: exit codes of bugs (sysexits.h) and of signals (shells)
 INTERNAL, INTERRUPTED, PIPE_CLOSED = 70, 130, 141
 #: signals that end a command after it has cleaned up; Windows has no SIGHUP

@@ -1,4 +1,4 @@
-"""Atomic creation of files and folders."""
+"""Files and folders: atomic creation, this package's YAML tables, and disk space."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def write_file(path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o6
 @contextmanager
 def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Context with a temporary file next to `path`, open for writing. At the end it is synced and
-    renamed to `path`; after an error it is removed. Its permissions are `mode` minus the umask; so
-    are those of `new_folder`."""
+    renamed to `path`; after an error it is removed. Its permissions are `mode` minus the umask."""
     name = _new_path(path.parent, f".{path.name}.")
     try:
         handle = os.open(

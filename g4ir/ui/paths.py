@@ -54,8 +54,8 @@ def hub_cache() -> Path:
 
 def keep_inductor_private(default: str) -> Path:
     """Set TORCHINDUCTOR_CACHE_DIR to a private folder unless the user set it; return the folder.
-    The default is a temporary folder with a guessable name, which another user could create
-    first."""
+    `default`: torch's own choice, a temporary folder with a guessable name, which another user
+    could create first."""
     folder_name = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
     if folder_name != default:
         return Path(folder_name)
@@ -79,8 +79,9 @@ _ELSEWHERE = threading.Lock()
 
 @contextmanager
 def unpacking() -> Iterator[tempfile.TemporaryDirectory[str]]:
-    """Context in which TMPDIR is a new private folder, for libraries that unpack programs there;
-    the caller removes it. MissingError if it cannot be created."""
+    """Context in which TMPDIR is a new private folder, for libraries that unpack programs there.
+    The caller removes the folder, except after an error in the context. MissingError if it cannot
+    be created."""
     try:
         folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
     except OSError as e:

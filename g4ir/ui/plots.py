@@ -3,8 +3,8 @@
     with figure(path, width, height) as axes:
         axes.plot(...)
 
-writes PNG or SVG by the file's suffix. Raises InputError for another suffix and MissingError
-where matplotlib is not installed, both before anything is drawn.
+writes PNG or SVG by the file's suffix. Raises InputError for another suffix or an absent directory,
+and MissingError if matplotlib is not installed, before anything is drawn.
 """
 
 from __future__ import annotations

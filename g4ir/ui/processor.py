@@ -96,7 +96,8 @@ def architecture() -> str:
 
 @cache
 def select_set(machine: str, flags: Collection[str], name: str = "") -> InstructionSet:
-    """Return the best instruction set of a CPU with these flags, or the one with this name."""
+    """Return the best instruction set of a CPU with these flags, or the one with this name. Raises
+    as `instruction_set`."""
     usable = [s for s in SETS if s.machine == machine and s.flags <= {*flags}]
     if not usable:
         raise MissingError(
@@ -115,8 +116,8 @@ def select_set(machine: str, flags: Collection[str], name: str = "") -> Instruct
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """Return the vector extensions that this process uses, sorted: those of the CPU, or of
-    `G4IR_ISA`."""
+    """Return the vector extensions that this process uses, by their names in /proc/cpuinfo, sorted:
+    those of the CPU, limited to the instruction set of `G4IR_ISA` if that is set."""
     flags = _all_flags()
     if not os.environ.get(ISA):
         return flags
@@ -162,7 +163,7 @@ def _flags_of_windows() -> Iterable[str]:
     """CPU flags from torch, by Linux names; without AMX, which needs a request to Windows."""
     import torch
 
-    # torch 2.11 may lack it
+    # torch 2.11 may lack get_capabilities
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     flags = (n for n, has in capabilities.items() if has is True and not n.startswith("amx"))
     flags = (re.sub("^avx512_(?=(f|bw|cd|dq|vl|vbmi)$)", "avx512", n) for n in flags)

@@ -2,8 +2,8 @@
 
 GNU OpenMP's threads (library matmuls) spin 300,000 rounds (milliseconds) before they sleep. On a
 busy machine that occupies the core of the thread that they wait for. 3,000 rounds cost nothing on
-an idle machine and keep a busy one usable. Decode kernels have a thread pool
-of their own (backends/cpu/kernels/team.c).
+an idle machine and keep a busy one usable. Decode kernels have a separate thread pool
+(backends/cpu/kernels/team.c).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def count_text(n: int) -> str:
 
 
 def rounded_count(n: int) -> str:
-    """n rounded down, abbreviated: 93440 -> 91K; `-` for 0"""
+    """n from 10K on rounded down and abbreviated: 93440 -> 91K; `-` for 0"""
     return f"{n // KIB}K" if n >= 10 * KIB else str(n) if n else "-"
 
 
@@ -53,14 +53,15 @@ SMALLEST_UNIT = (1e-9, "n")
 
 
 def scale(value: float) -> tuple[float, str]:
-    """The decimal unit in which a value has up to three digits before the point."""
+    """Return (size, prefix) of the decimal unit in which a value has up to three digits before the
+    point: 62e9 -> (1e9, "G")."""
     return next(
         ((size, p) for p, size in PREFIXES.items() if value >= 0.9995 * size), SMALLEST_UNIT
     )
 
 
 def si(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix: 62.3 GB, 14.5 ms."""
+    """Three digits and a decimal prefix: 62.3 GB, 14.5 ms; 0 has no unit."""
     if not value:
         return "0"
     size, prefix = scale(value)
