@@ -84,7 +84,8 @@ def compare_formats(
     formats: Sequence[Format], files: Sequence[str], tokens: int, load: Load, progress: Progress
 ) -> Values:
     """Measure formats, the first of which is the baseline, and return the report. Texts are `files`
-    (default: the sample, or random tokens without a tokenizer), cut to `tokens` tokens.
+    (default: the sample, or random tokens without a tokenizer), cut to `tokens` tokens; `load`
+    opens an engine directory.
 
     Rows have bytes, elements and bits_per_weight; NLL (nats a token) and perplexity of the text,
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);

@@ -27,7 +27,7 @@ from g4ir.ui.progress import Progress, no_progress
 from .roof import synchronize
 from .runners import BenchRunner, RequestTiming, Rounds, Workload, request_steps
 
-#: a runner's turn in a round: minimum seconds, or this many requests
+#: a runner's turn in a round: requests for at least ROUND_S seconds, but at most MAX_REQUESTS
 ROUND_S = 0.5
 MAX_REQUESTS = 20
 #: minimum relative spread that is reported
@@ -94,8 +94,9 @@ def measure_rounds(
     progress: Progress = no_progress,
     before: Callable[[], object] = lambda: None,
 ) -> None:
-    """Time requests of runners in turn, in rounds, which each runner stores; their number in a
-    round follows from the first runner's time. `before`: called at the start of each round."""
+    """Time requests of runners in turn, in rounds, which each runner stores; the number of requests
+    in a round follows from the first runner's time. `warmup`: requests of each runner before the
+    rounds; `before`: called at the start of each round."""
     progress("warming up")
     for runner in runners:
         for _ in range(warmup):
@@ -153,6 +154,6 @@ def medians(rounds: Rounds, latency: str) -> list[float]:
 
 
 def ratio(a: Samples, b: Samples) -> Stat:
-    """Return the ratio of two medians: over all rounds, then by round."""
+    """Return the ratio of two results of `medians`: value over all rounds, spread by the rounds."""
     value, *by_round = (x / y for x, y in zip(a, b, strict=True))
     return around(value, by_round)

@@ -154,8 +154,8 @@ def metrics(run: Values) -> dict[str, Stat]:
 
 
 def request_costs(engine: Engine, w: Workload) -> dict[str, Cost]:
-    """Return the costs by phase: of the prompt, and of a decode step on average. Of experts the
-    expected number for uniform choices is counted (ops/moe.py).
+    """Return the costs by phase: of the prompt, and of a decode step on average. The number of
+    experts is the one expected under uniform routing (ops/moe.py).
 
     Chunks before the last one compute what the KV cache depends on, and no logits; a last chunk of
     one token is a decode step."""

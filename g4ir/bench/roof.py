@@ -1,9 +1,9 @@
 """The roofline: bytes and FLOPs per second of this machine, measured in the process that uses them.
 
 On a GPU a pass over the buffer takes a quarter of a millisecond, of which launch and
-synchronisation would be a tenth: many passes are timed between two CUDA events. Its clock depends
-on its power draw, which is lower for constant operands: on a GPU they are random, and the median
-counts, not the best.
+synchronisation would be a tenth: many passes are timed between two CUDA events. A GPU's clock
+depends on its power draw, which is lower for constant operands: there they are random, and the
+median counts, not the best.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from g4ir.ui.memory import free_on
 
-#: the buffer: larger than any cache
+#: the buffer: larger than any cache; smaller only if less than 8 times as much memory is free
 BUFFER_BYTES = 1 << 30
 TRIES = 5
 #: on a GPU: bytes moved between two events, maximum passes between them, and number of measurements
@@ -35,8 +35,8 @@ SIDES = {"cpu": 2048, "cuda": 8192}
 class Rates:
     """Bytes per second of a plain read (the faster of a sum and a matrix-vector product) and of a
     copy (both directions counted), FLOPs per second of a square matrix product: each the best of
-    TRIES on a CPU, the median of REPEATS on a GPU. For bf16 on a CPU without bf16 instructions the
-    rate is that of float32."""
+    TRIES on a CPU, the median of REPEATS on a GPU. The product is in the engine's dtype; on a CPU
+    in float32 if that is faster, as without bf16 instructions."""
 
     read: float
     copy: float

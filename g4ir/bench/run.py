@@ -106,7 +106,8 @@ def run_bench(
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
-    """Raise InputError for invalid options, before an engine is loaded."""
+    """Raise InputError for invalid options, and MissingError for a baseline that is not installed,
+    before an engine is loaded."""
     if rounds < 2:
         raise InputError(f"bench: --rounds {rounds}: expected at least 2, or there is no spread")
     if warmup < 0:

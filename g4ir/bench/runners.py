@@ -1,5 +1,5 @@
-"""Benchmark requests, and their runners: an engine, the interpreter on its params, or transformers
-on its weights.
+"""Benchmark requests, and their runners: an engine, the interpreter on its params, transformers on
+its weights, or llama.cpp on its GGUF file.
 
 A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then `output_len
 - 1` decode steps: `output_len` output tokens. The tokens of the single steps are inputs too, so
@@ -80,7 +80,8 @@ def plan_workload(
 
 
 def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
-    """Return i64[batch, max_len]: the context, the prompt, then the token of each single step."""
+    """Return i64[batch, max_len]: the context, the prompt, then the token of each single step.
+    InputError if the workload's text is too short or has a token of media."""
     if w.text is None:
         return random_ids(engine, (w.batch, w.max_len))
     source = f"bench: --text {w.text}"
