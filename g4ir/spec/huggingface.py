@@ -1,6 +1,6 @@
 """Read a Hugging Face config.json into fields of a Spec, from raw JSON, without transformers.
 
-Not through a config object: transformers 5.15 and later move `global_head_dim` and
+Config objects of transformers would not do: from 5.15 on they move `global_head_dim` and
 `num_global_key_value_heads` into `per_layer_config` when they load a file.
 """
 
@@ -113,7 +113,8 @@ class Keys:
             raise self.fail(key, f"{quote(str(value))} is not supported: {why}")
 
     def done(self) -> None:
-        """Raise SpecError for the first key that was not read."""
+        """Raise SpecError for the first key that was not read, unless it is of `hf.NEUTRAL` and has
+        no effect (null, false, 0 or empty)."""
         for key in (k for k in hf.NEUTRAL if k not in self.seen):
             self.only(key, hf.NOTHING, "it changes the forward pass; use a checkpoint without it")
         for key in self.values:
@@ -165,7 +166,8 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
 
 
 def with_dense(spec: V, widths: Iterable[int]) -> V:
-    """Return an encoder with dense layers of these widths, which a config does not state."""
+    """Return an encoder with dense layers of these widths, which a config does not state; `dims`
+    above the last one are dropped."""
     assert spec.embedding
     head = replace(spec.embedding, dense=tuple(widths))
     sized = replace(spec, embedding=head)
@@ -270,7 +272,7 @@ def _text_only(keys: Keys, model_type: str) -> dict[str, Any]:
 
 
 def _embedding(keys: Keys, text: Text, family: hf.Family) -> EmbeddingHead | None:
-    """Return an encoder's head, with the family's dense layers."""
+    """Return an encoder's head, with the family's dense layers; None for a decoder."""
     rule, hints = family.embedding, hints_of(EmbeddingHead)
     if not rule:
         return None
@@ -355,7 +357,7 @@ def _attention(
 
 def _global_geometry(keys: Keys, tied: bool, family: hf.Family) -> dict[str, int]:
     """Return the overrides of full layers; num_global_key_value_heads has an effect only with
-    attention_k_eq_v."""
+    attention_k_eq_v, or in a family that has a default for it."""
     if "global_head_dim" not in family.keys:
         return {}
     hints = hints_of(AttentionKind)
@@ -438,7 +440,7 @@ def _rope(keys: Keys, types: list[str]) -> Rope:
     kind = "proportional" if kind == "linear" else kind
     fraction = keys.take("partial_rotary_factor", hints["rotary_fraction"], 1.0)
     factor = keys.take("factor", hints["factor"], None)
-    if kind == "default":  # the reference ignores both for this type too
+    if kind == "default":  # the reference too ignores fraction and factor for this type
         fraction, factor = 1.0, None
     rope = Rope(kind, keys.take("rope_theta", hints["theta"]), fraction)
     keys.done()

@@ -52,7 +52,7 @@ class Family:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Values of those fields of `Text` that a config has no key for."""
+        """Values of the fields of LATER_TEXT that the family's configs have no key for."""
         without_key = {*LATER_TEXT} - {*self.keys}
         return {name: self.text.get(name, getattr(Text, name)) for name in without_key}
 
@@ -64,7 +64,7 @@ def family(model_type: str) -> Family:
 
 
 _FILES = [(kind, *file) for kind, row in FAMILIES.items() for file in row["files"].items()]
-# config model_type -> (model_type of the spec, is it a composite config with towers?)
+# config model_type -> (model_type of the spec, whether it is a composite config, with text_config)
 MODEL_TYPES = {
     name: (kind, parts) for kind, name, (_, parts) in _FILES if "when" not in FAMILIES[kind]
 }

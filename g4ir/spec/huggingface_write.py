@@ -24,8 +24,8 @@ from .parts import (
 
 
 def config_of(spec: Variant) -> dict[str, Any]:
-    """Return the config.json of a spec: see `Spec.to_hf`. Without towers and media ids it is a
-    text-only config."""
+    """Return the config.json of a spec: see `Spec.to_hf`. Without towers and media ids, and of no
+    draft model, it is a text-only config."""
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot express {why}")
     media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in hf.MEDIA.items()}
@@ -132,7 +132,8 @@ def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
 
 
 def _embedding_to_hf(spec: Variant, family: hf.Family) -> dict[str, Any]:
-    """Return the keys of an encoder; modules.json states its dense layers."""
+    """Return the keys that only encoders have, {} for a decoder; modules.json, not the config,
+    states dense layers."""
     head = spec.embedding
     if not head:
         return {}

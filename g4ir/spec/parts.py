@@ -47,20 +47,21 @@ def relative(kind: str) -> str | None:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one attention kind (semantics: `default` rotates all of head_dim;
-    `proportional` rotates int(rotary_fraction * head_dim // 2) pairs, exponent over head_dim)."""
+    """Rotary embedding of one attention kind: `default` rotates all of head_dim; `proportional`
+    rotates the first int(rotary_fraction * head_dim // 2) pairs, with the frequencies of `default`
+    divided by `factor`."""
 
     #: default: rotate all of head_dim; proportional: rotate rotary_fraction of it
     kind: Annotated[str, OneOf(("default", "proportional"))]
     #: base of the frequencies, such as 10000
     theta: Positive
-    #: share of head_dim that is rotated; below 1 with kind proportional only
+    #: fraction of head_dim that is rotated; below 1 with kind proportional only
     rotary_fraction: Fraction = 1.0
     #: divisor of the inverse frequencies, for longer contexts; none by default
     factor: Positive | None = None
 
     def pairs(self, head_dim: int) -> int:
-        """Return the rotated pairs; the other head_dim/2 - pairs have frequency zero."""
+        """Return the number of rotated pairs; the other pairs of head_dim/2 have frequency 0."""
         return int(self.rotary_fraction * head_dim // 2)
 
 
@@ -105,8 +106,8 @@ class Ple:
     vocab_size: Count | None
 
 
-#: fields of Text added for later families: part of a spec's digest only if they are set, so that
-#: older digests stay valid
+#: fields of Text that some families' configs have no key for: they have the value of the family
+#: (model_types.yaml) or their default
 LATER_TEXT = (
     *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full"),
 )
@@ -150,7 +151,7 @@ class Text:
     final_logit_softcapping: Positive | None = None
     #: soft cap of the attention scores; none by default
     attn_logit_softcapping: Positive | None = None
-    #: attention scores are multiplied by its -0.5th power; 1 by default
+    #: attention scores are divided by its square root; by default they are not
     query_pre_attn_scalar: Count | None = None
     #: V is RMS-normed, without weight
     value_norm: bool = True
@@ -237,7 +238,7 @@ class Vision:
     rms_norm_eps: Positive = 1e-6
     #: activation of the gated MLPs
     hidden_activation: Activation = "gelu_pytorch_tanh"
-    #: max_position_embeddings of the config.json; changes no value
+    #: max_position_embeddings of the config.json; has no effect
     max_position_embeddings: Count = 131072
     #: soft tokens per image unless a request says otherwise
     default_output_length: Count = 280
@@ -269,7 +270,7 @@ class Audio:
     attention_chunk_size: Count = 12
     #: frames to the left that a query sees, itself included, plus 1
     attention_context_left: Count = 13
-    #: frames a block sees to the right
+    #: frames to the right of a block that are read for it; a query sees one fewer to its right
     attention_context_right: Index = 0
     #: soft cap of the attention scores
     attention_logit_cap: Positive = 50.0
@@ -334,7 +335,8 @@ class Drafter:
     backbone_hidden_size: Count
     #: clustered output head; a logit for every token by default
     centroids: Centroids | None = None
-    #: next: a draft token's own position; last: that of the newest token in the KV cache
+    #: RoPE position of all draft steps; next: the first that is not in the KV cache; last: that of
+    #: the newest token in it
     position: Annotated[str, OneOf(("next", "last"))] = "next"
 
 
@@ -353,7 +355,8 @@ class EmbeddingHead:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Tensor name prefixes of each part in a checkpoint; the first one that is present is used."""
+    """Alternative prefixes of each part's tensor names in a checkpoint: for text, the one with the
+    most tensors is used; for other parts, the first one present."""
 
     #: prefixes of the decoder's tensors; tried on embed_tokens.weight
     text: TensorPrefixes = ("model.language_model.", "language_model.", "model.", "")

@@ -161,7 +161,8 @@ def fail(where: Where, path: str, message: str) -> SpecError:
 
 
 def together(errors: Iterable[SpecError]) -> SpecError:
-    """Return one error with the messages of several, a line each."""
+    """Return one error with the messages of several, on at most MAX_ERRORS lines and one with the
+    number of the others."""
     lines = [line for error in errors for line in str(error).splitlines()]
     if len(lines) > MAX_ERRORS:
         lines[MAX_ERRORS:] = [f"and {len(lines) - MAX_ERRORS} more"]
@@ -179,8 +180,8 @@ def to_line(text: str) -> Line:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the nearest valid word, or an empty string. The shortest one
-    that starts with the word, else the nearest by edit distance; case-insensitive."""
+    """Return `; did you mean X?` for the nearest valid word, or "" without one: the shortest that
+    starts with `word`, else the most similar (difflib). Case is ignored."""
     names = {name.lower(): name for name in sorted(valid, key=len, reverse=True)}
     prefix = word[:100].lower()
     longer = [n for n in names if n.startswith(prefix)] if len(prefix.strip("-_. ")) > 1 else []
@@ -295,9 +296,8 @@ def hints_of(cls: type) -> Hints:
 def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> Any:
     """Build the dataclass from a mapping: check every key, convert values by field type.
 
-    `hints` replaces annotations (for unions that another key decides); values of the keys that the
-    class names in `unread` are not looked at. Raises one SpecError with file, line and key path of
-    all errors.
+    `hints` replaces annotations (for unions that another key decides); keys that the class lists in
+    `unread` are ignored. Raises one SpecError with file, line and key path of all errors.
     """
     if not isinstance(node, Map):
         raise fail(node.where, path, f"expected a mapping with {_names(cls)}, found {_kind(node)}")
@@ -478,7 +478,7 @@ class _DuplicateKey(ValueError):
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError for a key that is given twice."""
+    """Return the dict of a JSON object's pairs; ValueError for a key that is given twice."""
     out = dict(pairs)
     if len(out) < len(pairs):
         names = Counter(k for k, _ in pairs)
@@ -488,7 +488,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH, exact: bool = False) -> Node:
     """Return a parsed JSON value as a tree, to be converted by the same rules as YAML; `exact`:
-    only JSON strings are words."""
+    fields of type str accept JSON strings only. SpecError if it is nested too deep."""
     if depth == 0:
         raise fail(where, "", f"is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):

@@ -62,7 +62,8 @@ class Spec(Variant):
     def from_hf(cls, source: str | Path | dict[str, Any], name: str | None = None) -> Spec:
         """Read the spec of a Hugging Face config: a config.json, its directory, or the parsed dict.
 
-        Raises SpecError naming the key. `name` defaults to the directory's name.
+        Raises SpecError naming the key. `name` defaults to the directory's name, for a dict to
+        `from-hf`.
         """
         variant = read_config(source, name)
         return cls(**{f.name: getattr(variant, f.name) for f in fields(variant)})

@@ -49,7 +49,8 @@ def _no_divisor(path: str, value: int, total_name: str, total: int) -> Problem:
 
 
 def problems(spec: Variant) -> Iterator[Problem]:
-    """Yield every violated rule of a spec whose fields are each in range."""
+    """Yield the violated rules of a spec whose fields are each in range; a wrong `drafter` alone,
+    since the other rules depend on it."""
     if spec.model_type.endswith(ASSISTANT) != (spec.drafter is not None):
         yield Problem(
             "drafter",
@@ -219,8 +220,8 @@ def _vision_problems(vision: Vision) -> Iterator[Problem]:
 
 
 def canonical(spec: V) -> V:
-    """Return the spec with the shortest `pattern` and `moe.layers`, so that equal variants compare
-    equal.
+    """Return the spec with the shortest `pattern`, and with `moe.layers` None if every layer has
+    experts, so that equal variants compare equal.
 
     Logs a warning if the last layer was sliding: the reference makes it a full one.
     """
@@ -240,7 +241,7 @@ def canonical(spec: V) -> V:
 
 
 def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the shortest period of `kinds`."""
+    """Return the shortest tuple that, repeated and cut, gives `kinds`."""
     for period in range(1, len(kinds)):
         if kinds[period:] == kinds[:-period]:
             return kinds[:period]

@@ -1,4 +1,4 @@
-"""Read the modules of a sentence-transformers folder: what follows the transformer of an encoder.
+"""Read the modules of a sentence-transformers folder, which an encoder's outputs pass through.
 
 `modules.json` lists them in order, each with its folder: mean pooling, dense layers, L2 norm.
 """
