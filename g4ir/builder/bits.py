@@ -41,12 +41,12 @@ CANDIDATES = (
     *(SCHEMES[name] for name in ("nl2", "nl3", "nl4", "int5", "int8")),
     Scheme("int6", 128, "f16"),
 )
-#: formats that are not measured, since their divergence is small -> int5's divergence divided by
-#: theirs (median over the matrices of Gemma 3 270M)
+#: formats that are not measured if int5 is, since their divergence is small -> int5's divergence
+#: divided by theirs (median over the matrices of Gemma 3 270M)
 FINER = {"int6": 5.4, "int8": 24.0}
-#: WINDOWS of the text calibrate; on MEASURED_WINDOWS of them errors are measured, at TOKENS tokens
-#: of each, with gradients of tokens sampled at DRAWN positions. ROWS rows of a matrix, and
-#: SOME_EXPERTS experts of a layer, are quantised for it
+#: WINDOWS of the text calibrate; on MEASURED_WINDOWS of them errors are measured, at about TOKENS
+#: tokens of each, with gradients of tokens sampled at about DRAWN positions. About ROWS rows of a
+#: matrix, and SOME_EXPERTS experts of a layer, are quantised to measure their errors
 WINDOWS, MEASURED_WINDOWS, TOKENS, DRAWN, ROWS, SOME_EXPERTS = 16, 4, 128, 128, 512, 4
 
 Tensor = torch.Tensor
@@ -70,8 +70,8 @@ def bits_config(
     progress: Progress,
 ) -> QuantConfig:
     """Return a config with at most `bits` bits per weight of the layers' matrices, scales included;
-    tables and head in int8. `kind`: storage of the engine's weights. InputError if the smallest
-    formats need more bits."""
+    tables and head in int8. `kind`: the manifest's record of the engine's weights, part of the
+    cache key. InputError if the smallest formats need more bits."""
     weights = weights_of(c.spec)
     matrices = {name: t for name, t in weights.items() if layer_of(name) is not None}
     key = cache_key(c.spec, c.dtype, source, text, kind, Path(__file__).read_bytes())
@@ -106,7 +106,7 @@ def measured_divergences(
 ) -> dict[str, list[float]]:
     """Return weight -> divergences in nats per token of the candidates that fit it; layers that
     were measured before are read from a JSON file, new ones written to it. CheckError if a gradient
-    is NaN."""
+    or an input is NaN or infinite."""
     done: dict[str, list[float]] = json.loads(file.read_bytes()) if file.is_file() else {}
     if done.keys() >= matrices.keys():
         return done
@@ -140,8 +140,8 @@ def _candidates(t: Type) -> list[Scheme]:
 
 class _Watched:
     """Callback that collects, by weight, inputs [T, K] and outputs [T, N] of matmuls with these
-    matrices at TOKENS tokens of the first windows; for experts, inputs and outputs of the op
-    `experts`."""
+    matrices at T (about TOKENS) tokens of the first `windows` windows; for experts, inputs and
+    outputs of the op `experts`."""
 
     def __init__(self, matrices: Container[str], windows: int) -> None:
         self.matrices, self.windows = matrices, windows
@@ -159,13 +159,13 @@ def _weights(n: Node, matrices: Container[str]) -> list[str]:
 
 
 def _some(t: Tensor) -> Tensor:
-    """Sample TOKENS of the S tokens of [1, S, N]; return fp32 [T, N]."""
+    """Take T of the S tokens of [1, S, N] at equal distances, about TOKENS; return fp32 [T, N]."""
     return t[0, :: max(1, t.shape[1] // TOKENS)].detach().float()
 
 
 def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> dict[str, Tensor]:
-    """Return weight -> squared gradients of its outputs at some tokens [T, N], of the
-    log-probabilities of drawn tokens, scaled so that sums over T are per token of the text."""
+    """Return weight -> squared gradients [T, N] of the log-probabilities of drawn tokens, by the
+    weight's outputs at some tokens, scaled so that sums over T are per token of the text."""
     squares: dict[str, Tensor] = {}
 
     def keep(name: str, g: Tensor) -> None:
@@ -253,7 +253,7 @@ def choose(
 ) -> dict[str, Scheme]:
     """Return weight -> scheme, with at most `budget` bytes in total: minimises divergence + price *
     bytes at the lowest price that meets the budget, then upgrades weights while bytes remain, best
-    gain per byte first."""
+    gain per byte first. InputError, which names `bits`, if the smallest schemes exceed it."""
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
     if fewest > budget:
         have = bits * fewest / budget

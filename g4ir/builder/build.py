@@ -1,5 +1,5 @@
-"""Builds an engine directory (layout: directory.py). `prepare` validates a build up to compilation
-and resolves all options, `write_engine` compiles and writes.
+"""Builds an engine directory (layout: artefact/directory.py). `prepare` validates a build up to
+compilation and resolves all options, `write_engine` compiles and writes.
 
 The directory is written under a temporary name and renamed at the end, with the manifest as the
 last file, so that a killed build never leaves a loadable engine.
@@ -175,7 +175,7 @@ def prepare(
     )
 
 
-#: options that exclude --link-weights
+#: options that exclude --link-weights -> why
 UNLINKED = {
     "random_weights": "it refers to a checkpoint's files, and random weights have none",
     "mmproj": "it refers to one checkpoint, and this is another",
@@ -218,8 +218,8 @@ def _check_linked(o: BuildOptions, backend: Backend) -> None:
 def _with_recipe(
     config: BuildConfig, opened: Checkpoint | None, sources: Sources, bits: float | None
 ) -> BuildConfig:
-    """Return the config with the requested quantisation config, or the checkpoint's own; InputError
-    for both, or for quantised activations without either."""
+    """Return the config with the requested quantisation config, or the checkpoint's own. InputError
+    for more than one of these and `bits`, or for quantised activations without any of them."""
     checkpoint_quant = checkpoint_quant_config(config.spec, opened.forms) if opened else None
     quant = choose_config(config.quant, checkpoint_quant, sources.origin and sources.origin.path)
     dtype = config.activations
@@ -307,8 +307,8 @@ def _check_range(config: BuildConfig, source: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A written engine, as `open_artefact` returns it; seconds of compilation; whether the build
-    was recorded as this user's, so that --trust is not needed."""
+    """A written engine, as `open_artefact` returns it; seconds of compilation; `recorded`: whether
+    the build was recorded as this user's, so that --trust is not needed."""
 
     artefact: directory.Artefact
     compile_s: float
@@ -316,7 +316,9 @@ class Written:
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
-    """Write the directory under a temporary name, then rename it."""
+    """Compile an engine and write its directory under a temporary name, then rename that to `out`.
+    EngineError if `out` exists or the disk has no room, PlanError if compiling needs more memory
+    than the machine has."""
     check_absent(out)
     check_space(p, out)
     if short := p.backend.short(p.packing.program):
@@ -349,7 +351,8 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
 
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> dict[Path, str]:
-    """Write the params; return the SHA-256 of each file."""
+    """Write the packed params of all ranks, quantised on the calibration text if there is one;
+    return the SHA-256 of each file."""
     calibrated, files = calibrate(p, progress) if p.calibration else ({}, None)
     params = packings.MadeParams(p.packing, p.source, p.share(0), calibrated, quantized)
     written = packings.write_shares(p.packing, params, p.config.ranks, folder, progress)
@@ -399,7 +402,8 @@ def check_space(p: Prepared, out: Path) -> None:
 
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
-    """A context with a temporary folder that becomes `out` at the end, or is removed."""
+    """A context with a temporary folder that becomes `out` at the end, or is removed after an
+    error. EngineError for any OSError in it."""
     folder = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

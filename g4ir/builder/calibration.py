@@ -140,7 +140,8 @@ class Stages:
 
     @cached_property
     def layers(self) -> list[list[int]]:
-        """Indices of the nodes of each layer, in order; the first has those before it too."""
+        """Indices of the nodes of each layer, in order; the first layer also has the nodes before
+        it, the last those after it."""
         layers: list[list[int]] = [[]]
         for i, n in enumerate(self.graph.nodes):
             layer = layer_of(n.outputs[0].name)
@@ -192,8 +193,8 @@ class InputProducts:
         self.weights = frozenset(weights)
         #: key -> upper triangles of the sums, f32 [parts of the columns, k, k]
         self.sums: dict[str, Tensor] = {}
-        #: weight -> its keys in `sums`, one per expert if experts have different inputs; key -> the
-        #: weight whose node updates the sum, which other weights may share
+        #: weight -> its keys in `sums`, one per expert if experts have different inputs; `_owner`:
+        #: first key -> the weight whose node updates the sums, which other weights may share
         self.keys: dict[str, list[str]] = {}
         self._owner: dict[str, str] = {}
         self._inputs: dict[str, list[Inputs]] = {}
@@ -220,8 +221,8 @@ class InputProducts:
                 KERNELS.products(total, columns)
 
     def of(self, weight: str) -> list[Inputs]:
-        """Return the sums of a weight's inputs, per expert if these differ; CheckError for NaN. An
-        expert without tokens gets the sum over all experts."""
+        """Return the sums of a weight's inputs, per expert if these differ; CheckError if one is
+        NaN or infinite. An expert without tokens gets the sum over all experts."""
         keys = self.keys[weight]
         if keys[0] in self._inputs:
             return self._inputs[keys[0]]
@@ -302,8 +303,8 @@ def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -
 def cache_key(
     spec: Spec, dtype: str, source: Checkpoint, text: CalibrationText, *facts: Any
 ) -> str:
-    """Return a digest of what affects the result: spec, weight files, tokens of the text, `facts`
-    (options), and the source of compensation.py and of this file."""
+    """Return a digest of what affects the result: spec, dtype, weight files, tokens of the text,
+    `facts` (options), and the source of compensation.py and of this file."""
     method = [Path(f).read_bytes() for f in (compensation.__file__, __file__)]
     files = [(h.path, h.identity) for h in source.headers]
     if not files and source.directory.exists():  # random weights have no files

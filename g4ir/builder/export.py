@@ -195,7 +195,7 @@ def _settings(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     stop = spec.tokens.eos if defaults.stop is None else defaults.stop
     values = ((names[name], value) for name, value in defaults.sampling.items())
     return {
-        # Rounded to float32, as GGUF stores them.
+        # Rounded to six digits, since GGUF stores float32.
         **{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values},
         **dict.fromkeys(defaults.unused, "set"),
         "eos_token_id": sorted({*stop}),

@@ -235,8 +235,9 @@ def _with_weights(
 def _of_folder(
     folder: origin.ModelFolder, options: BuildOptions
 ) -> tuple[Spec | None, BuildOptions]:
-    """Return the spec with the folder's towers (None: it has none), and the build options completed
-    with its files: the text model, and towers and draft model unless the options name others."""
+    """Return the spec of the shipped variant that has the folder's towers (None: no towers are
+    taken), and the build options completed with the folder's files: the text model, and towers and
+    draft model unless the options name others."""
     options = replace(options, checkpoint=folder.model.absolute())
     if options.drafter in (None, DEFAULT) and (drafter := folder.one(origin.DRAFTER_FILE)):
         options = replace(options, drafter=drafter.absolute())

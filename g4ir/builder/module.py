@@ -129,8 +129,9 @@ def load_published(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM")
 def text_model(
     spec: Spec, source: Checkpoint, dtype: torch.dtype, device: str, attention: str
 ) -> Any:
-    """Return the transformers text model with these weights, and in eval mode; an EncoderModule for
-    an encoder's spec. attn: attention implementation, `eager` or `sdpa`."""
+    """Return the transformers text model with these weights, in eval mode; an EncoderModule for an
+    encoder's spec. attention: attention implementation, `eager` or `sdpa`. MissingError if this
+    transformers lacks the model, InputError if it refuses the config."""
     import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

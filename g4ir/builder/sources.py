@@ -46,7 +46,8 @@ OF_MEDIA = {
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """A draft model's spec, and its checkpoint directory; None: absent, or random weights."""
+    """A draft model's spec, and its checkpoint directory or GGUF file; None: absent, or random
+    weights."""
 
     spec: Spec
     path: Path | None
@@ -54,9 +55,9 @@ class DrafterSource:
 
 @dataclass(frozen=True)
 class Sources:
-    """Inputs of a build. `origin` is None for random weights (`seed`), and in a dry run without the
-    checkpoint. `side_files` is lazy: a GGUF file's take seconds, while another thread packs
-    weights."""
+    """Inputs of a build. `origin`, the checkpoint directory or GGUF file, is None for random
+    weights (`seed`), and if the weights are not in the local hub cache. `side_files` are read in a
+    thread: a GGUF file's take seconds, in which weights are packed."""
 
     spec: Spec
     origin: Origin | None
@@ -151,8 +152,8 @@ def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
 
 
 def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
-    """Return the spec, after comparing its text part with the checkpoint's config; image-only
-    fields are compared if `images`."""
+    """Return the spec, or without one the checkpoint's. SpecError if the text part differs from the
+    checkpoint's config; image-only fields are compared if `images`."""
     if spec is None:
         return need_model(origin.spec())
     _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if images else OF_PICTURES))
@@ -251,7 +252,7 @@ def checked_side_files(spec: Spec, origin: Origin, indexed: bool = False) -> dic
     side, index = origin.side_files(), None
     if TOKENIZER in side and indexed:
         index = index_file(side[TOKENIZER], spec.text.vocab_size)
-    # A file that could be indexed has passed the library's checks.
+    # A file that could be indexed has passed the checks of the tokenizers library.
     if TOKENIZER in side and not index:
         read_tokenizer(origin.stated_at(TOKENIZER), side[TOKENIZER])
     if GENERATION in side:
