@@ -24,8 +24,8 @@ from g4ir.ui import console
 from .config_file import with_defaults
 from .parser import Parser
 
-#: threshold of the garbage collector's first generation: with Python's default, 700, collections
-#: take a tenth of the time to load torch and an engine
+#: threshold of the garbage collector's first generation: with 700, the default of Python 3.11,
+#: collections take a tenth of the time to load torch and an engine
 GARBAGE = 200_000
 #: Python's own thresholds, restored by a server: reference cycles may keep requests' media alive
 USUAL = gc.get_threshold()
@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[Parser, dict[str, Any]]:
-    """Return the parser of a command's verb, and the values of the flags on the command line."""
+    """Return the parser of a command's verb, and the values of the flags on the command line,
+    completed from environment and --config file for a verb that reads these."""
     name, *arguments = [w for w in words if w != "--trace"] or ["--help"]
     if name in ("-h", "--help", "--version"):
         print(f"g4ir {__version__}" if name == "--version" else help_text())

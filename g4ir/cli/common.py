@@ -38,19 +38,20 @@ from .verb import (
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
-#: default --draft-tokens of an engine built on first use with --draft
+#: default --draft-tokens of an engine built on first use with --draft ngram
 DRAFT_TOKENS = 4
 #: maximum number of threads
 MAX_THREADS = 1024
 #: setting -> kind of media that it applies to
 SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
-#: build options of an engine that is built on first use
+#: build options of an engine that is built on first use: those that have flags, those of --set
 FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
 FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
 
 
 def emit(value: Any, indent: int | None = None) -> None:
-    """Print JSON on stdout; dataclasses become objects, NaN and infinities null."""
+    """Print JSON on stdout; dataclasses become objects, and NaN and infinities outside of them
+    null."""
     print(json.dumps(strict(value), indent=indent, default=vars), flush=True)
 
 
@@ -67,7 +68,7 @@ def print_facts(as_json: bool, values: Mapping[str, Any], width: int = 0) -> int
 
 
 def strict(value: Any) -> Any:
-    """Replace NaN and infinities by null."""
+    """Return a value with NaN and infinities in its dicts and lists replaced by None."""
     if isinstance(value, dict):
         return {k: strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -200,8 +201,8 @@ class MediaFlags(Part, title="media"):
         return {name: vars(self)[name] for name in SETTING_KINDS}
 
     def check(self, lines: str | None, example: str) -> None:
-        """Raise InputError for a missing file, or a setting without its kind. `lines`: the flag of
-        JSON lines, if given, which have their own files, as in the example."""
+        """Raise InputError for a missing file, or a setting without its kind. `lines`: name of the
+        verb's flag for JSON lines if that is given: lines name their own files, as in `example`."""
         kinds = {kind for kind, _ in self.files}
         if lines and kinds:
             why = f"with {lines} each request names its own files, such as {example}"
@@ -287,7 +288,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
 
 
 def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
-    """Return options without the preset's quantisation if the file is already quantised."""
+    """Return options without the preset's quantisation, with a note on stderr, if their checkpoint
+    is quantised already."""
     if not preset or options.checkpoint is None or options.quant is None:
         return options
     from .models import named_model, without_quant

@@ -45,7 +45,8 @@ class StepSize(Part):
     gpu: str | None = flag(f"a GPU: {gpu_names()}", None, "NAME")
 
     def of(self, graph: NamedGraph) -> Step:
-        """Return the step that the options describe, within the limits of the model."""
+        """Return the step that the options describe; InputError for one beyond the model's context,
+        and for an option that the graph does not have."""
         spec, phase, context, chunk = graph.spec, graph.graph_name, self.context, self.prefill_chunk
         longest = spec.text.max_position_embeddings
         single = phase in ("decode", VERIFY, DRAFT)

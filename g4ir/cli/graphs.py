@@ -154,9 +154,9 @@ def plain_graph(
     media: Media | None = None,
     drafter: Spec | None = None,
 ) -> Graph:
-    """Return a graph before all passes: of a tower that for the largest size of `media`, or of the
-    variant's default; of the draft model that of `drafter`, or of the one shipped for the variant.
-    InputError if the variant has no such graph."""
+    """Return a graph before all passes: for a tower, the one of the largest size of `media` (None:
+    of the variant's default size); for the draft model, the one of `drafter` (None: of the draft
+    model shipped for the variant). InputError if the variant has no such graph."""
     if phase == DRAFT:
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:
@@ -172,8 +172,8 @@ def plain_graph(
 
 
 def find_graph(program: Program, phase: str, spec: Spec) -> Graph:
-    """Return an engine's graph of a phase; of a tower's graphs that for the largest size.
-    InputError if there is none."""
+    """Return an engine's graph of a phase; for a tower, the one of the largest size. InputError if
+    there is none."""
     if phase in program.graphs:
         return program.graphs[phase]
     sizes = [g for name, g in program.graphs.items() if name.startswith(f"{phase}_")]

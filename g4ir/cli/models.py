@@ -17,8 +17,8 @@ from g4ir.weights.origin import AbsentWeights, Origin, cached_config, existing_o
 
 @dataclass(frozen=True)
 class Model:
-    """A resolved MODEL: its spec; for a file or checkpoint the format of its quantised weights; for
-    an engine its directory."""
+    """A resolved MODEL: its spec; the GGUF file or checkpoint directory (`origin`); the
+    quantisation config of its weights; for an engine its directory."""
 
     spec: Spec
     origin: Origin | None = None

@@ -151,7 +151,7 @@ class Serve(Verb):
         return 0
 
     def slots(self) -> dict[str, Any]:
-        """Return the arguments of load_engine for adapters."""
+        """Return the arguments of load_engine for adapters; empty or None without adapters."""
         adapters = self._adapters()
         slots, rank = self.adapter_slots, self.adapter_rank
         if self.adapter_dir and not (slots or rank):
@@ -159,7 +159,8 @@ class Serve(Verb):
         return {"adapters": adapters, "adapter_slots": slots, "adapter_rank": rank}
 
     def _check_backend(self, model: str) -> None:
-        """Raise if the backend does not support adapters, before a build that takes minutes."""
+        """Raise MissingError if the backend does not support LoRA adapters per request, before a
+        build that takes minutes."""
         from g4ir.backends import find_backend
         from g4ir.plan.backend import checked_settings
         from g4ir.plan.resolve import device_of

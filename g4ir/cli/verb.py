@@ -63,9 +63,10 @@ TokenIds = Annotated[list[int], token_ids]
 
 
 def flag(help: str, default: Any = None, metavar: str | None = None, /, **kwargs: Any) -> Any:
-    """Return the field of a flag. `kwargs`: `name`, if not the field's; `title` of its group in
-    --help; `one_of`: exactly one of such flags is required; `each`: names of several flags that
-    share the field, whose values are pairs (name, value); and arguments of add_argument."""
+    """Return the field of a flag. `kwargs`: `name`, if not the field's; `short`: further names;
+    `title` of its group in --help; `one_of`: exactly one of such flags is required; `each`: names
+    of several flags that share the field, whose values are pairs (name, value); and arguments of
+    add_argument."""
     default = MISSING if kwargs.get("required") else default
     return field(default=default, metadata={"help": help, "metavar": metavar, **kwargs})
 
@@ -107,7 +108,8 @@ METADATA = {"name", "short", "title", "one_of", "each", "positional", "setting"}
 class Part:
     """Flags that verbs share. A subclass is a frozen dataclass; `title`: of its group in --help."""
 
-    #: names of the fields that the command line sets, over all parts of the verb
+    #: names of the fields that the command line, the environment or the file of --config sets, over
+    #: all parts of the verb
     explicit: frozenset[str] = field(default=frozenset(), metadata={"hidden": True})
     title: ClassVar[str | None] = None
 
@@ -145,7 +147,7 @@ class Flags:
         self.verb = verb
         #: field -> its flag
         self.names: dict[str, str] = {}
-        #: fields of BuildOptions
+        #: fields of BuildOptions that the verb has, with flags or by --set
         self.options: set[str] = set()
         #: name that --set sets -> parser of its text
         self.settings: dict[str, Callable[[str], Any]] = {}
@@ -290,7 +292,8 @@ def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:
 
 
 def parse_pairs(words: Sequence[str], flag: str, expected: str) -> dict[str, str]:
-    """`["name=value", ...]` -> {name: value}"""
+    """`["name=value", ...]` -> {name: value}; InputError, with `expected`, for other words and a
+    name given twice."""
     table: dict[str, str] = {}
     for text in words:
         name, sign, value = text.partition("=")
