@@ -1,4 +1,4 @@
-"""Memory of step programs (step_program.py)."""
+"""Memory arena for the values of step programs (step_program.py)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import torch
 
 Tensor = torch.Tensor
 
-#: rows (batch x tokens) up to which steps share an arena; verification steps of more are split
+#: max rows (batch x tokens) of steps that share an arena; verification steps of more are split
 ROWS = 8
 #: alignment of a value's memory, in bytes
 LINE = 64
 
 
 class Arena:
-    """Memory for the values of steps: reused after a value's last use, and by every step of a
-    session.
+    """Memory for the values of steps: reused after a value's last use, and by the next step.
 
-    A block is as large as its value in a step of ROWS rows, or in the largest step: `max_sizes`, in
-    bytes, in the order of allocation. So steps of any number of rows share the blocks, and since
+    A block has the size of its value in a step of ROWS rows, or with `max_sizes` (bytes, in the
+    order of allocation) in the largest step. So steps of fewer rows use the same blocks, and since
     the first free block is taken, a value has the same address in all of them. Memory that no step
     touches never becomes resident.
     """
@@ -31,15 +30,16 @@ class Arena:
         self.device, self.rows, self.max_sizes = device, ROWS, max_sizes
         #: bytes of this step's values, in the order of allocation
         self.sizes: list[int] = []
-        #: size -> heap of free blocks (number, memory); storage -> its block while in use; storage
-        #: -> users
+        #: size -> heap of free blocks (number, memory)
         self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        #: storage -> its block, for blocks in use
         self._lent: dict[int, tuple[int, Tensor]] = {}
+        #: storage -> number of its users
         self._users: Counter[int] = Counter()
         self._numbers = count()
 
     def begin(self, rows: int) -> None:
-        """Free all blocks for a step of `rows` rows; it overwrites earlier steps' values."""
+        """Free all blocks for a step of `rows` rows, which overwrites earlier steps' values."""
         self.rows = rows
         self.sizes.clear()
         for number, block in self._lent.values():
@@ -48,6 +48,7 @@ class Arena:
         self._users.clear()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor in a block that is in use until `use` frees it."""
         size = torch.Size(shape).numel() * dtype.itemsize
         self.sizes.append(size)
         size = size * max(ROWS, self.rows) // self.rows
@@ -63,7 +64,8 @@ class Arena:
         return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
     def use(self, t: Tensor, more: int) -> None:
-        """Add `more` users of a tensor's memory; memory without users is reused."""
+        """Add `more` users (0 or negative, too) of a tensor's memory; a block without users is
+        free."""
         key = storage_of(t)
         self._users[key] += more
         if not self._users[key] and key in self._lent:

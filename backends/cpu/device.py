@@ -20,7 +20,7 @@ from .tiles import in_tiles
 
 
 class Cpu(Device):
-    """The CPU. Imports of torch are deferred."""
+    """The CPU, which runs step programs. Imports of torch are deferred."""
 
     name = "cpu"
     packages = ("torch",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from g4ir.ui.processor import instruction_set
 
-#: min elements of a weight that is tiled; for smaller ones the C kernels are no faster than torch
+#: min elements of a weight that is tiled; smaller ones stay row-major, which is fast enough
 FROM = 1 << 16
 #: dtype of a quantised weight -> its format, in the order of the ids in kernels/kernels.h
 KERNEL_FORMATS = {
@@ -28,9 +28,9 @@ KERNEL_FORMATS = {
     "nl3": "NL3",
     "nl2": "NL2",
 }
-#: sets of ISA extensions, each sufficient for integer dot products with tiles; formats with other
-#: requirements
+#: sets of ISA extensions, each sufficient for integer dot products with tiles
 _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})
+#: format with other requirements -> its sets
 _FORMAT_EXTENSIONS = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 
 

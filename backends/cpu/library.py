@@ -27,7 +27,7 @@ from g4ir.ui.threads import usable_cores
 from .isa import KERNEL_FORMATS
 
 SOURCES = Path(__file__).with_name("kernels")
-#: libraries that come with the package
+#: folder of the prebuilt libraries of a wheel
 READY = Path(__file__).with_name("ready")
 KERNEL_FLAGS = (
     "-O3",
@@ -63,7 +63,7 @@ OBJECTS = (
 )
 #: additional objects for instruction sets with bf16 dot products
 OF_BF16 = tuple((*o, "-DPANELS_BF16") for o in OBJECTS if o[0] == "panels.c")
-#: compilers, unless CC or CXX names one
+#: compilers in order of preference, unless CC or CXX names one
 COMPILERS = ("gcc", "cc", "clang", "g++")
 
 
@@ -90,12 +90,13 @@ class Library:
         return f"{self.name}-{digest.hexdigest()[:16]}{self.linking[0]}"
 
     def check(self) -> None:
-        """Raise MissingError if it is neither prebuilt nor cached and there is no compiler."""
+        """Raise MissingError if the library is neither prebuilt nor cached and there is no
+        compiler."""
         if not any((folder / self.file).is_file() for folder in (READY, cache_dir())):
             self.compiler()
 
     def compiler(self) -> list[str]:
-        """Return the command of the C compiler."""
+        """Return the command of the C compiler; MissingError if there is none."""
         named = setting("CC") or setting("CXX")
         for command in map(shlex.split, [named] if named else COMPILERS):
             if command and shutil.which(command[0]):
@@ -108,7 +109,8 @@ class Library:
 
     @contextmanager
     def opened(self, progress: Progress = no_progress) -> Iterator[Path]:
-        """Context with the library's path: prebuilt, cached, or compiled now."""
+        """Context with the path of the library: prebuilt, cached, or compiled now (MissingError
+        without a compiler, LowerError if it fails)."""
         if (ready := READY / self.file).is_file():
             yield ready
             return
@@ -123,7 +125,7 @@ class Library:
             yield path
 
     def compile(self, path: Path) -> None:
-        """Write the library; object files are compiled in parallel."""
+        """Compile the objects in parallel and link the library at `path`."""
         compiler = self.compiler()
         command = [*compiler, *KERNEL_FLAGS, *self.options]
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
@@ -153,7 +155,7 @@ def kernels(isa: InstructionSet | None = None, system: str = sys.platform) -> Li
 
 
 def _run(words: Sequence[str], path: Path) -> str:
-    """Run the compiler to write a file; return its path."""
+    """Run the compiler to write a file; return its path. LowerError if it fails."""
     done = subprocess.run([*words, "-o", path], capture_output=True, text=True)
     if done.returncode:
         within = Path(tempfile.gettempdir(), path.name)

@@ -48,7 +48,7 @@ def fitted_groups(
     x: torch.Tensor, levels: tuple[int, ...], shift_by: int, moments: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and shifts of groups [.., GROUP] as `fit_groups` does, by the C kernel;
-    falls back to it as `quantized` does."""
+    `fit_groups` itself is the fallback for the cases that `quantized` lists."""
     if x.is_cpu and x.dtype == torch.float32 and _has_kernel(DTYPES[x.dtype], GROUP):
         x, weights = x.contiguous(), None if moments is None else moments.contiguous()
         scales, shifts = (x.new_empty(x.shape[:-1]) for _ in range(2))
@@ -76,8 +76,8 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 
 
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
-    """Add x^T x to `total`, as `add_products` does, by the C kernel if there is one; bf16 inputs
-    are multiplied as bf16. Sums do not depend on the number of threads."""
+    """Add x^T x to `total` f32[n, n] as `add_products` does, by the C kernel if there is one; bf16
+    inputs are multiplied as bf16. Sums do not depend on the number of threads. MemoryError."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)
@@ -94,7 +94,7 @@ KERNELS = Kernels(quantized, quantized_columns, added_products)
 @cache
 def _has_kernel(dtype: int | None, size: int) -> bool:
     """Whether packing.c takes this dtype (an id) and group size; only on Linux on x86-64, where
-    torch sums in the order that it reproduces."""
+    torch sums in the order that packing.c reproduces."""
     if dtype is None or sys.platform != "linux" or architecture() != "x86_64":
         return False
     try:

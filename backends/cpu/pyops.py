@@ -20,18 +20,20 @@ Tensor = torch.Tensor
 
 #: name -> function of kernels/kernels.h
 _kernels: dict[str, Callable[..., int]] = {}
-#: dtype of x, outputs and scales -> id in kernels/kernels.h; dtype of quantised weights -> id
+#: dtype of x, outputs (bf16, fp32) and scales -> its id in kernels/kernels.h
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+#: dtype of a quantised weight -> id of its format in kernels/kernels.h
 FORMAT_IDS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMATS)}
 #: dtype of a KV cache -> its id in kernels/kernels.h
 CACHE_DTYPES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
-#: signatures of the C functions: letter -> ctypes type; function -> letters of its arguments
+#: letter of an argument -> its ctypes type
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "s": ctypes.c_int64,
     "i": ctypes.c_int,
     "d": ctypes.c_double,
 }
+#: C function, without its prefix `g4ir_` -> letters of its arguments; all return an int
 _ARGUMENTS = {
     "add_products": "ppisssi",
     "run_instructions": "ppspi",
@@ -90,7 +92,8 @@ def run_instructions(
     instructions: Any, operands: Any, scratch: Tensor, threads: int, pace: Tensor | None = None
 ) -> None:
     """Run instructions of a step program (step_program.py) once; or with `pace` i64[3], run steps
-    until as many are done (pace[1]) as are requested (pace[0]). MemoryError if memory runs out."""
+    until as many are done (pace[1]) as are requested (pace[0]). MemoryError if memory runs out,
+    RuntimeError for an unknown instruction."""
     arguments = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
     run = "run_instructions" if pace is None else "run_steps"
     arguments += [] if pace is None else [pace.data_ptr()]
@@ -100,10 +103,10 @@ def run_instructions(
 
 
 def request_steps(pace: Tensor, more: int) -> bool:
-    """Request more steps of a running program; False if it has ended."""
+    """Request `more` steps of a running program; False if it has ended and takes none."""
     return bool(_kernels["request_steps"](pace.data_ptr(), more))
 
 
 def wait_steps(pace: Tensor, steps: int) -> None:
-    """Block until `steps` steps are done, or one failed."""
+    """Block until `steps` steps are done in total, or one failed."""
     _kernels["wait_steps"](pace.data_ptr(), steps)

@@ -1,4 +1,4 @@
-"""CPU runtime: step programs of all graphs."""
+"""CPU runtime: runs every graph as a step program."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class CpuRuntime(ProgramRuntime):
         return dict.fromkeys(v.name for g in graphs for v in g.params)
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
-        """Return the source of params and a function that places one in memory: memory-mapped where
-        its alignment permits, or copied to huge pages if the task asks for that."""
+        """Return the source of params and a function that places one in memory: memory-mapped if it
+        is aligned, else copied; all copied to huge pages if the task asks for that."""
         params = task.params
         source = params.apart() if isinstance(params, StoredParams) else params
         if task.huge_pages:
@@ -66,7 +66,7 @@ class CpuRuntime(ProgramRuntime):
         return outputs if step.logits else None
 
     def _run_program(self, step: GraphRun, state: Caches) -> Tensors:
-        """Run a step program over the full caches; it reads only the slots in use.
+        """Run a step program over the full caches, of which it reads only the slots in use.
 
         A verification step of more than ROWS rows runs in pieces of fewer tokens, so that its
         logits are bit-equal to those of decode steps; not with a watch, or if the batch alone
@@ -83,14 +83,14 @@ class CpuRuntime(ProgramRuntime):
         return self._program(step, state).run(step.feeds, step.watch, step.logits)
 
     def _program(self, step: GraphRun, state: Caches) -> StepProgram:
-        """Return the program of a step. One of more than three tokens per sequence is extrapolated
-        from the programs of two and of three, unless values are watched."""
+        """Return the program of a step. That of more than three tokens per sequence is extrapolated
+        from the programs of two and of three tokens, unless values are watched."""
         phase, feeds = step.phase, step.feeds
         batch, tokens = feeds["positions"].shape
         batch = len(feeds["ends"]) if phase == ENCODE else batch
         graph, captured = self.program.graphs[phase], state.captured
         views, dim = state.views(self.limits.max_seq), str(TOKENS.get(phase, CHUNK))
-        # decode and verification steps of at most ROWS sequences share one arena
+        # 0: all decode and verification steps of at most ROWS sequences share one arena
         max_tokens = 0 if phase not in CHUNKS and batch <= ROWS else self._max_tokens(phase, tokens)
 
         def memory() -> Arena:
@@ -125,7 +125,8 @@ class CpuRuntime(ProgramRuntime):
             return program.run(feeds)["soft"]
 
     def _max_tokens(self, phase: str, tokens: int) -> int:
-        """Return the maximum tokens per sequence of a step, for which its arena is sized."""
+        """Return the tokens per sequence for which the arena of a step is sized: those of the
+        largest chunk in graphs of chunks, else of the step."""
         return max(tokens, self.limits.prefill_chunk, 3) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
@@ -171,13 +172,13 @@ class CpuRuntime(ProgramRuntime):
 
 
 def _piece(feeds: Tensors, at: int, width: int) -> dict[str, Tensor]:
-    """Return the feeds of tokens `at` to `at + width` of each sequence."""
+    """Return the inputs of a step on tokens `at` to `at + width` (exclusive) of each sequence."""
     piece = {name: t[:, at : at + width] if t.dim() > 1 else t for name, t in feeds.items()}
     return piece | {"lengths": (feeds["lengths"] - at).clamp(0, width)}
 
 
 def _placed(t: Tensor, mapped: bool) -> Tensor:
-    """Return the memory-mapped param itself if `mapped` and aligned, else a copy."""
+    """Return the param itself, with its pages read, if it is `mapped` and aligned; else a copy."""
     if mapped and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
         read_pages(t)
         return t

@@ -33,20 +33,22 @@ Tensor = torch.Tensor
 #: max stop tokens of a sequence that the program checks; with more of them the host checks
 STOPS = 32
 #: target seconds between two reads of the host (at least one step): new and cancelled requests
-#: wait for the next one
+#: wait for the next read
 LOOK_S = 1e-2
-#: max steps between two reads, and steps whose tokens are stored
+#: STEPS: max steps between two reads. HISTORY: steps whose tokens the program stores
 STEPS, HISTORY = 32, 128
-#: pace[0] of a program that has ended, and pace[1] after a failure (kernels/step.c)
+#: ENDED: pace[0] of a program that has ended. FAILED: pace[1] after a failure (kernels/step.c)
 ENDED, FAILED = -1, 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
 class LoopProgram:
-    """A recorded step, and the i64 tensors that the host reads or writes: next input tokens,
-    lengths and active sequences, [B]; stops [B, STOPS]; history [HISTORY, B]: tokens of the last
-    steps, -1 for logits that are not finite and -2 for an inactive sequence; pace [3]: steps
-    requested, steps done. `end`: index of the last instruction, which reads the chosen tokens."""
+    """A recorded step, and the tensors that the host reads or writes: next input tokens, lengths
+    and active sequences, i64 [B]; stops i64 [B, STOPS]; history i64 [HISTORY, B]: tokens of the
+    last steps, -1 for logits that are not finite and -2 for an inactive sequence; pace i64 [3]:
+    steps requested, steps done, steps that a reader waits for. The host samples from `logits` [B,
+    1, vocab] into `chosen` i64 [B], before the last instruction, at index `end`, reads it; ids in
+    `suppress` are never sampled."""
 
     code: Code
     end: int
@@ -69,9 +71,9 @@ def record_loop(
     fixed: Tensors,
     suppress: Sequence[int],
 ) -> LoopProgram:
-    """Record embedding, decode step and sampling for these caches; NoInstruction if an op or a
-    table has no instruction. fixed: inputs at fixed addresses, i64 [B]. suppress: ids that are
-    never sampled."""
+    """Record embedding, decode step and greedy sampling for these caches; NoInstruction if an op or
+    a table has no instruction. fixed: i64 [B] inputs of the decode graph that are read in place.
+    suppress: ids that are never sampled."""
     (batch,) = {len(t) for t in fixed.values()}
 
     def zeros(*shape: int) -> Tensor:
@@ -123,15 +125,15 @@ class StepThread:
             self.waiting += more
 
     def close(self) -> None:
-        """Wait for all calls."""
+        """Wait for all calls and end the thread."""
         self._pool.shutdown()
 
 
 class StepLoop:
-    """Runs a LoopProgram, with the interface of TokenLoop. Not safe for use from several threads at
-    once."""
+    """Runs a LoopProgram, with the interface of TokenLoop (cuda/token_loop.py). Not safe for use
+    from several threads at once."""
 
-    #: whether steps use the full device, so that no prefill chunk should run at the same time
+    #: whether steps use the whole device, so that no prefill chunk should run at the same time
     exclusive = True
 
     def __init__(self, program: LoopProgram, worker: StepThread) -> None:
@@ -140,21 +142,22 @@ class StepLoop:
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
         self._drawn: tuple[int, ...] = ()
         self._unread: deque[int] = deque()
-        #: the worker's latest calls, more than may be unread; steps read so far, and the time of
-        #: the last read
+        #: the worker's latest calls, more than may be unread
         self._calls: deque[Future[None]] = deque(maxlen=8)
+        #: steps read since `start`, and the time of the last read
         self._read, self._read_at = 0, 0.0
         #: seconds per step at the last read
         self._step_s = LOOK_S
 
     @property
     def steps_per_call(self) -> int:
-        """Number of steps between two reads of the host."""
+        """Number of steps of one `advance` for which the host's reads are LOOK_S apart, at most
+        STEPS."""
         return max(1, min(STEPS, int(LOOK_S / self._step_s)))
 
     @property
     def unread(self) -> int:
-        """Number of `advance` calls whose tokens were not read yet."""
+        """Number of `advance` calls whose tokens are not read yet."""
         return len(self._unread)
 
     def start(
@@ -165,8 +168,8 @@ class StepLoop:
         draws: Tensor,
         stops: Sequence[Sequence[int]],
     ) -> None:
-        """Set the batch: input tokens, lengths, bool mask of active sequences, sampling settings,
-        and stop tokens of each sequence."""
+        """Set the batch: input tokens, lengths and active sequences (bool), [B]; sampling settings
+        f64[B, 4]; and stop tokens of each sequence, ignored if they are more than STOPS."""
         wait(self._calls)  # steps that an earlier scheduler started
         self._calls.clear()
         self._unread.clear()
@@ -185,7 +188,8 @@ class StepLoop:
         self._read, self._read_at = 0, time.perf_counter()
 
     def advance(self, count: int, uniforms: Tensor | None) -> None:
-        """Run `count` more steps, after `start`; `uniforms` f64[count, B]: their random numbers."""
+        """Start `count` more steps, after `start`; `uniforms` f64[count, B]: their random numbers,
+        None if all sequences are greedy."""
         p, threads = self.program, torch.get_num_threads()  # torch's number is per thread
         if self._drawn:
             assert uniforms is not None
@@ -197,8 +201,8 @@ class StepLoop:
         self._unread.append(count)
 
     def read(self) -> list[list[int | None]]:
-        """Return each sequence's tokens of the oldest unread `advance`, until it becomes inactive;
-        None: its logits were not finite."""
+        """Wait for the oldest unread `advance`; return each sequence's tokens, up to the one that
+        ends it; None: logits that are not finite. Raises the error of a step that failed."""
         steps = range(self._read, self._read + self._unread[0])
         pyops.wait_steps(self.program.pace, steps.stop)
         if self._pace[1] >= FAILED:
@@ -231,7 +235,7 @@ class StepLoop:
             raise
 
     def _draw(self, uniforms: Tensor) -> None:
-        """Sample the sequences that are not greedy."""
+        """Sample the sequences that are not greedy from the program's logits."""
         p = self.program
         for row in self._drawn:
             one, draws = slice(row, row + 1), self._draws[row : row + 1]
@@ -241,8 +245,8 @@ class StepLoop:
 
 
 def mapped_tables(program: Program, tables: Mapping[str, Any]) -> Tensors | None:
-    """Return the embedding tables as tensors, offloaded ones memory-mapped; None if one cannot be
-    mapped."""
+    """Return the embed graph's params as tensors: those in `tables`, or memory-mapped ones in place
+    of tables that are read row by row; None if one cannot be mapped."""
     tensors = {v.name: tables[v.name] for v in program.graphs["embed"].params}
     tensors |= {n: t.mapped() for n, t in tensors.items() if isinstance(t, RowTable)}
     return tensors if all(isinstance(t, Tensor) for t in tensors.values()) else None
@@ -260,8 +264,8 @@ class Embedding:
         self._arena, self._lock = Arena("cpu"), Lock()
 
     def __call__(self, tokens: Tensor) -> Tensors | None:
-        """Return the outputs of the embed graph for tokens i64[B,S]; None for 0 or more than ROWS
-        tokens, ids beyond a table, or a table that cannot be memory-mapped."""
+        """Return the outputs of the embed graph [B,S,width] for tokens i64[B,S]; None for 0 or more
+        than ROWS tokens, ids beyond a table, or a table that cannot be memory-mapped."""
         feeds, count = {"tokens": tokens.reshape(1, -1)}, tokens.numel()
         if not 0 < count <= ROWS or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._ids:
             return None

@@ -1,10 +1,10 @@
-"""A decode step or a prefill chunk as one step program: instructions for kernels/step.c.
+"""Step programs: a decode step, a prefill chunk or a tower as instructions for kernels/step.c.
 
 The session's KV caches, the weights and the memory of all values have fixed addresses, so a step is
-recorded once, op by op, and then runs without torch or Python between its kernels. It rounds where
-the ops' references round. The program of a step of any number of tokens follows from those of two
-and of three tokens (`of_tokens`). An op without an instruction runs by torch, between two
-instructions.
+recorded once, op by op, and then runs without torch or Python between its kernels. Results are
+rounded where the ops' references round. The program of a step of any number of tokens follows from
+those of two and of three tokens (`of_tokens`). Torch runs an op that has no instruction, between
+two instructions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KINDS = (
     *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id", "attend_texts"),
     *("mean_texts", "unit_norm", "lora"),
 )
-#: instructions that need no fp32 scratch rows
+#: instructions that need no fp32 scratch rows (`scratch` of kernels/step.c)
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
 _WITHOUT_SCRATCH |= {"greedy", "attend_chunk", "last_row", "last_seen", "attend_texts", "lora"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
@@ -75,13 +75,13 @@ class NoInstruction(Exception):
 
 
 def _recorded(g: Graph, **dims: int) -> Recorder:
-    """Record a graph on the meta device; dims default to 2."""
+    """Record a graph on the meta device, to learn the sizes of its values; dims default to 2."""
     defaults = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
     g = bind(g, **defaults | dims)
     r, env = Recorder(Arena("meta")), {}
     for v in g.sources():
         shape, dtype = _sizes(v)
-        in_arena = v in g.inputs  # as in `record_step`
+        in_arena = v in g.inputs  # `record_step` allocates inputs there too
         env[v.name] = r.arena.empty(shape, dtype) if in_arena else _empty(shape, dtype)
     r.record(g, env)
     return r
@@ -92,8 +92,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def step_arena(g: Graph, dims: Mapping[str, int], tokens: str, max_tokens: int) -> Arena:
-    """Return an arena for steps whose dim `tokens` is at most `max_tokens`; the other dims are
-    bound by `dims`."""
+    """Return an arena for steps of a graph in which the dim named `tokens` is at most `max_tokens`;
+    `dims` binds the other dims."""
     two, three = (_recorded(g, **dims, **{tokens: n}).arena.sizes for n in (2, 3))
     sizes = [a + (max_tokens - 2) * (b - a) for a, b in zip(two, three, strict=True)]
     return Arena("cpu", sizes)
@@ -105,7 +105,7 @@ def _sizes(v: Value) -> tuple[tuple[int, ...], torch.dtype]:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Input rows with a pending `fake_quantize` to a format, for matmuls that fuse it."""
+    """Rows x with a pending `fake_quantize` to the format `fmt`, for matmuls that fuse it."""
 
     x: Any
     fmt: str
@@ -121,7 +121,8 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class TorchOp:
-    """An op that torch runs before instruction `at`: its operands and the memory of results."""
+    """An op that torch runs before instruction `at`: a function of dense operands, its operands,
+    and the memory of its results."""
 
     at: int
     call: Callable[[list[Any]], Sequence[Tensor]]
@@ -136,8 +137,8 @@ class TorchOp:
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """Recorded instructions and torch's ops between them; `buffers` keeps all memory alive except
-    the weights."""
+    """Recorded instructions, their operands (addresses and sizes), and torch's ops between them;
+    `buffers` keeps all memory alive except the weights."""
 
     instructions: Any
     operands: Any
@@ -161,13 +162,14 @@ class Code:
             pyops.run_instructions(some, self.operands, self.scratch, threads)
 
     def run_steps(self, pace: Tensor, threads: int) -> None:
-        """Run steps as long as more are requested (pyops.request_steps)."""
+        """Run steps of a program that ends with `end_step`, as long as more are requested
+        (pyops.request_steps)."""
         pyops.run_instructions(self.instructions, self.operands, self.scratch, threads, pace)
 
 
 class Recorder:
-    """Records the nodes of a graph, all dims bound, as instructions; torch runs nodes without one,
-    by `run`."""
+    """Records the nodes of graphs, all dims bound, as instructions; nodes without an instruction as
+    calls of `run`, by torch."""
 
     def __init__(self, arena: Arena, run: Run = run_node) -> None:
         self.arena, self._run = arena, run
@@ -176,13 +178,13 @@ class Recorder:
         self.operands: list[tuple[int, tuple[int, ...]]] = []
         self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
         self.scratch_size = 1
-        #: copies of operands, whose memory is free after the next instruction
+        #: copies of operands, whose memory is free after the next instruction other than `copy`
         self._copies: list[Tensor] = []
-        #: tensors that the program reads or writes; for each node the position at which its outputs
-        #: are complete
+        #: tensors that the program reads or writes
         self.tensors: list[Tensor] = []
+        #: for each node the position at which its outputs are complete, and these outputs
         self.ends: list[tuple[Position, Tensors]] = []
-        #: position after the last cache write
+        #: position after the last cache write, where a step without results may end
         self.state_end: Position = (0, 0)
         self.chunk = False
 
@@ -213,7 +215,7 @@ class Recorder:
                 yield v.name, value
 
     def node(self, n: Node) -> None:
-        """Append a node: its instructions, those of its expansion, or the op as torch runs it."""
+        """Append a node: its instructions, those of its expansion, or a call of torch's op."""
         expands = n.definition.expand and n.op not in (*LOWERINGS, *COLLECTIVES)
         inner, values = n.expanded if expands else ((), ())
         for m in inner:
@@ -244,7 +246,8 @@ class Recorder:
     def by_torch(
         self, call: Callable[[list[Any]], Sequence[Tensor]], inputs: Sequence[Any], *outputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Append a function of dense operands that torch runs; return the memory of its results."""
+        """Append a function of dense operands that torch runs; return `outputs`, the memory of its
+        results."""
         self.torch_ops.append(TorchOp(len(self.instructions), call, tuple(inputs), outputs))
         self.tensors += (*outputs, *(t for x in inputs for t in _tensors(x)))
         return outputs
@@ -268,7 +271,8 @@ class Recorder:
     def emit(
         self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0
     ) -> Any:
-        """Append an instruction; operand None is a null pointer. Return its last operand."""
+        """Append an instruction with integers `n` and number `f`; operand None is a null pointer.
+        Return its last operand; NoInstruction if an operand has another layout than required."""
         first, strided = len(self.operands), STRIDED.get(kind, len(operands))
         if any(t is not None and not t.is_contiguous() for t in operands[strided:]):
             raise NoInstruction(f"{kind} of an operand that is not contiguous")
@@ -283,7 +287,7 @@ class Recorder:
         return operands[-1]
 
     def copy(self, x: Tensor, y: Tensor) -> None:
-        """Append a copy of x to y; none of an empty tensor, whose address is null."""
+        """Append a copy of x to y; nothing for an empty tensor, whose address is null."""
         if x.numel():
             self.emit("copy", x, y)
 
@@ -292,13 +296,14 @@ class Recorder:
         return self.chunk and x.dim() > 2 and x.shape[1] > 1
 
     def like(self, x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an empty tensor like x, with `width` columns."""
+        """Return an uninitialised tensor of x's shape and dtype, or with `width` columns or of
+        `dtype`."""
         shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
         return self.arena.empty(shape, dtype or x.dtype)
 
     def greedy(self, logits: Tensor, never: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the argmax of logits [B, 1, vocab], except ids `never` i64[n].
-        Return tokens i64[B], and flaws i64[B]: 1 if a logit is NaN or infinite."""
+        """Append the argmax of logits [B, 1, vocab], except ids `never` i64[n], whose logits it
+        overwrites. Return tokens i64[B], and flaws i64[B]: 1 if a logit is NaN or infinite."""
         _computes(logits)
         tokens, flaws = (self.arena.empty(logits.shape[:1], torch.int64) for _ in range(2))
         self.emit("greedy", logits, never, tokens, flaws)
@@ -337,8 +342,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _rows(t: Tensor) -> tuple[int, ...]:
-    """Return outer, outer stride, inner, inner stride, width, dtype, bytes of an element, as
-    `operand` of kernels/step.c."""
+    """Return the sizes of an `operand` of kernels/step.c: outer, outer stride, inner, inner stride,
+    width, dtype, bytes of an element. NoInstruction if rows need more than two strides."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
         if size == 1:
@@ -368,8 +373,9 @@ def _like_input(
     integers: Callable[[Node, Tensor], tuple[int, ...]] = lambda n, x: (),
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Tensor]:
-    """Return the lowering of an op to one instruction whose result is like its first input.
-    `number`: the attr that is its `f`; `integers`: (node, first input) -> its `n`."""
+    """Return the lowering of an op to one instruction whose result has the shape of its first input
+    (and its dtype, if none is given). `number`: the attr that is the instruction's `f`; `integers`:
+    (node, first input) -> its `n`."""
 
     def lower(r: Recorder, n: Node, *inputs: Tensor) -> Any:
         _computes(*inputs)
@@ -542,8 +548,9 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
 
 
 def _dense_weight(w: Coded) -> Tensor:
-    """Return the dense weight of codes without a C kernel, at one address in all programs. It is
-    multiplied by our kernels: in torch's matmul a row's result would depend on the other rows."""
+    """Return the dense weight of codes without a C kernel, at one address in all programs. The
+    kernels for dense weights multiply it: in torch's matmul a row's result would depend on the
+    other rows."""
     with _DENSE_LOCK:
         if w.codes not in _DENSE:
             _DENSE[w.codes] = dense(w)
@@ -701,7 +708,8 @@ def _encoder_attention(r: Recorder, n: Node, q: Any, *rest: Any) -> Tensor:
     return r.by_torch(attend, [q, *rest], r.like(q))[0]
 
 
-#: op -> (recorder, node, *inputs) -> outputs; other ops are views, expanded, or run by torch
+#: op -> its lowering (recorder, node, *inputs) -> outputs; other ops are views, expanded, or run by
+#: torch
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "clip": _clip,
     "encoder_attention": _encoder_attention,
@@ -747,16 +755,17 @@ class StepProgram:
     """A recorded step over a session's caches. Not safe for use from several threads at once."""
 
     code: Code
-    #: memory of the graph's inputs and outputs
+    #: memory of the graph's inputs, and of its outputs
     feeds: Tensors
     outputs: Tensors
-    #: for each node the position at which its outputs are complete
+    #: for each node the position at which its outputs are complete, and these outputs
     ends: Sequence[tuple[Position, Tensors]]
+    #: position after the last cache write
     state_end: Position
 
     def run(self, feeds: Tensors, watch: Watch | None = None, results: bool = True) -> Tensors:
-        """Run the step; return the graph's outputs. Without `results` it stops after the last cache
-        write and returns none."""
+        """Copy the inputs and run the step; return copies of the graph's outputs. Without `results`
+        it stops after the last cache write and returns an empty dict."""
         for name, t in self.feeds.items():
             t.copy_(feeds[name])
         if not results:
@@ -786,7 +795,7 @@ def bound(g: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
 def record_step(
     g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors, arena: Arena, run: Run = run_node
 ) -> StepProgram:
-    """Record a graph for these caches and the shapes of `feeds`; `run`: runs nodes that have no
+    """Record a graph for these caches and the shapes of `feeds`; `run` runs nodes that have no
     instruction. Programs that share an arena must not run at the same time."""
     g = bound(g, {name: t.shape for name, t in (*caches.items(), *feeds.items())})
     arena.begin(prod(_sizes(g.inputs[0])[0][:2]))
@@ -800,7 +809,7 @@ def record_step(
 def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
     """Return the program of a step of `tokens` >= 2 tokens per sequence without recording it:
     addresses and sizes are linear in the number of tokens, so they are extrapolated from the
-    programs of two and of three tokens."""
+    programs of two and of three tokens. It cannot be watched."""
     if [*map(storage_of, two.code.buffers)] != [*map(storage_of, three.code.buffers)]:
         raise RuntimeError("the programs of two and of three tokens place values differently")
 

@@ -8,7 +8,8 @@
 #include "digits.h"
 
 #ifdef ON_AMX
-/* Pipeline distance in blocks between unpacking, multiplying and accumulating; blocks in its ring buffers. */
+/* AMX_APART: blocks between unpacking and multiplying, and between multiplying and accumulating. AMX_RING: blocks in
+ * the pipeline's ring buffers. */
 enum { AMX_APART = 2, AMX_RING = 4 };
 #define BOTH UNROLLED for (int s = 0; s < 2; s++)
 
@@ -27,7 +28,7 @@ typedef struct {
     row_sums sums[AMX_RING][2 * TOGETHER];
 } amx_room;
 
-/* Address of the codes that contain block i of a strip. */
+/* Returns the address of the (super-)block that contains block i of a strip. */
 static inline const uint8_t *codes_at(const int form, const strip *of, int64_t i) {
     return of->codes + i / BLOCKS_OF(form) * WORDS_OF(form) * LINE;
 }

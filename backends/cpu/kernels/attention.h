@@ -3,8 +3,8 @@
 #include "cache_rows.h"
 #include "dense.h"
 
-/* Keys per block: a multiple of the keys that a dot product takes at once, small enough that their values stay in the
- * core's private cache. Also the minimum keys per thread. */
+/* KEYS: keys per block, a multiple of the keys that a dot product takes at once, few enough that their values stay in
+ * the core's private cache. KEYS_LEAST: minimum slots per split. */
 #define KEYS 96
 #define KEYS_LEAST 48
 
@@ -22,11 +22,11 @@ typedef struct {
     float scale;
     /* Derived from the arguments: */
     int64_t parts, group;       /* splits of the keys (split-KV); query heads per KV head */
-    int64_t rows, padded;       /* query rows in total; rows of one query, padded to a multiple of TOGETHER */
+    int64_t rows, padded;       /* queries * group; group, padded to a multiple of TOGETHER */
     int64_t wide;               /* d, rounded up to a multiple of PAIR */
     int as_held;                /* whether cache rows are used as stored, else converted to fp32 */
     float *partial;
-    uint32_t *made; /* completed splits of each KV head */
+    uint32_t *made; /* completed splits of each KV head of each sequence */
 } attention;
 
 /* Keys or values at a constant stride. */
@@ -43,7 +43,7 @@ typedef struct {
     uint32_t *two; /* softmax weights of pairs of keys, in bf16 */
 } room;
 
-/* Per split: weighted sums of values [rows, wide], then each row's maximum and total. */
+/* Floats of the partial result of a split: weighted sums of values [rows, wide], then each row's maximum and total. */
 static inline int64_t partial_size(const attention *a) {
     return a->rows * a->wide + 2 * a->queries * a->padded;
 }
@@ -52,7 +52,7 @@ static inline int64_t held_bytes(const attention *a) {
     return a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
 }
 
-/* Key positions of a query's split that are not read yet: `from` to `end`, exclusive. */
+/* Key positions of a query in a split that are not read yet: `from` to `end`, exclusive. */
 typedef struct {
     int64_t from, end;
 } keys_left;
@@ -68,8 +68,8 @@ static keys_left keys_of(const attention *a, int64_t b, int64_t s, int64_t part)
     return (keys_left){first + count * part / a->parts, first + count * (part + 1) / a->parts};
 }
 
-/* Returns the next at most KEYS keys (0) or values (1) of a head in the cache; the run ends at the last slot of a
- * ring. */
+/* Returns the next keys (value 0) or values (1) of a head in the cache, at most KEYS; the run ends at the last slot of
+ * a ring. */
 static row_run run_of(const attention *a, int value, int64_t b, int64_t h, keys_left left) {
     int64_t slot = left.from % a->slots, row = (slot * a->batch + b) * a->kv_heads + h;
     const char *rows = a->kept[value];
@@ -167,7 +167,7 @@ static int weigh(any_eight *scores, int64_t count, float scale, any_eight *most,
     return (any[0] | any[1] | any[2] | any[3]) != 0;
 }
 
-/* Query rows per pass over the values: as many sums as the CPU has registers for. */
+/* Maximum query rows per pass over the values: the registers have room for their sums. */
 #ifdef __AVX512F__
 #define ADDED 8
 #else
@@ -301,8 +301,8 @@ static int64_t attend_keys(const attention *a, int64_t b, int64_t h, keys_left l
     return keys.count;
 }
 
-/* Each query reads its keys in the same order as alone, so its result does not depend on the batch. Queries are
- * interleaved block by block, so that keys are read from memory once. */
+/* Computes the partial result of one split. Each query reads its keys in the same order as alone, so its result does
+ * not depend on the batch. Queries are interleaved block by block, so that keys are read from memory once. */
 static void attend_part(const attention *a, int64_t unit, room *own) {
     int64_t head = unit / a->parts, b = head / a->kv_heads, h = head % a->kv_heads, taken;
     float *out = a->partial + unit * partial_size(a), *most = out + a->rows * a->wide;

@@ -1,4 +1,4 @@
-/* Shared by matmuls and attention: number conversion, threads, vector types of this CPU, unrolled loops. */
+/* Shared by matmuls and attention: number conversion, threads, vector width of this CPU, unrolled loops. */
 #pragma once
 #include "kernels.h"
 #include "number.h"

@@ -55,7 +55,7 @@ static inline void read_fp8(const uint8_t *p, float *to) {
 #endif
 }
 
-/* Interleaves the even and the odd codes of a block. */
+/* Interleaves the even and the odd codes of a block, as fp32. */
 static inline void read_halves(const half_block *halves, float *to) {
     uint8_t codes[BLOCK];
 #ifdef __AVX2__
@@ -212,7 +212,7 @@ static inline void write_block(const float *v, void *y, int dtype, int64_t at) {
 /* An empty asm that claims to modify the value keeps the compiler from reordering or fusing operations. */
 #define AS_IT_IS(V) __asm__("" : "+m"(V))
 
-/* Subtracts the minima of block i of a row's codes; `least`: the group's. */
+/* Subtracts the minima of block i of a row from its values; `least`: the minimum of the group. */
 static inline void subtract_minima(const uint8_t *row, int64_t i, float least, float *v) {
     const uint8_t *shared = row + i / 4 * TWOS_BYTES + TWOS_SHARED + i % 4 * 2;
     float below[2] = {least, least};
@@ -273,7 +273,7 @@ static void decode_above(const rows_to_decode *d, int64_t first, int64_t last) {
 }
 
 #ifdef __AVX512BW__
-/* scale * code - least, in bf16, of the sixteen codes from `first` on, or of the values of the table. */
+/* scale * code - least, in bf16, of the sixteen codes from `first` on, or of the table values of codes 0 to 15. */
 static inline __m256i values_of(float first, float scale, float least) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)TABLE[TABLE_OF(FORM)]);
     __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -295,7 +295,7 @@ static void decode_int4_bf16(const rows_to_decode *d, int64_t first, int64_t las
     }
 }
 
-/* The same for formats with minima and 16-bit scales, whose products are exact. */
+/* The same results as decode_above for 16-bit scales, whose products with 6-bit integers and codes are exact. */
 static void decode_above_bf16(const rows_to_decode *rows, int64_t first, int64_t last) {
     for (int64_t at = first * rows->k / ABOVE; at < last * rows->k / ABOVE; at++) {
         const uint8_t *from = rows->codes + at * BYTES_OF(FORM);

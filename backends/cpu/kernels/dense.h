@@ -20,7 +20,7 @@ typedef struct {
 } pair;
 #define PAIR (int64_t)(sizeof(pair) / sizeof(float))
 
-/* bf16 to fp32: the even lanes, then the odd ones, a shift and a mask. x is permuted to match. */
+/* Converts bf16 to fp32: the even lanes (by a shift), then the odd ones (by a mask). x is permuted to match. */
 static inline pair pair_bf16(const bf16 *p) {
     words u = *(const any_words *)p;
     return (pair){(vector)(u << 16), (vector)(u & 0xffff0000u)};
@@ -54,7 +54,7 @@ static void in_pairs(const bf16 *from, float *to, int64_t k) {
 typedef struct {
     const uint8_t *w;
     int64_t bytes; /* bytes of 256 values of the weight */
-    int64_t stride; /* elements from one of its rows to the next */
+    int64_t stride; /* elements from one row of the weight to the next */
     const void *x;
     int as_pairs;  /* whether rows of x are permuted for pair_bf16 */
     int64_t apart; /* bytes from one row of x, as multiplied, to the next */
@@ -75,7 +75,7 @@ static inline const char *row_of(const product *p, int64_t r) {
     return (const char *)p->x + r * p->apart;
 }
 
-/* Prefetches one of `outs` weight rows into L2: into L1 it is a seventh slower for one row of x in bf16 (Zen
+/* Prefetches one of `outs` weight rows into L2: with a prefetch into L1, bf16 is a seventh slower for one row of x (Zen
  * 4), and a third for four. */
 static inline void read_ahead(const void *now, const int outs) {
     __builtin_prefetch((const char *)now + AHEAD / outs, 0, 2);
@@ -119,8 +119,8 @@ typedef struct {
     SEVERAL(DOT_OF, NAME)                                                                       \
     static const dots NAME##s[] = {{0}, SEVERAL(DOTS_OF, NAME)};
 
-/* Replaces the rows of x by a copy of this thread, in fp32 in the lane order of pair_bf16. Returns the copy, to be
- * freed; NULL if out of memory. */
+/* Replaces the rows of x by this thread's copy, in fp32 in the lane order of pair_bf16. Returns the copy, which the
+ * caller frees; NULL if out of memory. */
 static void *formed(product *p) {
     char *form = take_lines((p->rows * p->apart + LINE - 1) / LINE * LINE);
     for (int64_t r = 0; form && r < p->rows; r++)
@@ -138,8 +138,8 @@ static void multiply_rows(const product *p, dot of, int outs, int64_t o, int64_t
             store(p->y, (r + i) * p->n + beside(p, o, s), out[s][i], p->dtype);
 }
 
-/* The same for weight rows `first` to `last`. The rows of a pass are far apart: each belongs to a sequential
- * run of its own, which the hardware prefetcher follows. */
+/* The same for weight rows `first` to `last`, exclusive. The rows of a pass are far apart: each belongs to another
+ * sequential run, which the hardware prefetcher follows. */
 static void multiply_part(product p, const dots *of, int64_t first, int64_t last, int64_t r,
                           int64_t here) {
     int64_t outs = of->outs, each = (last - first) / outs;
@@ -151,7 +151,7 @@ static void multiply_part(product p, const dots *of, int64_t first, int64_t last
 typedef struct {
     const product *p;
     const dots *of;
-    /* rows of x per pass; weight rows per unit of work, and units per step */
+    /* rows of x per pass; weight rows per unit of work, and units per pass */
     int64_t together, part, parts;
 } multiplication;
 
@@ -183,8 +183,7 @@ static int multiply(const product *p, const dots *of, int threads) {
 
 /* ---- sums ---- */
 
-/* Dot product of the remainder after the last full vector; one function for all, since inlined loops were a
- * third of the code. */
+/* Dot product of the remainder after the last full vector; not inlined, since these loops were a third of the code. */
 #define REST(NAME, TYPE, OTHER, WIDEN, WIDEN_OTHER)                                             \
     static __attribute__((noinline)) float rest_##NAME(const TYPE *w, const OTHER *x,           \
                                                        int64_t count) {                         \

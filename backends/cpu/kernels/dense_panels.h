@@ -1,4 +1,4 @@
-/* GEMM of many rows of x with a dense row-major weight, both bf16, or fp32 if panels are fp32. */
+/* GEMM of many rows of x with a dense row-major weight: both bf16, or with fp32 panels also both fp32. */
 #pragma once
 #include "many_rows.h"
 #include "transpose.h"
@@ -61,8 +61,7 @@ static inline panel_word word_of_column(const char *x, int dtype, int64_t stride
 #endif
 }
 
-/* Packs `here` columns of x, as rows of A (depth DEPTH) or columns of B (depth 1); the others of `width` are
- * zero. */
+/* Packs `here` columns of x as rows of A (`depth` DEPTH) or columns of B (`depth` 1), and zeros up to `width`. */
 INLINED void pack_columns_by(const int64_t depth, const char *x, int dtype, int64_t stride, int64_t here, int64_t width,
                      int64_t values, panel_word *to) {
     const int64_t words = words_in_panel(values), whole = values / PER_WORD;

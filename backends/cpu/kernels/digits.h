@@ -1,8 +1,7 @@
-/* Converts rows of x to integers, for tiled weights on CPUs with integer dot-product instructions (VNNI,
- * dotprod): 15 bits (two 8-bit digits) times a power-of-two scale per block of 32, exact for values of at least
- * 1/128 of the block's maximum. With one digit the values equal the op fake_quantize. A block then needs one
- * floating-point multiply-add and no horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in
- * bf16. */
+/* Converts rows of x to integers, for tiled weights on CPUs with integer dot products (VNNI, AVX2, dotprod): 15 bits
+ * (two 8-bit digits) times a power-of-two scale per block of 32, exact for values above 1/128 of the block's maximum.
+ * With one digit (int8) the values equal those of the op fake_quantize. A block of a weight row then needs one
+ * floating-point multiply-add and no horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in bf16. */
 #pragma once
 #include "tiles.h"
 
@@ -16,18 +15,18 @@
 #else
 #define NO_DOT_PRODUCTS 0
 #endif
-/* Whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2 accumulates
- * without saturation. Codes of up to 4 bits need no int16: a block's sums of byte products fit 16 bits (in half
- * blocks up to 31, FP4's are 24). Those of 5 and 6 bits would be summed in more parts, which is slower from four
- * rows on. */
+/* IN_16_BITS: whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2
+ * accumulates without saturation. SUMS_IN_16_BITS: formats that need no int16, since 16 bits hold a block's sums of
+ * products of bytes: codes below 16, or below 32 (fp4: up to 24) with sums per half block. Codes of 5 and 6 bits would
+ * need more partial sums, which is slower from four rows on. */
 #define SUMS_IN_16_BITS(form)                                                                   \
     (NO_DOT_PRODUCTS && ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || FOURTHS(form) ||\
                          HALVES(form) && (form) != INT6))
 #define IN_16_BITS(form) (NO_DOT_PRODUCTS && !SUMS_IN_16_BITS(form) || (form) == FP8)
 
-/* A block of a row of x, permuted to the order of the weight's words. Its values are (256 high + low) * unit,
- * or pairs * unit: the first pair for bytes 0 and 2 of a word, the second for bytes 1 and 3. `unit` is NaN if a
- * value is not finite. */
+/* A block of a row of x, permuted to the order of the weight's words. Its values are (256 high + low) * unit (one
+ * digit: high * unit), or pairs * unit: the first pair for bytes 0 and 2 of a word, the second for bytes 1 and 3.
+ * `unit` is NaN if a value is not finite. */
 typedef struct {
     union {
         struct {
@@ -35,7 +34,7 @@ typedef struct {
         };
         int32_t pairs[BLOCK / 2];
     };
-    /* corrections for the codes' bias: per half block (UINT2: the sums of its integers), and for the block */
+    /* - bias of the codes * sum of the integers: per half block, and for the block (UINT2: without the factor) */
     int32_t less[2], both;
     float unit, sum; /* scale of the integers; sum of the values */
 } digits;
@@ -75,8 +74,8 @@ static inline void factors_of(const int form, row_words codes, row_words *to) {
     to[1] = (lower >> 8 & EVERY_OTHER) | (upper & ~EVERY_OTHER);
 }
 
-/* Dot product of each lane with a word of x, broadcast from memory within the instruction: compilers emit a
- * separate load. */
+/* Adds the dot product of each lane with a word of x, which the instruction broadcasts from memory: compilers would
+ * emit a separate load. */
 #define ADD_PRODUCTS(INSTRUCTION, SUM, FACTORS, X)                                              \
     __asm__(INSTRUCTION " %2%{1to16%}, %1, %0" : "+v"(SUM) : "v"(FACTORS), "m"(*(X)))
 
@@ -123,7 +122,7 @@ static inline void add_word(const int form, const int parts, const row_words *fa
 #endif
 }
 
-/* Initialises the sums with the bias correction `less`; total_of combines them. */
+/* Initialises the partial sums with the bias correction `less`; total_of combines them to one fp32 sum per lane. */
 static inline void start_sums(const int form, const int parts, int32_t less, row_sums *sum) {
     sum[0] = sum[1] = sum[2] = (row_sums){0};
     sum[SUMS_IN_16_BITS(form) ? 2 : parts == 2 && !IN_16_BITS(form)] += less;
@@ -142,8 +141,8 @@ static inline row_floats total_of(const int form, const int parts, const row_sum
     return __builtin_convertvector(all, row_floats);
 }
 
-/* Returns the factor that scales values of this exponent to 15-bit integers, and sets the inverse, `unit`; both
- * are 0 if the exponent is too small. */
+/* Returns the factor that scales values of up to this exponent (of bf16, biased) to 15-bit integers, and sets the
+ * inverse, `unit`; both are 0 if the exponent is too small. */
 static inline float to_15_bits(uint32_t exponent, float *unit) {
     uint32_t inverse = exponent < 15 ? 0 : (268 - exponent) << 23;
     uint32_t u = exponent < 15 ? 0 : (exponent - 14) << 23;
@@ -159,9 +158,10 @@ static void not_finite(digits *to) {
     to->unit = to->sum = NAN;
 }
 
-/* Returns the factor to 15-bit integers; for one digit (8 bits) values are divided by `unit` instead. */
+/* Returns the factor to 15-bit integers; for one digit (8 bits) values are divided by `unit` instead. `top`: bits of
+ * the block's maximum absolute value in bf16. */
 static inline float integers_by(int parts, uint32_t top, float *unit) {
-    /* the block's maximum is below 2^15 units, and rounds to at most 255 * 2^7 + 127 */
+    /* the block's maximum has at most 254 * 2^7 units: 255 * 2^7 would need a high digit of 128 */
     float times = to_15_bits((top >> 7) + ((top & 0x7f) == 0x7f), unit);
     if (parts == 1) *unit = top ? widen(top) / 127 : 1;
     return times;
@@ -319,7 +319,7 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
 }
 #endif
 
-/* Quantises a block to one digit, in bytes or in pairs of 16 bits (AVX2). */
+/* Quantises a block to one digit: as bytes, or with `pairs` (AVX2) as pairs of 16 bits. */
 static inline void quantize_block(int form, int pairs, const bf16 *x, digits *to) {
 #if WIDE == 32
     integers_of_block(1, form, pairs, x, to);

@@ -1,11 +1,11 @@
-/* GEMV of quantised weights in fp32: for fp32 rows of x, and for bf16 rows if the CPU has no integer dot
- * products (digits.h) or the weight is not tiled. Each lane of a vector belongs to one weight row, so that sums
- * need no horizontal reduction. */
+/* GEMV of quantised weights in fp32: for fp32 rows of x, and for bf16 rows if the format has no integer kernel on this
+ * CPU (integers.h) or the weight is not tiled. Each lane of a vector belongs to one weight row, so that sums need no
+ * horizontal reduction. */
 #pragma once
 #include "tiles.h"
 
-/* Maximum rows of x per pass, and vectors of a tile by rows of x: their sums fit the registers, and are enough
- * to hide the latency of a multiply-add. */
+/* FLOAT_ROWS: maximum rows of x per pass. FLOAT_STRIPS: vectors of a tile per pass, by rows of x. Their sums fit the
+ * registers, and are enough to hide the latency of a multiply-add. */
 #define FLOAT_ROWS 4
 #define FLOAT_STRIPS(ROWS) ((ROWS) < 3 && WORDS < TILE ? 2 : 1)
 
@@ -17,7 +17,7 @@ static inline row_floats number(row_words codes, int t) {
     return __builtin_convertvector((row_sums)(codes >> (8 * t) & 255) - BIAS[FORM], row_floats);
 }
 
-/* Scales of the two half blocks from value `i` on (a group is at least a half block), and minima. */
+/* Loads the scales of the two half blocks from value `i` on (a group is at least a half block), and the minimum. */
 static inline void scales_at(const coded *p, const strip *of, int64_t i, row_floats *scale,
                              row_floats *least) {
     for (int h = 0; h < 2; h++) {
@@ -66,7 +66,7 @@ ALWAYS float_product(const int rows, const int strips, const coded *p, const str
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Dot products of a tile with rows of x, [rows][TILE]. */
+/* Writes dot products of a tile with rows of x to out[rows][TILE]. */
 typedef void float_dot(const coded *p, int64_t tile, const float *const *x, float *out);
 #define FLOAT_DOT(ROWS)                                                                         \
     static void floats_##ROWS(const coded *p, int64_t tile, const float *const *x, float *out) {\

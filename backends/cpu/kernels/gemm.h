@@ -1,7 +1,7 @@
-/* GEMM micro kernels, for quantised weights (panels.h) and prefill attention (prefill_attention.h). Operands
- * are packed in panels of words: two bf16 values adjacent along k (with PANELS_BF16, for dot-product
- * instructions), else one fp32 value. A [k / DEPTH, ROWS, DEPTH], B [k, vectors, LANE], k counted in words; C
- * [ROWS, vectors, LANE] in fp32. Steps are of DEPTH words. */
+/* GEMM micro kernels, for quantised and dense weights (panels.h, dense_panels.h) and prefill attention
+ * (prefill_attention.h). Operands are packed in panels of words: two bf16 values adjacent along k (with PANELS_BF16,
+ * for dot-product instructions), else one fp32 value. A [k / DEPTH, ROWS, DEPTH], B [k, vectors, LANE], k counted in
+ * words; C [ROWS, vectors, LANE] in fp32. A step is DEPTH words along k. */
 #pragma once
 #include "amx_registers.h"
 

@@ -1,6 +1,6 @@
 /* Integer GEMM of many rows of x, quantised to int8 per block of 32, with a tiled weight. After the words of
- * each block a panel stores the scale of x, or the scales of the weight. Same results as integers.h with one
- * digit. */
+ * each block a panel stores the scale of x, or the scales of the weight. The same integer sums as integers.h with
+ * one digit; scales are multiplied in another order. */
 #pragma once
 #include "digits.h"
 #include "many_rows.h"
@@ -10,12 +10,13 @@
 /* Whether panels store integers of 16 bits, not bytes: AVX2 without VNNI sums pairs of byte products in 16 bits,
  * which overflow at once for codes of 8 bits. */
 enum { PAIRED = NO_DOT_PRODUCTS && (FORM == INT8 || FORM == IQ4 || NONUNIFORM(FORM)) };
-/* Scales per block; words of integers per block, and those that one accumulator can sum without overflow. */
+/* Scales of the weight per block; words of integers per block. */
 enum { SCALED = 1 + HALVES(FORM), INTEGER_WORDS = 8 << PAIRED };
+/* Words of a block that one accumulator can sum without overflow. */
 #define HALF_SUMMED (HALVES(FORM) || BYTES_OF(FORM) == FIVES_BYTES || FORM == UINT5)
 enum { WORDS_SUMMED = !NO_DOT_PRODUCTS || PAIRED ? INTEGER_WORDS / SCALED : FORM == INT6 ? 2 : HALF_SUMMED ? 4 : 8 };
-/* Panel words per block. For x: integers, the initial sums (bias correction) of each part or the block's sum
- * for formats with minima, and the scale. For the weight: codes, scales, minima. */
+/* Panel words per block. For x: integers; for each scale of the weight the bias correction, or for formats with minima
+ * the sum of the values; the scale of x. For the weight: codes, scales, minima. */
 enum { X_WORDS = INTEGER_WORDS + SCALED + 1, W_WORDS = INTEGER_WORDS + SCALED * (1 + MINIMA(FORM)) };
 #if WIDE == 64
 enum { INT8_ROWS = 6, INT8_VECTORS = 2 };
@@ -25,7 +26,8 @@ enum { INT8_ROWS = PAIRED ? 6 : 5 - NO_DOT_PRODUCTS, INT8_VECTORS = 2 };
 enum { INT8_ROWS = 4, INT8_VECTORS = 4 };
 #endif
 
-/* Adds the products of each lane's integers with those of a word of x: in 32 bits, or in 16 (bytes on AVX2). */
+/* Adds the products of each lane's integers with those of a word of x: in 32 bits, or in 16 (bytes on AVX2 without
+ * VNNI). */
 static inline row_sums add_integers(row_sums sum, row_words codes, int32_t x) {
 #if WIDE == 64
     return (row_sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
@@ -47,7 +49,7 @@ static inline row_sums in_32_bits(row_sums sum) {
     return sum;
 }
 
-/* Whether the scales of a weight can be the same for all blocks of a panel. */
+/* Formats of which all blocks of a panel can have the same scales. */
 #define SCALED_BY_GROUP (BLOCKS_OF(FORM) == 1 && !MINIMA(FORM))
 
 /* C = A B, or C += A B with `more`, over `blocks` blocks along k. `by_panel`: they have the same scales, which
@@ -118,7 +120,7 @@ ALWAYS int8_kernel(const int vectors, const int by_panel, int64_t blocks, const 
         int8_kernel(VECTORS, 1, blocks, a, b, c, more);                                             \
     }
 #define OF_PANEL(VECTORS) (SCALED_BY_GROUP ? int8_panel_##VECTORS : int8_kernel_##VECTORS)
-/* Indexed by whether all blocks of a panel have the same scales, and by vectors. */
+/* Indexed by whether all blocks of a panel have the same scales, and by number of vectors. */
 #if WIDE == 64
 INT8_KERNEL(1)
 INT8_KERNEL(2)

@@ -1,5 +1,5 @@
-/* GEMV of a tiled weight with a few bf16 rows of x, on vector integer instructions (x as int8 digits,
- * digits.h). */
+/* GEMV of a tiled weight with a few bf16 rows of x, on vector integer instructions (x as int8 digits, digits.h; fp8
+ * weights: on bf16 dot products). */
 #pragma once
 #include "amx.h"
 
@@ -11,7 +11,8 @@
 #define HAS_INTEGERS (FORM != FP8)
 #endif
 
-/* Maximum vectors of a line that are multiplied together, so that a word of x is broadcast once for them. */
+/* Maximum vectors of a line (a word of each row of a tile) that are multiplied together, so that a word of x is
+ * broadcast once for them. */
 #define VECTORS_MOST (WIDE == 32 ? 2 : 1)
 #define EACH_VECTOR UNROLLED for (int v = 0; v < vectors; v++)
 #define EACH_ROW UNROLLED for (int r = 0; r < rows; r++)
@@ -28,7 +29,7 @@ ALWAYS word_product(const int form, const int rows, const int vectors, const int
 #endif
 }
 
-/* Multiplies block b of the codes `at` with block i of each row of x; `of`: strips of one line. */
+/* Multiplies block b of the codes `at` with block i of each row of x; `of`: strips of one tile. */
 ALWAYS block_product(const int form, const int rows, const int vectors, const int parts, int b, int64_t at,
                      const strip *of, const row_floats *scale, const row_floats *least,
                      const digits *const *x, int64_t i, row_floats (*sum)[TOGETHER]) {
@@ -58,7 +59,7 @@ ALWAYS block_product(const int form, const int rows, const int vectors, const in
     }
 }
 
-/* Multiplies strips with `rows` rows of x; `vectors` of them in turn belong to one line. */
+/* Multiplies strips with `rows` rows of x; each `vectors` consecutive strips belong to one tile. */
 ALWAYS tile_product(const int form, const int rows, const int strips, const int vectors, const int parts,
                     const coded *p, const strip *of, const digits *const *x) {
     const int dtype = p->scales_dtype;
@@ -85,8 +86,8 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         *(any_row_floats *)(of[s].out + r * TILE) = sum[s][r];
 }
 
-/* Dot products of one or several tiles with rows of x, [tiles][rows][TILE]. `a`: the digits in the layout of
- * amx.h. */
+/* Writes dot products of one or several tiles with rows of x to out[tiles][rows][TILE]. `a`: the digits of x in the
+ * layout of amx.h. */
 typedef void tile_dot(const coded *p, const int64_t *tiles, const digits *const *x, const int8_t *a,
                       float *out);
 
@@ -123,13 +124,13 @@ ALWAYS strip_products(const int rows, const int tiles_at_once, const int parts, 
 #define TILE_NAME(PARTS, ROWS) [ROWS] = tile_##PARTS##_##ROWS,
 BY_ROWS(TILE_DOT, 1)
 BY_ROWS(TILE_DOT, 2)
-/* Indexed by digits and rows of x; one digit: x is quantised to int8. */
+/* Indexed by digits of x (one: x is quantised to int8) and rows of x. */
 static tile_dot *const TILE_DOTS[][TOGETHER + 1] = {{0}, {BY_ROWS(TILE_NAME, 1)}, {BY_ROWS(TILE_NAME, 2)}};
 
 typedef struct {
     const coded *p;
-    int parts;
-    int64_t together, part, turns;
+    int parts; /* digits of x */
+    int64_t together, part, turns; /* rows of x per pass; tiles per unit of work; passes over the rows */
 } tiled_product;
 
 static void store_tile(const coded *p, int64_t r, int64_t tile, const float *sums) {
@@ -158,9 +159,9 @@ static int tile_units(void *context, units *left) {
     for (int64_t i = 0; i < p->rows * blocks; i++)
         block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
     int8_t *a = (int8_t *)form + bytes;
-    if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* all rows are one pass */
+    if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* with AMX one pass has all rows */
     for (int64_t u; (u = take_unit(left)) >= 0;) {
-        /* units in turn have the same tiles, which are in cache for the later rows */
+        /* consecutive units have the same tiles, which are in cache for the later rows */
         int64_t r = u % m->turns * m->together, here = least(m->together, p->rows - r);
         int64_t first = u / m->turns * m->part, last = least(first + m->part, tiles);
         const digits *x[TOGETHER];

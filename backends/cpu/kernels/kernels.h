@@ -1,5 +1,5 @@
-/* Interface of the library; arrays are contiguous unless a stride is given. Ids of dtypes and weight formats are those
- * of pyops.py. */
+/* Interface of the library; arrays are contiguous unless a stride is given. pyops.py has the same
+ * ids of dtypes, isa.py those of weight formats. */
 #pragma once
 #include <stdint.h>
 
@@ -11,8 +11,8 @@ enum { BF16, F32, F16 };
  * indices; NL4, NL3, NL2: 68, 52 and 36 for 128 indices. */
 enum { INT8, INT4, FP8, INT6, UINT4, UINT5, INT5, INT3K, UINT2, IQ4, MIN4, MIN5, INT2, INT3, FP4, NL4, NL3, NL2, FORMS };
 
-/* y[rows, n] = x[rows, k] @ w[n, k]^T; accumulates in fp32, rounds once. Returns 0, or 1 if out of
- * memory. */
+/* y[rows, n] = x[rows, k] @ w[n, k]^T, all in `dtype`; accumulates in fp32, rounds once. Returns 0,
+ * or 1 if out of memory. */
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads);
 
@@ -27,8 +27,8 @@ int g4ir_add_products(const void *x, float *y, int dtype, int64_t rows, int64_t 
 
 /* g4ir_linear for quantised weights: w = codes[n, k] * scales[n, groups], minus minima stored next to the scales in
  * formats with minima. `tiles`: weights are in tiles of 16 rows (layout.h). `rounded`, tiles only: bf16 rows of x are
- * quantised to int8 first, with a scale for every 32 values. g4ir_takes_codes returns whether these sizes are
- * supported. */
+ * quantised to int8 first, with a scale for every 32 values. Returns also 2 for an unknown format. g4ir_takes_codes
+ * returns whether these sizes are supported. */
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);
 int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
@@ -59,8 +59,9 @@ enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };
 
 /* out[batch, queries, heads, d] = softmax(q k^T * scale) v with the mask of g4ir/ops/attention.py for
  * queries at positions[batch, queries], over a cache k, v[slots, batch, kv_heads, width] of
- * written[batch] tokens. Scores and sums are fp32; probabilities are rounded to bf16 for bf16 values if
- * the CPU has bf16 instructions. Returns 0, or 1 if out of memory. */
+ * written[batch] tokens. `dtype`: of q and out; `held`: of the cache; window 0: none. Scores and sums
+ * are fp32; probabilities are rounded to bf16 if q and the cache are bf16 and the CPU has bf16
+ * instructions. Returns 0, or 1 if out of memory. */
 int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written, const void *k,
                 const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
@@ -90,15 +91,15 @@ extern panel_kernels g4ir_panels[F32 + 1];
 int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *scratch,
                           int threads);
 /* Runs a program that ends with END_STEP until the steps requested in `pace` are done; returns as
- * above. */
+ * g4ir_run_instructions. */
 int g4ir_run_steps(const void *instructions, const void *operands, int64_t count, int64_t *pace,
                    float *scratch, int threads);
-/* Requests more steps of a program that runs in another thread; 0 if it has ended. */
+/* Requests more steps of a program that runs in another thread; returns 1, or 0 if it has ended. */
 int g4ir_request_steps(int64_t *pace, int64_t more);
 /* Blocks until `steps` steps are done or one failed. */
 void g4ir_wait_steps(int64_t *pace, int64_t steps);
 
-/* Quantisation at build (packing.c): int4 with bf16 scales, nonuniform levels, and error compensation. */
+/* Quantisation at build (packing.c): int4 with bf16 scales, fits of nonuniform levels, and error compensation. */
 int g4ir_takes_packing(int dtype, int64_t group);
 int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
               int64_t row, int64_t matrix, int dtype, int threads);

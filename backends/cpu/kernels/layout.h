@@ -10,35 +10,36 @@
 #define HALF 16
 /* Rows of a tile. */
 #define TILE 16
-/* Byte offsets, in an int6 super-block of 128 values, of the upper 2 bits and of the half blocks' int8 scales
- * (the low 4 bits come first), and its bytes; the same for int3k (low 2 bits, upper bit), and for uint2, whose
- * half blocks have a byte of 4-bit scale and minimum. */
+/* Super-blocks of 128 values: byte offsets of the upper bits and of the half blocks' scales, and the size in
+ * bytes. The low bits come first. int6 (SIXES): 4 + 2 bits, int8 scales; int3k (THREES): 2 + 1 bits, int8 scales;
+ * uint2 (TWOS): 2 bits, a byte of 4-bit scale and minimum. */
 enum { SIXES_HIGH = 64, SIXES_SHARED = 96, SIXES_BYTES = 104 };
 enum { THREES_HIGH = 32, THREES_SHARED = 48, THREES_BYTES = 56, TWOS_SHARED = 32, TWOS_BYTES = 40 };
-/* The same for formats with minima: low 4 bits, uint5's upper bits, 6-bit scales and minima of the blocks. */
+/* Super-blocks of uint4 and uint5, of ABOVE values: low 4 bits; at ABOVE_HIGH the upper bits of uint5; then 12 bytes
+ * of 6-bit scales and minima of the blocks; sizes in bytes. */
 #define ABOVE 256
 enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
-/* Bytes of an int5 block: low 4 bits, then the upper bits; of an int3 block: low 2 bits, then a word of the upper
- * bits. */
+/* Bytes of a block of int5 or min5: low 4 bits, then a word of the upper bits. */
 #define FIVES_BYTES 20
+/* Bytes of a block of int2: 2 bits; of int3: low 2 bits, then a word of the upper bits. */
 enum { INT2_BYTES = 8, INT3_BYTES = 12 };
-/* The same for fp4, whose half blocks have e4m3 scales. */
+/* Super-block of fp4, of 64 values: byte offset of the half blocks' e4m3 scales, and the size in bytes. */
 enum { FP4_SHARED = 32, FP4_BYTES = 36 };
-/* Offset of the scales of half blocks. */
+/* Byte offset of the scales of half blocks, for formats that have them (HALVES). */
 #define SHARED_OF(form)                                                                         \
     ((form) == INT6 ? SIXES_SHARED : (form) == INT3K ? THREES_SHARED : (form) == FP4 ? FP4_SHARED : TWOS_SHARED)
 
-/* Nonuniform formats: 128 values by plane of bits, then for each block a byte, its signed 7-bit integer above the
- * choice of the shift. */
+/* Nonuniform formats: super-blocks of 128 values, low bits first, at NL3_HIGH the upper bits of nl3; then a byte for
+ * each block: bit 0 is set if SHIFT_OF is added to its levels, the bits above are its signed 7-bit scale. */
 enum { NL3_HIGH = 32, NL4_BYTES = 68, NL3_BYTES = 52, NL2_BYTES = 36 };
 #define NONUNIFORM(form) ((form) >= NL4 && (form) <= NL2)
 #define SHIFT_OF(form) ((form) == NL2 ? 5 : 4)
 
-/* Formats whose super-blocks are UINT4's or UINT5's; those with minima; those with a scale per half block. */
+/* SUPER: formats with super-blocks of ABOVE values. MINIMA: with minima. HALVES: with a scale per half block. */
 #define SUPER(form) ((form) == UINT4 || (form) == UINT5)
 #define MINIMA(form) (SUPER(form) || (form) == UINT2 || (form) == MIN4 || (form) == MIN5)
 #define HALVES(form) ((form) == INT6 || (form) == INT3K || (form) == UINT2 || (form) == FP4)
-/* Blocks per super-block, and its bytes. */
+/* Blocks per super-block (1: the format has none), and its size in bytes. */
 #define BLOCKS_OF(form) ((form) == FP4 ? 2 : HALVES(form) || NONUNIFORM(form) ? 4 : SUPER(form) ? 8 : 1)
 #define BYTES_OF(form)                                                                          \
     ((form) == INT4 || (form) == IQ4 || (form) == MIN4 ? HALF                                   \
@@ -54,10 +55,10 @@ enum { NL3_HIGH = 32, NL4_BYTES = 68, NL3_BYTES = 52, NL2_BYTES = 36 };
      : (form) == NL4 ? NL4_BYTES                                                                \
      : (form) == NL3 ? NL3_BYTES                                                                \
      : (form) == NL2 ? NL2_BYTES : BLOCK)
-/* Minimum codes per scale; a group is a multiple. */
+/* Minimum values of a group (that share a scale); a group is a multiple. */
 #define SHARE_OF(form) ((form) == INT8 || (form) == FP8 ? HALF : BLOCKS_OF(form) * BLOCK)
-/* Whether unpacked words have the even values of a block first, then the odd ones: formats with two codes per
- * byte; or every fourth value: formats with four. */
+/* Order of values in unpacked words. EVEN_ODD, formats with two codes per byte: of every eight values the even ones,
+ * then the odd ones. FOURTHS, formats with four: of every sixteen every fourth one. Others: as they are. */
 #define FOURTHS(form) ((form) == INT2 || (form) == INT3)
 #define EVEN_ODD(form)                                                                          \
     ((form) == FP4 || (form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form) && !NONUNIFORM(form))
@@ -67,7 +68,7 @@ static inline int value_at(int form, int j) {
     return EVEN_ODD(form) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
 }
 
-/* Maximum tiles multiplied at a time with one row of x; each is in a memory stream of its own. AMD CPUs
+/* Maximum tiles multiplied at a time with one row of x; each is read as a separate memory stream. AMD CPUs
  * (detected by SSE4A) are fastest with four streams and no prefetch: int8 34 and 51 GB/s against 30 and 36 for
  * one prefetched stream (Zen 4, slow and fast memory), int4 and fp8 8 and 35 % faster. Intel CPUs are fastest
  * with two prefetched streams: a decode step of E2B takes 95 ms instead of 112 in Q8_0, 53 instead of 57 in
@@ -98,8 +99,8 @@ static inline int strips_of(int form, int digits, int64_t rows) {
     return rows == 2 || form == INT5 || form == IQ4 || NONUNIFORM(form) ? 2 : strips_of_one();
 }
 
-/* Tiles per unit of work: a multiple of `runs`, so that its streams are of equal length and no tile is
- * multiplied twice. */
+/* Tiles per unit of work: a multiple of `runs`, the streams of a unit, so that they are of equal length and no tile
+ * is multiplied twice. */
 static inline int64_t tiles_of_part(int64_t tiles, int64_t threads, int64_t runs) {
     int64_t part = (tiles + threads * PARTS - 1) / (threads * PARTS);
     return part > runs ? part - part % runs : runs;

@@ -1,5 +1,5 @@
-/* Blocked GEMM of many rows of x with a weight of any format, on the micro kernels of gemm.h. x is packed once;
- * the weight is packed a panel at a time, which stays in L1 for all rows of a unit of work. */
+/* Blocked GEMM of many rows of x with a weight of any format, on the micro kernels of gemm.h or gemm_int8.h. x is
+ * packed once; the weight is packed a panel at a time, which stays in L1 for all rows of a unit of work. */
 #pragma once
 #include "gemm.h"
 
@@ -7,9 +7,9 @@
 #define PANEL 256
 /* Distance, in rows of y, at which lines are prefetched before a store. */
 #define STORES_AHEAD 8
-/* Maximum rows of x per unit of work (fp32; twice as many for narrower types), minimum rows when units are
- * split to occupy all threads, and maximum columns over all strips. A panel of x is read from memory once for
- * all strips of a unit. */
+/* Rows of x per unit of work: maximum (of fp32 panels; twice as many of narrower ones), and minimum when units are
+ * split to occupy all threads; maximum columns of all strips of a unit. A panel of x is read from memory once for
+ * all of them. */
 enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
 
 /* A set of micro kernels and its panel layout. */
@@ -46,7 +46,7 @@ typedef struct {
 
 static int64_t in_whole(int64_t count, int64_t each) { return (count + each - 1) / each * each; }
 
-/* Steps of `values` values along k, and their panel words per row of x. */
+/* Number of steps along k for `values` values, and their panel words per row of x. */
 static int64_t steps_of(const many_rows *p, int64_t values) {
     return (values + p->by->values - 1) / p->by->values;
 }
@@ -63,7 +63,7 @@ static int pack_x_units(void *context, units *left) {
     return 0;
 }
 
-/* Stores sums [rows, columns padded to vectors] as columns of y from `column` on. */
+/* Stores sums [rows, columns padded to vectors] as columns of y from `column` on; with `upper` adds them. */
 static void store_sums(const many_rows *p, const float *sums, int64_t first, int64_t rows, int64_t column,
                        int64_t columns) {
     int64_t stride = in_whole(columns, p->by->lane);
@@ -80,7 +80,8 @@ static void store_sums(const many_rows *p, const float *sums, int64_t first, int
     }
 }
 
-/* Returns how many of `rows` rows of x from `from` on are multiplied with columns before `end`. */
+/* Returns how many of `rows` rows of x from `from` on are multiplied with columns before `end`: all, or with `upper`
+ * those before `end`. */
 static int64_t rows_before(const many_rows *p, int64_t from, int64_t rows, int64_t end) {
     return p->upper ? least(rows, end > from ? end - from : 0) : rows;
 }
@@ -129,7 +130,8 @@ static int many_row_units(void *context, units *left) {
     return 0;
 }
 
-/* Returns the number of units; halves the unit until there are PARTS per thread. */
+/* Sets the size of a unit and returns the number of units: halves first the strips, then the rows of a unit, until
+ * there are PARTS units per thread. */
 static int64_t divide(many_rows *p, int threads) {
     int64_t each = p->by->rows, most = p->upper ? UNIT_MAX : UNIT_MAX * least(2, p->by->values / p->by->x_words);
     int64_t turns = (p->rows + most - 1) / most;

@@ -50,8 +50,8 @@ static inline float rounded(float scale) {
     return made != 0 ? made : 1;
 }
 
-/* Per group: sums of x * code and code^2, or of squared errors. WEIGHTED: by the moments `m`; products then use
- * the codes of x * d. */
+/* Per group: sums of x * code and code^2, or of squared errors, for the codes of x / d. WEIGHTED: weighted by the
+ * moments `m`; products then use the codes of x * d. */
 enum { PRODUCTS, ERRORS, WEIGHTED_PRODUCTS, WEIGHTED_ERRORS };
 static inline __attribute__((always_inline)) void sums(const int kind, const many *x, const many *m,
                                                        const float *d, int64_t group, float *sum,
@@ -131,7 +131,8 @@ static int matches(const many *x, int s, float d, int64_t group) {
     return 1;
 }
 
-/* If a group's values are already on a 4-bit grid (quantised before), uses the grid's scale. */
+/* If a group's values are already on a 4-bit grid (quantised before), uses the grid's scale; 1 for a group of
+ * zeros. */
 static void on_grids(const many *x, const float *extreme, int64_t group, float *scales) {
     int near[EXTREMES][SIDE], any[SIDE] = {0};
     for (int n = 0; n < EXTREMES; n++) {
@@ -216,7 +217,7 @@ int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, in
 /* Half the entries of a table of levels, four per unit of y (grids.py). */
 enum { REACH = 512 };
 
-/* The level of an entry of the table; y may be NaN. */
+/* Looks up the level nearest to y; NaN takes the first entry. */
 static inline float level(const float *levels, float y) {
     float at = floorf(y * 4);
     at = at >= -REACH ? at : -REACH;
@@ -224,7 +225,7 @@ static inline float level(const float *levels, float y) {
     return levels[(int)at + REACH];
 }
 
-/* Replaces SIDE values by their levels. */
+/* Replaces SIDE values by the levels nearest to them. */
 static inline void nearest_levels(const float *levels, float *y) {
 #ifdef __AVX512F__
     __m512 at = _mm512_roundscale_ps(_mm512_loadu_ps(y) * 4, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -235,7 +236,7 @@ static inline void nearest_levels(const float *levels, float *y) {
 #endif
 }
 
-/* Values of a group of nonuniform levels; `_STARTS` of grids.py. */
+/* LEVELS_GROUP: values of a group of nonuniform levels. LEVEL_STARTS: number of `_STARTS` of grids.py. */
 enum { LEVELS_GROUP = 32, LEVEL_STARTS = 5 };
 static const float level_starts[LEVEL_STARTS] = {1.1f, 1.0f, 0.9f, 0.8f, 0.72f};
 
@@ -313,7 +314,7 @@ int g4ir_fit_groups(const float *x, const float *moments, const float *levels, f
     return p.refused;
 }
 
-/* Rows of the weight per unit of work; maximum columns per block. */
+/* LANES: weight rows per unit of work. BLOCK_MOST: maximum columns of a call. */
 enum { LANES = 64, BLOCK_MOST = 128 };
 
 typedef struct {

@@ -1,10 +1,10 @@
-/* GEMM of many rows of x with a tiled quantised weight, dequantised panel by panel to fp32, or rounded to bf16
- * once, after scale and minimum are applied. */
+/* GEMM of many rows of x with a tiled quantised weight, dequantised panel by panel in fp32; for bf16 panels the values
+ * are rounded once, after scale and minimum are applied. */
 #pragma once
 #include "floats.h"
 #include "many_rows.h"
 
-/* Value 2 * j (0) or 2 * j + 1 (1) of a block. */
+/* Returns value 2 * j + odd of a block, from its unpacked words. */
 static inline row_floats number_of_pair(const row_words *words, int j, int odd) {
     const int value = 2 * j + odd;
     if (FOURTHS(FORM)) return number(words[value / 16 * 4 + value % 4], value % 16 / 4);

@@ -27,8 +27,8 @@ typedef struct {
 
 static inline int64_t words_in_block(const prefill *a) { return BLOCK_KEYS * a->padded / PER_WORD; }
 
-/* Returns the position of key 0. Keys are indexed by position, from the block of the cache's oldest key on, so
- * that the order of sums does not depend on where a prompt is cut into chunks. */
+/* Returns the position of key 0. Keys are indexed by position, from the start of the block of the cache's oldest key
+ * on, so that the order of sums does not depend on where a prompt is cut into chunks. */
 static int64_t first_position(const prefill *a, int64_t b) {
     int64_t oldest = a->written[b] - a->slots;
     return oldest > 0 ? oldest / BLOCK_KEYS * BLOCK_KEYS : 0;
@@ -64,7 +64,7 @@ static const float *row_of_key(const prefill *a, int value, int64_t b, int64_t h
     from += (at * a->kv_heads + h) * a->width * size;
     if (a->held == F32 && a->dtype == F32) return (const float *)from;
     widen_row(from, a->held, row, a->d);
-    if (a->dtype == BF16 && a->held != BF16) /* the op's definition rounds cache rows so */
+    if (a->dtype == BF16 && a->held != BF16) /* the op's definition rounds cache rows to bf16 */
         for (int64_t j = 0; j < a->d; j++) row[j] = widen(narrow(row[j]));
     return row;
 }
@@ -135,7 +135,7 @@ static int64_t query_row(const prefill *a, int64_t b, int64_t h, int64_t r) {
     return (b * a->queries + r / a->group) * a->heads + h * a->group + r % a->group;
 }
 
-/* Writes the panel words of the query at value `at`; PANELS_BF16 is for queries in bf16. */
+/* Writes the panel words of the query that starts at element `at`; with PANELS_BF16 queries are bf16. */
 static void query_words(const prefill *a, int64_t at, panel_word *to) {
     const char *row = (const char *)a->q + at * (a->dtype == F32 ? 4 : 2);
     const int64_t words = a->d / PER_WORD;
@@ -194,8 +194,9 @@ static inline lanes power_of_two(lanes y) {
     return where(y < low, (lanes){0}, z * power);
 }
 
-/* Online softmax step for LANE queries from l on: turns the scores of `count` keys at positions `at` into
- * weights. Sets *factor to the rescaling of earlier sums; returns whether it differs from 1. */
+/* Online softmax step for LANE queries from l on: turns the scores of `count` keys at positions `at` into weights;
+ * `all`: every query sees every one of these keys. Sets *factor to the rescaling of earlier sums; returns whether it
+ * differs from 1. */
 static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *at, int64_t count, int all,
                       lanes *factor) {
     lane_masks from, last, grown;

@@ -1,6 +1,6 @@
 /* Interpreter of step programs: a decode step or prefill chunk as instructions over fixed addresses,
- * recorded once per session by step_program.py. Rows are computed in fp32 and rounded where the
- * definitions of the ops round (g4ir/ops). */
+ * recorded by step_program.py. Rows are computed in fp32 and rounded where the definitions of the ops
+ * round (g4ir/ops). */
 #include "layout.h"
 #include "number.h"
 #include "system.h"
@@ -9,14 +9,15 @@
 #include <float.h>
 #include <math.h>
 
-/* Elements of a unit of work, and min elements for which an instruction is split over threads. */
+/* PIECE: elements of a unit of work (by_pieces). SHARED: min elements of an instruction that threads share. */
 #define PIECE 2048
 #define SHARED 16384
-/* Max bytes of a weight to prefetch, for each of two parts. */
+/* Max bytes to prefetch of each of the first two parts of a weight. */
 #define READ_AHEAD (1 << 20)
-/* Polling interval while waiting for steps. */
+/* Nanoseconds after which a thread that waits for steps looks again. */
 #define LOOK_NS 50000000
-/* Maximum rows of x of a GEMV with a quantised weight; without a GEMM kernel more are multiplied in pieces. */
+/* Rows of x that the GEMV takes for every quantised format; without a GEMM kernel x is multiplied in pieces of as
+ * many. */
 #define ROWS_TOGETHER 8
 /* Result of a step after which no sequence is active. */
 #define ALL_REST -1
@@ -36,7 +37,7 @@ enum {
 };
 
 typedef struct {
-    int64_t kind, first; /* index of its first operand; outputs come last (EXPERTS: before one input) */
+    int64_t kind, first; /* index of its first operand; outputs come last (not in EXPERTS and END_STEP) */
     int64_t n[4];
     double f;
 } instruction;
@@ -44,7 +45,7 @@ typedef struct {
 typedef struct {
     const instruction *i;
     const operand *of;
-    float *scratch; /* three rows of the widest operand */
+    float *scratch; /* three fp32 rows of the widest operand */
     int threads;
 } running;
 
@@ -400,7 +401,7 @@ static int attention(const running *a) {
 }
 
 /* q, positions, last visible positions, written, k, v, k and v of the chunk, out; n: B, S, window, KV heads; f:
- * scale. Of a cache that has not wrapped, only the written slots are passed. */
+ * scale. While no sequence has filled the cache, only the slots written so far are passed. */
 static int attend_chunk(const running *a) {
     const operand *q = a->of, *k = a->of + 4;
     const int64_t *n = a->i->n, *written = (const int64_t *)a->of[3].at;
@@ -412,9 +413,9 @@ static int attend_chunk(const running *a) {
                              used < slots ? used : slots, k->width, n[2], a->i->f, a->threads);
 }
 
-/* q, k, v [S, heads, d], cumulative lengths of texts, out; n: S, window, KV heads; f: scale. Each text is a
- * chunk of its own without a cache, so that its values do not depend on its neighbours; so are the tokens after
- * the last text. */
+/* q, k, v [S, heads, d], cumulative lengths of texts, out; n: S, window, KV heads; f: scale. Each text is computed as
+ * a separate chunk without a cache, so that its values do not depend on its neighbours; so are the tokens after the
+ * last text. */
 static int attend_texts(const running *a) {
     const operand *q = a->of, *k = a->of + 1, *v = a->of + 2, *texts = a->of + 3, *out = a->of + 4;
     const int64_t *n = a->i->n, *ends = (const int64_t *)texts->at, none = 0;
@@ -677,7 +678,8 @@ static inline int32_t order_f32(uint32_t u) {
     return s + (s == -1);
 }
 
-/* Maximum of `count` logits, as such an integer; sets `flaw` if one is NaN or infinite. */
+/* largest_*: the maximum of `count` logits, as an integer of ORDER; sets `flaw` if one is NaN or infinite. first_*: the
+ * index of the first logit of this value. */
 #define LARGEST(NAME, WORD, ORDERED, ORDER, EXPONENT)                                           \
     static int64_t largest_##NAME(const WORD *x, int64_t count, int *flaw) {                    \
         ORDERED most = ORDER(x[0]);                                                             \
@@ -698,9 +700,9 @@ static inline int32_t order_f32(uint32_t u) {
 LARGEST(bf16, bf16, int16_t, order_bf16, 0x7f80)
 LARGEST(f32, uint32_t, int32_t, order_f32, 0x7f800000)
 
-/* logits [B, vocab], suppressed ids, tokens [B], flaws [B]: whether a logit is NaN or infinite. Argmax; the
- * lowest id of equal logits wins. Threads reduce by atomic max over keys: the logit in the upper 32 bits, the
- * complement of the id in the lower. */
+/* logits [B, vocab], suppressed ids, tokens [B], flaws [B]: whether a logit is NaN or infinite. Argmax; the lowest
+ * id of equal logits wins; finite logits of suppressed ids are overwritten with the lowest value. Threads reduce by
+ * atomic max over keys: the logit in the upper 32 bits, the complement of the id in the lower. */
 static int greedy_pieces(void *context, units *left) {
     const running *a = context;
     const operand *x = a->of;
@@ -740,9 +742,9 @@ static int greedy(const running *a) {
 
 /* Indices of `pace`: steps requested, steps done, and the step count that a sleeping thread waits for. */
 enum { WANTED, DONE, SLEPT_FOR };
-/* Value of WANTED once the program has ended. */
+/* pace[WANTED] once the program has ended. */
 #define ENDED -1
-/* Value of DONE after a failure: releases all waiters. */
+/* pace[DONE] after a failure: releases all waiters. */
 #define FAILED ((int64_t)1 << 62)
 
 static int64_t get(const int64_t *pace, int which) {
@@ -799,7 +801,7 @@ static void top_k(const running *a, int64_t from, int64_t to, float *scratch) {
     }
 }
 
-/* The rank's index of an expert; `local`, the number of its experts, for those of other ranks. */
+/* Index of expert e among the rank's `local` experts; `local` for experts of other ranks. */
 static inline int64_t local_expert(const running *a, int64_t e, int64_t local) {
     const int64_t *first = (const int64_t *)a->of[13].at;
     e -= first ? *first : 0;
@@ -895,7 +897,7 @@ static int experts(const running *a) {
            expert_products(a, down, n[2], n[3] >> 1 & 1 | n[3] & 4, act, made) || by_rows(a, y, weigh, 2 * y->width);
 }
 
-/* Rows of A, and columns of y, of a unit of an adapter. */
+/* Units of work of a LoRA adapter: rows of A (lora_low), columns of y (lora_high). */
 #define LOW_ROWS 8
 #define HIGH_COLUMNS 512
 
@@ -984,7 +986,7 @@ static const struct {
                        [MUL] = {mul, 2, 2},    [SCALE] = {scale, 1, 1},       [ROPE] = {rope, 3, 3},
                        [UNIT_NORM] = {unit_norm, 1, 1}};
 
-/* Whether row r of one operand is row r of the other, or they share no memory. */
+/* Whether two operands have the same rows at the same addresses, or share no memory. */
 static int are_same_rows(const operand *a, const operand *b) {
     if (!a->at || !b->at) return 1;
     const char *end_a = row(a, rows_of(a) - 1) + a->width * a->bytes;
@@ -1012,8 +1014,8 @@ static int may_interleave(const running *a, int64_t count) {
 
 /* Maximum instructions that run together. */
 #define ROWWISE_MAX 8
-/* Runs those of `count` instructions, from the first on, that threads share row by row. Returns how many (0: none),
- * or -1 if out of memory. */
+/* Runs as many of `count` instructions, from the first on, as threads can share row by row. Returns their number, or
+ * -1 if out of memory. */
 static int64_t run_rowwise(const instruction *i, const operand *operands, int64_t count, float *scratch,
                            int threads) {
     running a[ROWWISE_MAX];

@@ -1,6 +1,6 @@
-/* See team.h. Workers start when a region first needs them and live as long as the process.
+/* The thread pool of team.h. Workers start when a region first needs them and live as long as the process.
  *
- * Workers between two regions, and the caller at the end of one, spin for some microseconds and then sleep.
+ * Workers between two regions, and the caller at the end of one, spin for up to SPIN_NS and then sleep.
  * Spinning is cheapest while the other side runs; on a busy machine a spinning thread occupies the core that
  * the other thread needs.
  *
@@ -26,9 +26,9 @@
 #define LOOK_NS 500000
 #define NOBODY -1
 
-/* Atomic state in one word: bits 0 to 15 count the workers that joined the region, bits 16 to 31 those that
- * finished, bit 32 is set while it is open, the bits above are the region's number. Threads sleep on the low or
- * the high half. */
+/* The gate, all state in one atomic word: bits 0 to 15 count the workers that joined the region, bits 16 to 31 those
+ * that finished, bit 32 is set while the region is open, the bits above are its number. The caller sleeps on the low
+ * half, workers on the high half. */
 #define FINISHED ((uint64_t)1 << 16)
 #define OPEN ((uint64_t)1 << 32)
 #define REGION ((uint64_t)1 << 33)
@@ -56,8 +56,7 @@ static struct {
 /* OS id of this thread, cached; 0: not read yet. */
 static __thread int own_thread;
 
-/* Relaxed atomics for fields that may be read during a concurrent write; the reader then does not use the
- * values. */
+/* Relaxed atomics for fields that may be read during a concurrent write; a value read then is not used, or harmless. */
 #define STORE(field, value) __atomic_store_n(&(field), value, __ATOMIC_RELAXED)
 #define LOAD(field) __atomic_load_n(&(field), __ATOMIC_RELAXED)
 
@@ -82,7 +81,7 @@ static struct {
     int places;
     uint32_t number;
 } next = {.places = 1};
-/* Progress of this thread's prefetch, and for which region. */
+/* Bytes that this thread has prefetched from each address, and for which call of read_next. */
 static __thread int64_t read_of_next;
 static __thread uint32_t number_read;
 
@@ -123,7 +122,7 @@ static uint64_t spin(int (*ready)(uint64_t gate, uint64_t since), uint64_t since
 static int opened(uint64_t gate, uint64_t since) { return gate & OPEN && gate / REGION != since; }
 static int all_finished(uint64_t gate, uint64_t since) { return joined(gate) == finished(gate); }
 
-/* Pins a thread to one CPU, or to all of the caller's CPUs but that one. */
+/* With `there`, pins a thread to one CPU; else allows it the caller's other CPUs. */
 static void place(int thread, int cpu, int there) {
     place_thread(thread, cpu, there, LOAD(team.caller));
 }

@@ -9,7 +9,7 @@ typedef struct {
     int64_t next, count;
 } units;
 
-/* The next unit to compute, or -1 once all are taken. */
+/* Takes the next unit to compute; returns its index, or -1 once all are taken. */
 static inline int64_t take_unit(units *u) {
     int64_t taken = __atomic_fetch_add(&u->next, 1, __ATOMIC_RELAXED);
     return taken < u->count ? taken : -1;

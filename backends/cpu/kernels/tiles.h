@@ -24,7 +24,7 @@ static inline coded weight(const void *codes, const void *scales, int scales_dty
 
 /* Bytes of a row's codes. */
 static inline int64_t row_bytes(const coded *p) { return p->k / BLOCK / BLOCKS_OF(FORM) * BYTES_OF(FORM); }
-/* Sizes in bytes of a tile's codes, of a scale and of a tile; addresses of codes and scales. */
+/* Bytes of a tile's codes, of a scale, and of a tile; addresses of a tile's codes and scales. */
 static inline int64_t tile_codes(const coded *p) { return TILE * row_bytes(p); }
 static inline int64_t tile_scale(const coded *p) { return p->scales_dtype == F32 ? 4 : 2; }
 static inline int64_t tile_bytes(const coded *p) {
@@ -67,7 +67,7 @@ static const void *tile_of_rows(const coded *p, int64_t tile, uint8_t *to) {
 
 /* Prefetch distance in bytes (to L2) with one or two streams; hardware prefetchers cover four. */
 #define TILE_AHEAD 4096
-/* Whether the CPU has fast integer dot products (integers.h). */
+/* Whether the kernels of integers.h are compiled: they need AVX2, AVX-512 VNNI or NEON's dotprod. */
 #if WIDE > 16 || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGERS
 #endif
@@ -158,14 +158,14 @@ static inline row_floats smaller(row_floats a, row_floats b) {
 /* ---- codes ---- */
 
 #define NIBBLES 0x0f0f0f0fu
-/* Bias of stored codes: code = value + BIAS. */
+/* Bias of unpacked codes (code_word): code = value + BIAS. */
 static const int BIAS[FORMS] = {[INT8] = WITH_SIGN ? 0 : 128, [INT4] = 8, [INT6] = 32, [INT5] = 16, [INT3K] = 4,
                                 [IQ4] = WITH_SIGN ? 0 : 128, [INT2] = 2, [INT3] = 4,
                                 [FP4] = WITH_SIGN ? 0 : 12,  [NL4] = WITH_SIGN ? 0 : 128,
                                 [NL3] = WITH_SIGN ? 0 : 128, [NL2] = WITH_SIGN ? 0 : 128};
 #define WORDS_OF(form) (BYTES_OF(form) / 4)
 
-/* Table values of the codes, plus BIAS (unsigned bytes on x86). */
+/* Looks up the table values of the codes, plus BIAS (unsigned bytes on x86). */
 INLINED row_words values_listed(const int form, row_words codes) {
     uint8_t table[TILE] __attribute__((aligned(TILE)));
     UNROLLED for (int i = 0; i < TILE; i++) table[i] = (uint8_t)(TABLE[TABLE_OF(form)][i] + BIAS[form]);
@@ -228,7 +228,8 @@ INLINED row_words code_word(const int form, const uint8_t *p, int b, int j) {
     return c | (upper & 0x01010101u) << 4;
 }
 
-/* Byte `nth` of each word, sign-extended; integer_in: a 6-bit scale, unsigned. */
+/* signed_byte: byte `nth` of each word, sign-extended. integer_in: the unsigned 6-bit scale, or with `least` minimum,
+ * of block b. */
 static inline row_floats signed_byte(row_words w, int nth) {
     return __builtin_convertvector((row_sums)(w << (24 - 8 * nth)) >> 24, row_floats);
 }
