@@ -67,13 +67,14 @@ def load_engine(
     changed since the last check (artefact/digests.py). ple_placement: memory of the per-layer
     embedding table (default: as built); cuda_graph=False launches kernels one by one instead of
     replaying a CUDA graph. trust=True runs native code of an engine that this user did not build
-    here (artefact/trust.py). huge_pages=True copies the weights of a torch engine on a CPU to huge pages,
-    which a decode step reads faster (docs/benchmarks.md), instead of mapping their files, which
-    processes share. adapters: LoRA adapters by name, which requests choose (engine/adapters.py), in
-    adapter_slots slots (default: their number, at least 4) of adapter_rank (default: the largest of
-    theirs, rounded up). With several ranks (torchrun), rank 0 loads the engine after it has joined
-    the process group; the others execute its calls (rank_worker.py). Raises EngineError naming the
-    file, or another machine, and the fix; TrustError for native code that needs trust=True.
+    here (artefact/trust.py). huge_pages=True copies the weights of a torch engine on a CPU to huge
+    pages, which a decode step reads faster (docs/benchmarks.md), instead of mapping their files,
+    which processes share. adapters: LoRA adapters by name, which requests choose
+    (engine/adapters.py), in adapter_slots slots (default: their number, at least 4) of adapter_rank
+    (default: the largest of theirs, rounded up, or 16). With several ranks (torchrun), rank 0 loads
+    the engine after it has joined the process group; the others execute its calls (rank_worker.py).
+    Raises EngineError naming the file, or another machine, and the fix; TrustError for native code
+    that needs trust=True.
     """
     group = current()
     artefact = open_artefact(Path(path), check_weights, group.rank if group else None)
