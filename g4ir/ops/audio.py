@@ -164,7 +164,8 @@ class relative_keys:
 
 
 def blocks_of(x: Any, chunk: int) -> Any:
-    """[B,T,n,d] -> [B, blocks, chunk, n, d], zero-padded after the last frame."""
+    """Reshape frames [B,T,n,d] to blocks [B, ceil(T / chunk), chunk, n, d], padded with zeros after
+    the last frame."""
     b, t, n, d = x.shape
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -t % chunk))
     return padded.view(b, -1, chunk, n, d)
@@ -183,7 +184,8 @@ def contexts_of(x: Any, chunk: int, past: int, future: int) -> Any:
 
 
 def shifted(scores: Any, width: int) -> Any:
-    """[..., chunk, R] -> [..., chunk, width]: entry r of row i goes to column i + r."""
+    """Shift scores by distance [..., chunk, R] to scores by key of the context [..., chunk, width]:
+    entry r of row i goes to column i + r, the other columns are 0."""
     chunk, r = scores.shape[-2:]
     padded = torch.nn.functional.pad(scores, (0, width + 1 - r))
     return padded.flatten(-2)[..., : chunk * width].unflatten(-1, (chunk, width))

@@ -3,8 +3,8 @@
   infer(*types, **attrs)        types in -> types out, or ValueError that names both
   reference(*tensors, **attrs)  torch; the definition
 or, for a fused op,
-  expand(b, *values, **attrs)   the op in simpler ops; `infer` follows from it, so it only checks
-                                what the simpler ops would accept
+  expand(b, *values, **attrs)   the op in simpler ops. `infer` follows from it; `expand` itself only
+                                rejects operands that the simpler ops would accept
 The parameters of `infer` or `expand` are the op's operands, then, keyword-only with their types as
 annotations, its attributes. A long signature may leave these to
   operands   "x w bias? *rest", if the function takes `*given`
@@ -47,8 +47,8 @@ from typing import Any, TypeVar
 from .budgets import Budget
 from .types import Types, parse_type
 
-#: kinds of cost. attention: the projections; kv: attention itself and cache writes; other: norms,
-#: residuals
+#: parts of the model by which costs are reported. attention: the projections; kv: attention itself
+#: and cache writes; ple: per-layer embeddings; other: norms, residuals
 KINDS = ("attention", "kv", "mlp", "experts", "ple", "head", "embed", "other")
 #: (bytes per input, bytes per result)
 Traffic = tuple[tuple[int, ...], tuple[int, ...]]
@@ -205,7 +205,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def per_result(count: int) -> Callable[..., int]:
-    """Return a `flops` of `count` per element of the results."""
+    """Return a `flops` function that counts `count` per element of the results."""
     return lambda ins, outs, **attrs: count * sum(t.numel() for t in outs)
 
 
@@ -213,13 +213,13 @@ free = per_result(0)
 
 
 def per_input(count: int) -> Callable[..., int]:
-    """Return a `flops` of `count` per element of the first input."""
+    """Return a `flops` function that counts `count` per element of the first input."""
     return lambda ins, outs, **attrs: count * ins[0].numel()
 
 
 def dot_products(operand: int) -> Callable[..., int]:
-    """Return a `flops` for results that are dot products with rows of input number `operand`: two
-    per element of the first result and element of a row."""
+    """Return a `flops` function for results that are dot products with rows of input number
+    `operand`: two per element of the first result and element of a row."""
     return lambda ins, outs, **attrs: 2 * outs[0].numel() * int(ins[operand].shape[-1])
 
 
@@ -233,7 +233,7 @@ def nothing(ins: Types, outs: Types, **attrs: Any) -> Traffic:
     return (0,) * len(ins), (0,) * len(outs)
 
 
-#: flops and traffic of a view, or of an op whose cost its reader counts
+#: flops and traffic of a view, or of an op whose cost is counted with the op that reads its result
 VIEW = free, nothing
 
 
@@ -244,7 +244,7 @@ def gathered(ins: Types, outs: Types, **attrs: Any) -> Traffic:
 
 
 def op(cls: type) -> Op:
-    """Check an op class and return its `Op`; TypeError names what is missing."""
+    """Check an op class and return its `Op`; TypeError names the missing or invalid field."""
     parts: dict[str, Any] = {
         k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()
     }
@@ -280,6 +280,6 @@ def require(condition: object, message: str) -> None:
 
 
 def upcast(x: Any) -> Any:
-    """Return x in fp32, or unchanged if it is at least that wide; for the parts of 16-bit models
-    that the reference computes in fp32."""
+    """Return x in fp32, or unchanged if its elements have 4 bytes or more; for the parts of 16-bit
+    models that the reference computes in fp32."""
     return x if x.element_size() >= 4 else x.float()

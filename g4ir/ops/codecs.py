@@ -1,13 +1,14 @@
 """Quantise and dequantise weights: codes, and a scale per row or per group of a row.
 
-w = round(code * scale) in every format, rounded once to the model's dtype. Codes are `i8` [.., K],
-`f8e4m3` [.., K], or packed into blocks (layouts.py) of elements of a dtype that identifies the
-format. Scales are [.., G]: one for K/G consecutive codes.
+w = round(code * scale), rounded once to the model's dtype. Codes are `i8` [.., K], `f8e4m3`
+[.., K], or packed into blocks (layouts.py) of elements of a dtype that identifies the format.
+Scales are [.., G]: one for K/G consecutive codes.
 
-A code of `int6` and `int3k` is a product of a value and an 8-bit integer that 16 values share. The
-bits of `iq4` are indices of a table of values, as are those of `nl4`, `nl3` and `nl2`: there, a
-group of 32 values shares a 7-bit integer and a bit that adds a constant shift to each value, and a
-code is the shifted value times the integer (grids.py).
+A code of `int6`, `int3k` and `fp4` is the product of a value and a factor that 16 values share: an
+8-bit integer, in `fp4` an e4m3 float. The bits of `fp4` and `iq4` are indices of a table of values,
+as are those of `nl4`, `nl3` and `nl2`: there, a group of 32 values shares a 7-bit integer and a bit
+that adds a constant shift to each value, and a code is the shifted value times the integer
+(grids.py).
 
 Formats with minima: w = round(code * scale - integer * minimum). A code is the product of an
 unsigned value and an integer; the values that share it share the integer of their minimum too (32
@@ -41,10 +42,11 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """A quantised format: dtype of its codes, largest code, bit layout, `share`: group sizes are
-    multiples of it, `scales` per group: 1, or 2 with a minimum. `shared` values share an integer up
-    to `max_integer`. `table`: the values of the stored bits, ascending; `shift`: a constant that a
-    group of values with a shared integer may add to each value."""
+    """A quantised format: dtype of its codes, largest code, bit layout. `share`: divisor of group
+    sizes; `scales`: number per group, 1, or 2 with a minimum; `shared`: number of values that share
+    an integer (`fp4`: an e4m3 scale) of at most `max_integer`, 0: none; `table`: the value of each
+    index that is stored, ascending but in `fp4`; `shift`: a constant that a group of values with a
+    shared integer may add to each value."""
 
     codes: str
     largest: float
@@ -69,7 +71,8 @@ class QuantFormat:
         return values // self.block_values * self.block_elements
 
     def values_in(self, elements: int) -> int:
-        """Return the values in `elements` elements; 0 if these are not whole blocks."""
+        """Return the number of values in `elements` elements of the codes' dtype; 0 if these are
+        not whole blocks."""
         blocks, partial = divmod(elements, self.block_elements)
         return 0 if partial else blocks * self.block_values
 
@@ -84,7 +87,7 @@ _NONUNIFORM = {
     "nl3": ((-63, -40, -23, -10, 1, 13, 28, 47), 4),
     "nl2": ((-31, -13, 1, 17), 5),
 }
-#: values per block of the C kernels, of which group sizes are multiples
+#: values per block of the C kernels; groups of tiled weights are multiples of it
 MINIMA_GROUP = 32
 FORMATS = {
     "int8": QuantFormat("i8", 127, LAYOUTS["int8"]),
@@ -125,12 +128,12 @@ AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2", "fp4", "nl4", "nl3",
 JOINED_AS_BYTES = ("int6", "int5", "iq4", "int3k")
 #: format -> format with the same codes as 8-bit integers
 SAME_CODES = dict.fromkeys(("int5", "iq4", "int3", "int2"), "int8")
-#: xor between code + 8 and two's complement, for both codes of a byte
+#: xor that converts both codes of a byte between code + 8 and two's complement
 COMPLEMENT = 0x88
 
 
 def values_per_row(codes: Any) -> int:
-    """Return the values per row of a tensor of codes."""
+    """Return the number of quantised values per row of a tensor of codes."""
     return _format_of(codes).values_in(codes.shape[-1])
 
 
@@ -138,7 +141,7 @@ def values_per_row(codes: Any) -> int:
 
 
 def dequantize_codes(codes: Any, scales: Any, dtype: Any) -> Any:
-    """Return the weight in a dtype; in float64 if the scales are."""
+    """Return the dequantised weight in a torch dtype; in float64 if the scales are."""
     fmt = _format_of(codes)
     values, factors, minima = unpack_codes(codes), upcast(scales), None
     if fmt.scales > 1:
@@ -168,8 +171,8 @@ def fake_quantize_values(x: Any, fmt: str) -> Any:
 
 
 def pack_codes(values: Any, fmt: str, integers: Any = None) -> Any:
-    """Pack values [.., K], and the bytes of their shared integers if the format has them, into
-    codes [.., K / block_values * block_elements]."""
+    """Pack values [.., K] (`fp4`: indices of its table), and the bytes of their shared integers if
+    the format has them, into codes [.., K / block_values * block_elements]."""
     layout = FORMATS[fmt].layout
     if FORMATS[fmt].table and fmt != "fp4":
         values = level_indices(values, FORMATS[fmt].table)
@@ -244,8 +247,8 @@ PAIRS_OF_INTEGERS = {32: (six_bits, in_six_bits), 16: (nibble_pairs, in_nibble_p
 
 
 def steps_of(codes: Any, scales: Any) -> tuple[Any, Any]:
-    """Return each group's step and shift, f32 [.., G], for a format without minima: w = step *
-    (value + shift)."""
+    """Return step and shift, f32 [.., G], of each group of values with the same ones, for a format
+    without minima: w = step * (value + shift). Steps of 0 become 1."""
     fmt, steps = _format_of(codes), upcast(scales)
     for integers in shared_integers(codes):
         steps = apply_scales(integers, steps)
@@ -254,14 +257,15 @@ def steps_of(codes: Any, scales: Any) -> tuple[Any, Any]:
 
 
 def round_to_grid(x: Any, step: Any, shift: Any, name: str) -> Any:
-    """Return the step * (value + shift) nearest to x [..], for values of a format."""
+    """Return for each element of x [..] the nearest step * (value + shift), where value is one of
+    the format `name`."""
     y, table = x / step - shift, FORMATS[name].table
     values = nearest_level(y, table) if table else y.round().clamp(*integer_range(name))
     return (values + shift) * step
 
 
 def integer_range(name: str) -> tuple[int, int]:
-    """Return the smallest and largest value of a format of integers."""
+    """Return the smallest and largest value of a format whose stored bits are integers."""
     zero = FORMATS[name].layout.zero
     return (-zero, zero - 1) if zero else (-127, 127)
 
@@ -273,8 +277,8 @@ def with_values(codes: Any, values: Any) -> Any:
 
 
 def take_rows(codes: Any, ids: Any) -> Any:
-    """Gather rows of codes [N, E]; torch indexes bytes in every format. A table that is read by
-    rows (RowTable in weights/pack.py) is indexed as it is."""
+    """Gather rows of codes [N, E], as bytes, since torch cannot index some of the codes' dtypes. A
+    table that is no tensor (RowTable in weights/pack.py, read by rows) is indexed as it is."""
     if not isinstance(codes, torch.Tensor):
         return codes[ids]
     return codes.view(torch.uint8)[ids].view(codes.dtype)
@@ -373,8 +377,8 @@ def quantize_values(
 
 
 def _with_integers(name: str, y: Any) -> Any:
-    """Return codes of y [n, G, g], already divided by its scales, with an integer that some values
-    share; packed row by row [n, 1, elements]."""
+    """Return the codes of y [n, G, g], already divided by its scales, with the smallest shared
+    integers that avoid clipping; packed row by row, [n, 1, elements]."""
     fmt = FORMATS[name]
     max_value = fmt.largest // fmt.max_integer
     shared = y.flatten(-2).unflatten(-1, (-1, fmt.shared))
@@ -385,8 +389,9 @@ def _with_integers(name: str, y: Any) -> Any:
 
 
 def _fp4(y: Any) -> Any:
-    """Return fp4 codes of y [n, G, g], already divided by its scales, packed [n, 1, bytes]: e4m3
-    scales of 16 values that avoid clipping, then the nearest values; the even one of two."""
+    """Return fp4 codes of y [n, G, g], already divided by its scales, packed [n, 1, bytes]: an e4m3
+    scale per 16 values, with which the largest is about that of the table, then the nearest values;
+    of two, the one nearer to 0."""
     shared = y.flatten(-2).unflatten(-1, (-1, FORMATS["fp4"].shared))
     scales = (shared.abs().amax(-1) / max(_FP4)).to(torch.float8_e4m3fn)
     x = shared / scales.to(y.dtype).clamp(min=2.0**-9)[..., None]
@@ -431,7 +436,8 @@ def _quantize_nonuniform(x: Any, name: str, dtype: Any, moments: Any, fit: Any) 
 
 
 def _quantize_with_minima(x: Any, fmt: str, scale_dtype: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return the codes of groups x [n, G, g], and their scales and minima rounded to `dtype`."""
+    """Return the codes of groups x [n, G, g], and pairs of scale and minimum [n, 2 G], rounded to
+    `dtype` and stored in `scale_dtype`."""
     max_value, max_integer = FORMATS[fmt].largest, FORMATS[fmt].max_integer
     shared = FORMATS[fmt].shared or x.shape[-1]
     parts = x.unflatten(-1, (-1, shared))

@@ -1,6 +1,7 @@
 """Collectives of tensor parallelism: every rank runs the same graph on its shard of the weights.
 
-`g4ir.parallel.group.exchanged` defines the results; with one rank they are the inputs.
+`g4ir.parallel.group.Group` computes the results; its all-reduces of large tensors may add the ranks
+in another order. With one rank the results are the inputs.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MIN_NORM = 1e-12
 
 
 def text_of_tokens(ends: Any, count: int) -> Any:
-    """Return the text of each token, i64 [count]: the number of ends up to it."""
+    """Return the index of each token's text, i64 [count]: the number of ends up to the token."""
     tokens = torch.arange(count, device=ends.device)
     return (ends[:, None] <= tokens).sum(0)
 

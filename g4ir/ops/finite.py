@@ -8,14 +8,14 @@ from .types import TORCH_NAMES, torch, torch_dtype
 
 
 def advice(dtype: str) -> str:
-    """Return the last part of an error about values that are not finite: overflow is excluded,
-    since engines compute in dtypes with the range of float32, so that the weights are suspect."""
+    """Return the last part of an error about values that are not finite. It suspects the weights,
+    not overflow, since engines compute in dtypes with the range of float32."""
     return f"{TORCH_NAMES[dtype]} has the range of float32: look for damaged weights"
 
 
 def require_finite(value: torch.Tensor, name: str, dtype: str) -> torch.Tensor:
-    """Return the value; CheckError if an element is NaN or infinite. A finite sum proves that all
-    elements are finite in a tenth of the time; only otherwise each element is checked."""
+    """Return the value; CheckError if an element is NaN or infinite. Each element is checked only if
+    their sum is not finite: the sum takes a tenth of the time."""
     sum_dtype = value.dtype if value.element_size() > 4 else torch.float32
     if bool(value.sum(dtype=sum_dtype).isfinite()) or bool(value.isfinite().all()):
         return value
@@ -27,7 +27,8 @@ def not_finite(name: str, dtype: str) -> CheckError:
 
 
 def cast(value: torch.Tensor, dtype: str, tensor: str) -> torch.Tensor:
-    """Return a weight in a dtype; WeightsError if a finite element overflows float16."""
+    """Return a weight in a dtype; WeightsError if an element overflows in a cast to float16, or is
+    infinite before it."""
     result = value.to(torch_dtype(dtype))
     if dtype == "f16" and value.dtype != result.dtype and bool(result.isinf().any()):
         largest = f"{float(value.abs().max()):g} does not fit float16, which ends at 65504"

@@ -1,7 +1,7 @@
 """Nonuniform grids: scales and level shifts of groups of weights, and the nearest levels.
 
-A group of 32 weights is integer * row scale * (level + 0 or shift). The integer (signed, 7 bits)
-and the shift bit form a byte.
+A weight is integer * row scale * (level + shift). A group of 32 weights shares the integer (signed,
+7 bits) and the shift, which is 0 or a constant of the format: one byte.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ GROUP, INTEGER_MAX = 32, 63
 _STARTS = (1.1, 1.0, 0.9, 0.8, 0.72)
 
 
-#: resolution (steps per unit) and range (to either side) of the table of nearest levels: midpoints
-#: of levels are multiples of 1/2
+#: steps per unit, and steps to either side of 0, of the table of nearest levels; no midpoint of two
+#: levels is within a step, since midpoints are multiples of 1/2
 _STEPS, _REACH = 4, 512
 
 
@@ -43,7 +43,7 @@ def _index_table(levels: tuple[int, ...]) -> Any:
 
 
 def level_indices(values: Any, levels: tuple[int, ...]) -> Any:
-    """Return the indices u8 of levels, which are int8 values of any dtype."""
+    """Return the indices u8 of levels, which are integers in the range of int8, of any dtype."""
     entries = values.to(torch.int16).clamp_(-128, 127).to(torch.int32).add_(128)
     table = _index_table(levels).to(values.device)
     return table.index_select(0, entries.flatten()).view_as(entries)
@@ -52,9 +52,9 @@ def level_indices(values: Any, levels: tuple[int, ...]) -> Any:
 def fit_groups(
     x: Any, levels: tuple[int, ...], shift_by: int, moments: Any = None
 ) -> tuple[Any, Any]:
-    """Return a scale, of either sign, and the chosen shift [..] for groups x [.., 32]: the least
-    squared error, weighted by `moments` [.., 32] if passed, of a few scales refined by least
-    squares."""
+    """Return a scale, of either sign, and the shift (0 or `shift_by`), [..] each, for groups x
+    [.., 32]: of a few scales refined by least squares, the one of least squared error, weighted by
+    `moments` [.., 32] if passed."""
     extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True))
     weighed = x if moments is None else x * moments
     inverse = levels[0] / extreme.where(extreme != 0, 1.0)
@@ -73,12 +73,12 @@ def fit_groups(
 
 
 def integers_of(scales: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return integers [.., G] and the row's scale [.., 1], rounded to `dtype`, whose products are
-    near scales [.., G]."""
+    """Return integers [.., G] and the row's scale [.., 1], rounded to `dtype`, whose products
+    approximate the scales [.., G] of its groups."""
     row = (scales.abs().amax(-1, keepdim=True) / INTEGER_MAX).to(dtype).to(scales.dtype)
     row = row.where(row != 0, 1.0)
     integers = (scales / row).round()
-    # A group must not vanish: the least step of its sign is nearer.
+    # Not 0, which would make all weights of the group 0: with 1 or -1 the larger ones are kept.
     integers = integers.where(integers != 0, scales.sign())
     return integers.clamp(-INTEGER_MAX, INTEGER_MAX), row
 

@@ -24,17 +24,17 @@ GROUP, SCALE_BYTES = 32, 2
 
 
 def quantized_width(width: int, dtype: str) -> int:
-    """Return the elements of a row of `width` values stored in a dtype."""
+    """Return the number of elements of a row of `width` values that is stored in a dtype."""
     return width + SCALE_BYTES * -(-width // GROUP) if dtype == "i8" else width
 
 
 def dequantized_width(t: Type) -> int:
-    """Return the values of a row of a cache, the inverse of `quantized_width`."""
+    """Return the number of values in a row of a cache, the inverse of `quantized_width`."""
     return values_in_row(int(t.shape[-1])) if t.dtype == "i8" else int(t.shape[-1])
 
 
 def values_in_row(size: int) -> int:
-    """Return the values of an `i8` row of `size` bytes."""
+    """Return the number of values in an `i8` row of `size` bytes."""
     return size - SCALE_BYTES * -(-size // (GROUP + SCALE_BYTES))
 
 
@@ -109,8 +109,9 @@ def dequantize_rows(rows: Any, dtype: Any = None) -> Any:
 
 
 def to_comparable(value: Any) -> Any:
-    """Dequantise 8-bit rows to fp32; return quantised values in a dtype of floats as bytes, other
-    tensors unchanged."""
+    """Return a tensor in a form that can be compared by value: quantised KV cache rows (int8 or
+    float8_e4m3fn) dequantised to fp32, quantised weights in a dtype of floats as bytes, others
+    unchanged."""
     if value.is_floating_point() and not is_float(value):
         return value.view(torch.uint8)
     return dequantize_rows(value) if value.dtype in (torch.int8, torch.float8_e4m3fn) else value

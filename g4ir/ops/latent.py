@@ -1,8 +1,9 @@
 """Latent KV: attention over one cache instead of two, for layers whose K and V share a projection.
 
-There K = rope(rms_norm(x, w)) and V = rms_norm(x) (rule 13). A row of the latent cache is V and the
-rotated dims of K, d + 2p elements for p rotated pairs; the other dims of K are V * w. V is rounded
-before it is multiplied by w, so in 16 bits K differs by one rounding from that of separate caches.
+There K = rope(rms_norm(x, w)) and V = rms_norm(x) of one projection x (rule 13). A row of the
+latent cache is V and the rotated dims of K, d + 2p elements for p rotated pairs; the other dims of
+K are V * w. V is rounded before it is multiplied by w, so in 16 bits K differs by one rounding from
+that of separate caches.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class Layout:
         return torch.cat([shared[name] for name in self.fields], -1)
 
     def convert(self, blocks: Any, to: Layout) -> Any:
-        """Repack blocks [.., nbytes] into the fields of another layout with the same `zero`."""
+        """Repack blocks [.., nbytes] into those of another layout with the same `zero`, a subset of
+        the fields, and as many or fewer values per block."""
         parts, count = self.split(blocks), self.values // to.values
         for name, (_, bits) in to.fields.items():
             if (source := self.fields[name][1]) != bits:
@@ -97,8 +98,9 @@ class Layout:
 
 
 def six_bits(data: Any) -> tuple[Any, Any]:
-    """Unpack 12-byte groups into the 6-bit integers of 8 scales and 8 minima, [.., 8 B] each: the
-    first four of each with the upper bits of the last four above them, then the lower bits."""
+    """Unpack B groups of 12 bytes, [.., 12 B], into the 6-bit integers of 8 scales and 8 minima per
+    group, [.., 8 B] each. A group has the first four scales, then the first four minima, a byte
+    each, with the upper 2 bits of the last four above them, then the last four's lower bits."""
     *first, last = data.unflatten(-1, (-1, 3, 4)).unbind(-2)
     scales, minima = (
         torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
@@ -108,7 +110,7 @@ def six_bits(data: Any) -> tuple[Any, Any]:
 
 
 def in_six_bits(scales: Any, minima: Any) -> Any:
-    """Pack what `six_bits` unpacks, [.., 12 B]."""
+    """Pack 6-bit scales and minima [.., 8 B] into bytes [.., 12 B], the inverse of `six_bits`."""
     pairs = [t.to(torch.uint8).unflatten(-1, (-1, 2, 4)).unbind(-2) for t in (scales, minima)]
     first = [low | high >> 4 << 6 for low, high in pairs]
     last = pairs[0][1] & 15 | (pairs[1][1] & 15) << 4
@@ -116,12 +118,12 @@ def in_six_bits(scales: Any, minima: Any) -> Any:
 
 
 def nibble_pairs(data: Any) -> tuple[Any, Any]:
-    """Unpack bytes into the low 4 bits (of a scale) and the high ones (of a minimum)."""
+    """Unpack bytes into 4-bit integers of scales (low bits) and of minima (high bits)."""
     return data & 15, data >> 4
 
 
 def in_nibble_pairs(scales: Any, minima: Any) -> Any:
-    """Pack what `nibble_pairs` unpacks."""
+    """Pack 4-bit scales and minima into bytes, the inverse of `nibble_pairs`."""
     return scales.to(torch.uint8) | minima.to(torch.uint8) << 4
 
 
@@ -131,9 +133,9 @@ def in_order(width: int) -> Bits:
 
 
 def unpack_dense(data: Any, width: int) -> Any:
-    """Unpack values of 1 to 8 bits that follow each other without padding, low bits first, also
-    across bytes: u8 [.., bytes] to u8 [.., 8 values per `width` bytes]; trailing bits of a partial
-    value are dropped."""
+    """Unpack values of `width` (1 to 8) bits that follow each other without padding, low bits
+    first, also across bytes: u8 [.., bytes] to u8 [.., values]. Widths that do not divide 8 are
+    unpacked in groups of `width` bytes (8 values); bytes of a partial group are dropped."""
     if 8 % width == 0:
         return in_order(width).read(data)
     words = data[..., : data.shape[-1] // width * width].unflatten(-1, (-1, width)).to(torch.int16)

@@ -9,7 +9,8 @@ from .budgets import Budget
 from .mlp import activate
 from .types import ITEMSIZE, Type, Types, torch
 
-#: attributes that the dense MLP and the experts share
+#: attributes of `moe_mlp`: activation of the dense MLP and of the experts; `top_k` and `root` as in
+#: `router`
 ROUTING = {"act": "str", "top_k": "int", "root": "float"}
 
 

@@ -44,7 +44,7 @@ class one_plus:
 class rms_norm:
     """y = x * (mean(x^2) + eps)^-0.5 [* w] over the last dim, in fp32, rounded once (rule 10)
 
-    w is in x's dtype or in fp32, which it is computed in.
+    w is in x's dtype or in fp32; the product is computed in fp32.
     """
 
     budget = Budget(1, 16, "a mean of squares in fp32, then one rounding")

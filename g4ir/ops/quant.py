@@ -56,9 +56,10 @@ class quantize:
     absolute maximum divided by the largest code, except in int4, which takes the scale that
     reproduces the weight exactly, if there is one (weights trained on that grid), else one of small
     squared error (codecs.py: `int4_scales`); in nl4, nl3 and nl2, which fit scales and shifts by
-    least squares (grids.py); and in formats with minima, which so fit scales and minima, then round
-    them to integers if the format has shared ones. int6 and int3k take the smallest shared integers
-    that avoid clipping; iq4 and fp4 take the nearest values of their tables.
+    least squares (grids.py); and in formats with minima, which fit scales and minima by least
+    squares, then, with shared integers, round them to integers times the group's stored pair.
+    int6 and int3k take the smallest shared integers that avoid clipping; iq4 and fp4 take the
+    nearest values of their tables.
     """
 
     budget = MOVES
@@ -80,8 +81,9 @@ class quantize:
     def reference(
         w: Any, *, form: str, group: int, scale: str, moments: Any = None, fit: Any = fit_groups
     ) -> tuple[Any, Any]:
-        """`moments` [.., 1, K]: second moments of the inputs of a calibrated weight, the weights of
-        squared errors; for w [E, N, K] optionally per expert."""
+        """`moments` [.., 1, K]: second moments of the inputs of a calibrated weight, by which
+        squared errors are weighted; for w [E, N, K] optionally per expert. `fit`: implementation of
+        `fit_groups`."""
         if moments is not None and w.ndim > 2:
             pairs = zip(w, moments.expand(*w.shape[:-2], 1, -1), strict=True)
             attrs: dict[str, Any] = {"form": form, "group": group, "scale": scale, "fit": fit}

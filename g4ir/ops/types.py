@@ -85,7 +85,7 @@ class Type:
         return Type(self.dtype, tuple(shape))
 
     def bind(self, dims: Mapping[str, int | str]) -> Type:
-        """Replace named dims that `dims` knows."""
+        """Replace the named dims that have an entry in `dims`, a size or another name."""
         return Type(
             self.dtype, tuple(dims.get(d, d) if isinstance(d, str) else d for d in self.shape)
         )
