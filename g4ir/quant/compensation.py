@@ -29,7 +29,7 @@ FLOOR = 1e-3
 BLOCK = 128
 #: maximum columns whose errors are compensated together: longer rows are cut into equal parts
 COLUMNS = 2048
-#: columns whose products are added together
+#: columns per block of `add_products`
 PRODUCTS = 512
 #: elements of a weight that are compensated at a time
 ELEMENTS = 1 << 24
@@ -58,7 +58,8 @@ class Grid:
         return round_to_grid(x, self.step, self.shift, self.form)
 
     def values(self, rounded: Tensor) -> Tensor:
-        """Return the values that `round` chose, from its result or near it."""
+        """Return the values that `round` chose, from its result `rounded`, which may have rounding
+        errors."""
         return (rounded / self.step - self.shift).round_()
 
 
@@ -95,7 +96,7 @@ class Inputs:
 
     @cached_property
     def moments(self) -> Tensor:
-        """Second moments of the columns relative to their mean, f32 [1, K]."""
+        """Second moments of the columns relative to their mean, at least FLOOR: f32 [1, K]."""
         moments = self.products.diagonal(dim1=1, dim2=2).reshape(1, -1)
         mean = moments.mean()
         return (moments / mean.where(mean > 0, 1.0)).clamp(min=FLOOR)

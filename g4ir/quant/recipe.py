@@ -13,8 +13,8 @@
                                          # these but for the token table of an encoder
 
 A tensor without a rule is not quantised, and a router never is: rounded logits would choose other
-experts. The built-in configs are such files in this folder. The config of a checkpoint that is
-already quantised describes its weights; nothing is quantised.
+experts. The built-in configs are such files in this folder. For a checkpoint that is already
+quantised, a config describes its weights, and the build quantises nothing.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class Scheme:
         return sum(part.nbytes() for part in outputs)
 
     def fits(self, t: Type) -> bool:
-        """Whether groups divide the rows of a weight, and codes fill bytes."""
+        """Whether groups and the format's blocks divide the rows of a weight, and the format has
+        groups of this size."""
         return not (int(t.shape[-1]) % self.row_multiple or self.group % FORMATS[self.form].share)
 
     @property
     def row_multiple(self) -> int:
-        """Number of values that divides the length of every row that can be quantised."""
+        """Number of values of which the rows that can be quantised are multiples."""
         return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
@@ -106,7 +107,7 @@ class Rule:
     scale: _Scale | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether a name or a pattern of the rule is a weight's."""
+        """Whether the rule names a weight, literally or by a pattern (* and ?)."""
         patterns = (p for p in self.tensors if "*" in p or "?" in p)
         return name in self.tensors or any(fnmatchcase(name, p) for p in patterns)
 
@@ -119,7 +120,8 @@ class Rule:
         return Scheme(self.form, group, None if scale == ENGINE else scale)
 
     def scheme(self, name: str, t: Type) -> Scheme:
-        """Return the scheme of a weight; InputError if groups do not divide its rows."""
+        """Return the scheme of a weight: the preferred one, or that of `otherwise` if the groups do
+        not divide its rows; InputError if neither fits."""
         schemes = [self.first, *([SCHEMES[self.otherwise]] if self.otherwise else [])]
         for scheme in schemes:
             if scheme.fits(t):
@@ -154,8 +156,8 @@ class QuantConfig:
         return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))
 
     def schemes(self, weights: Mapping[str, Type], is_encoder: bool = False) -> dict[str, Scheme]:
-        """Return weight -> scheme. InputError for a rule that matches no weight and for a weight
-        with two rules."""
+        """Return weight -> scheme. InputError for a rule that matches no weight, a weight with two
+        rules, and rows that groups do not divide."""
         schemes: dict[str, Scheme] = {}
         unnamed = {n for n in weights if not any(r.matches(n) for r in self.rules)}
         groups = {n: _groups(n, is_encoder) for n in unnamed}
