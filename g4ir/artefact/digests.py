@@ -33,8 +33,8 @@ SOURCES = (".py", ".yaml")
 
 
 def file_digest(path: Path, computed: str | None = None) -> str:
-    """Return the SHA-256 of a file, which may have been computed while the file was written, and
-    store a record of it."""
+    """Return the SHA-256 of a file, or `computed` if it is known from writing the file; store a
+    record of it for a large file."""
     identity = identity_of(path)
     digest = computed or sha256(path)
     if identity[2] >= LARGE:
@@ -43,7 +43,8 @@ def file_digest(path: Path, computed: str | None = None) -> str:
 
 
 def has_digest(path: Path, digest: str) -> bool:
-    """Whether a file's SHA-256 is `digest`: by its record, if it has not changed since."""
+    """Whether a file's SHA-256 is `digest`: by its record if the file has not changed since, else
+    computed."""
     identity = identity_of(path)
     if identity[2] >= LARGE and _recall(FILES, _named(identity)) == [*identity, digest]:
         return True
@@ -62,8 +63,8 @@ def keep_equal(engine: str) -> None:
 
 
 def sources_digest() -> str:
-    """Return a digest of the paths and identities (size, times, inode) of this package's
-    sources."""
+    """Return a digest of the paths and identities (`identity_of`) of the sources of g4ir, its
+    passes and its backends."""
     facts = [(str(p), identity_of(p)) for p in _sources()]
     return sha256_of(repr(sorted(facts)).encode()).hexdigest()
 

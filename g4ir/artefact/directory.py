@@ -3,8 +3,9 @@
     manifest.json            config, limits, versions, digests of all files and of the manifest
     spec.yaml                the variant; drafter.yaml: its draft model
     graph.PHASE.g4ir         the graphs that run; prologue.g4ir: the graph that packed their params
-    weights-*.safetensors    packed params (unless the manifest names a seed or a checkpoint);
-                             weights-rankRofN-*.safetensors: those of rank R only
+    quant.yaml               the formats that --bits chose, if it did
+    weights-*.safetensors    packed params (unless they are computed at load from a seed or a
+                             checkpoint); weights-rankRofN-*.safetensors: those of rank R only
     programs/                compiled files of the backend
     tokenizer.json ...       copied from the checkpoint, or converted from a GGUF file's metadata
     tokenizer.index          hash tables that encode a short text without parsing tokenizer.json
@@ -62,7 +63,7 @@ BUILDING = ".building-"
 #: maximum bytes of a manifest; one of a large model with towers has some hundred thousand
 LARGEST = 16 << 20
 WEIGHT_FILES = ".safetensors"
-#: maximum number of towers of one kind
+#: maximum number of audio lengths, each of which has a tower graph
 MAX_TOWERS = 64
 #: directory of an engine that was built on first use -> the name by which the user gave its model
 LABELS: dict[Path, str] = {}
@@ -168,8 +169,8 @@ class Notes:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of an engine. Its file, manifest.json, has the fields of `config` too, specs by
-    their digests; `format` and `digest` are the file's own."""
+    """The record of an engine. Its file, manifest.json, has the fields of `config` in place of
+    `config`, with specs as digests, and in addition `format` and `digest`."""
 
     g4ir: str
     config: BuildConfig
@@ -183,7 +184,7 @@ class Manifest:
 
     @property
     def seed(self) -> int | None:
-        """The seed of random weights."""
+        """The seed of random weights; None for a checkpoint's."""
         return getattr(self.weights, "seed", None)
 
     @property
@@ -201,7 +202,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all values, and so of every byte of the engine."""
+        """SHA-256 of all values; they include the digests of all files."""
         return _digest(self.to_dict())
 
 
@@ -212,7 +213,8 @@ class Artefact:
     path: Path
     manifest: Manifest
     packing: packings.Packing
-    #: packed params that match the graphs; a file that changes from now on is refused
+    #: packed params that match the graphs, or None if params are computed at load; a file that
+    #: changes from now on is refused
     stored: packings.StoredParams | None
     #: whether digests of weight files are checked too
     check_weights: bool
@@ -228,7 +230,7 @@ class Artefact:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The engine's name in messages."""
         return engine_label(self.path)
 
 
@@ -285,7 +287,7 @@ def is_engine(path: Path) -> bool:
 
 
 def refuse_options(path: Path, flags: Collection[str]) -> None:
-    """Raise InputError for flags of a build with a model that is an engine."""
+    """Raise InputError if there are build `flags` for a model, `path`, that is an engine."""
     if flags:
         belong, them = ("belong", "them") if len(flags) > 1 else ("belongs", "it")
         fix = f"leave {them} out, or give the model that it was built from"
@@ -305,7 +307,7 @@ def _altered(path: Path, problem: str) -> EngineError:
 
 def read_manifest(path: Path, check_weights: bool = False, rank: int | None = None) -> Manifest:
     """Return the manifest of an engine directory: every field is checked, and every file as by
-    `open_artefact`."""
+    `open_artefact`. Raises EngineError."""
     file = path / MANIFEST
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
@@ -390,14 +392,14 @@ def _manifest_of(
     return Manifest(config=config, **record)
 
 
-#: fields that are specs in memory and digests in the file
+#: fields of the file for the specs: the variant's name, and digests
 _NAMES = {"variant": str, "spec_digest": Digest, "drafter_digest": Digest | None}
 #: the pass options as they are in the file: a record of each pass by its name
 _OptionsFile = make_dataclass(
     "_OptionsFile", [(name, type(default)) for name, default in OPTIONS.items()], frozen=True
 )
 _HINTS = _NAMES | reader.hints_of(BuildConfig) | {"options": _OptionsFile}
-#: fields of the file, in order
+#: fields of the file between `format` and `digest`, in order
 _ManifestFile = make_dataclass(
     "_ManifestFile",
     [
@@ -415,7 +417,8 @@ _ManifestFile = make_dataclass(
 def _check_files(
     path: Path, files: Mapping[str, StoredFile], weights: bool, rank: int | None
 ) -> None:
-    """Check that exactly the manifest's files exist, regular and unchanged."""
+    """Raise EngineError unless exactly the manifest's files exist, regular, with its sizes and
+    digests: of weight files only if `weights`, with `rank` not of other ranks' files."""
     for folder, folders, names in os.walk(path, onerror=_raised):
         for entry in map(Path(folder).joinpath, (*folders, *names)):
             kind, at = entry.lstat().st_mode, entry.relative_to(path).as_posix()

@@ -124,7 +124,8 @@ def record_built(manifest: Manifest, path: Path) -> bool:
 
 
 def find_decision(digest: str) -> Decision | None:
-    """Return the decision for an engine; TrustError if others could have written it."""
+    """Return the decision for an engine; None if there is none or it is invalid, TrustError if
+    other users could have written it."""
     file = state_root() / ENGINES / digest
     if not file.is_file():
         return None
