@@ -14,7 +14,7 @@ def advice(dtype: str) -> str:
 
 
 def require_finite(value: torch.Tensor, name: str, dtype: str) -> torch.Tensor:
-    """Return the value; CheckError if an element is NaN or infinite. Each element is checked only if
+    """Return the value; CheckError if an element is NaN or infinite. Elements are checked only if
     their sum is not finite: the sum takes a tenth of the time."""
     sum_dtype = value.dtype if value.element_size() > 4 else torch.float32
     if bool(value.sum(dtype=sum_dtype).isfinite()) or bool(value.isfinite().all()):
