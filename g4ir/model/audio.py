@@ -17,8 +17,8 @@ RATES = (1_000, 768_000)  # Hz; outside it a header is corrupt, and the resample
 
 @dataclass(frozen=True)
 class MelSettings:
-    """Log-mel features (rule 32). Defaults are those of the reference's feature extractor;
-    `audio_settings` applies a checkpoint's values. Frequencies in Hz."""
+    """Settings of log-mel features (rule 32). Defaults are those of the reference's feature
+    extractor; `audio_settings` applies a checkpoint's values. Frequencies in Hz."""
 
     bins: int
     sampling_rate: int = 16_000
@@ -74,7 +74,7 @@ class MelSettings:
         return max(0, (samples + self.frame // 2 - self.frame - 1) // self.hop + 1)
 
     def limited_to(self, soft: int) -> MelSettings:
-        """Return these settings limited to clips of `soft` soft tokens."""
+        """Return these settings with clips limited to at most `soft` soft tokens."""
         capacity = (soft << self.halvings) * self.hop + self.frame - self.frame // 2
         # Down to the padding's multiple, since the limit itself is rounded up to it.
         max_samples = max(self.fewest_samples, capacity - capacity % self.pad_multiple)
@@ -109,7 +109,8 @@ def _per_bin(values: tuple[float, ...] | None, bins: int) -> bool:
 
 @dataclass(frozen=True)
 class RawSettings:
-    """Raw features (rule 42): each soft token is `frame` samples, the last filled with zeros."""
+    """Settings of raw features (rule 42): each soft token is `frame` samples, the last filled with
+    zeros."""
 
     frame: int
     sampling_rate: int = 16_000
@@ -125,7 +126,7 @@ class RawSettings:
 
     @property
     def max_samples(self) -> int | None:
-        """Longest clip in samples."""
+        """Longest clip in samples; None: unlimited."""
         return None if self.max_tokens is None else self.max_tokens * self.frame
 
     @property
@@ -142,7 +143,7 @@ AudioSettings = MelSettings | RawSettings
 
 
 def audio_settings(spec: Spec, extractor: Mapping[str, Any] | None = None) -> AudioSettings:
-    """Return the input features of a variant's audio tower.
+    """Return the settings of the input features of a variant's audio tower.
 
     `extractor` is a checkpoint's feature extractor config: `feature_extractor` of
     processor_config.json, or preprocessor_config.json; missing settings have the reference's
@@ -183,7 +184,7 @@ def _raw_settings(name: str, audio: UnifiedAudio, config: dict[str, Any]) -> Raw
     return RawSettings(audio.audio_embed_dim, **_read_settings(config, RawSettings, ("frame",)))
 
 
-#: settings of a feature extractor with one supported value
+#: settings of a feature extractor -> their only supported value
 PLAIN = {"dither": 0, "padding_side": "right", "padding_value": 0}
 
 

@@ -16,7 +16,8 @@ from g4ir.spec.record import Spec
 VERIFY = "verify"
 #: prefill with bidirectional attention between the tokens of an image
 BLOCKS = "prefill_media"
-#: phase -> dim of its tokens, if not CHUNK: these are so few that every cache has a slot for each
+#: phase -> dim of its tokens, if not CHUNK: phases of so few tokens that even a ring cache has a
+#: slot for each
 TOKENS: dict[str, int | str] = {"decode": 1, VERIFY: "M"}
 #: dim of the tokens of a prefill chunk
 CHUNK = "S"
@@ -28,7 +29,8 @@ class Decoder:
     """Builds the decoder of one phase; `scope` prefixes its names."""
 
     scope = ""
-    #: name prefixes of the per-layer embeddings' params: of the model, of a layer, of its norm
+    #: names in the per-layer embeddings' params: prefix of the model's, prefix of a layer's, and a
+    #: layer's norm
     ple_model, ple_layer, ple_norm = "ple", "ple", "norm_ple"
 
     def __init__(
@@ -160,8 +162,9 @@ class Decoder:
         return k, v
 
     def seen(self, layer: Layer, x: Value) -> tuple[Value, ...]:
-        """Return the operands of `attention` after q: the old cache and the chunk, or, in decode
-        and verify, the updated cache. Blocks are bidirectional on sliding layers only (rule 19)."""
+        """Return the operands of `attention` after q: positions, number of cached tokens, then the
+        old cache and the chunk's K and V, or, in decode and verify, the updated cache. Blocks are
+        bidirectional on sliding layers only (rule 19), so only these get `block_ids`."""
         b, p, a = self.b, self.at(layer), layer.attention
         if layer.donor is None:
             self.fresh[layer.index] = self.keys_values(layer, x)
@@ -244,9 +247,9 @@ class Decoder:
         )
 
     def head(self, h: Value) -> tuple[Value, ...]:
-        """Apply final norm, (tied) head and softcap (rule 22). Returns logits, of each last valid
-        row or of all, and with `hidden` the last hidden state, of all rows in decode and verify,
-        else of each last valid one."""
+        """Apply final norm, (tied) head and softcap (rule 22). Returns logits, of each sequence's
+        last valid token or of all tokens, and with `hidden` the last hidden state, of all tokens in
+        decode and verify, else of each last valid one."""
         b, last = self.b, not self.writes_first
         if not self.hidden:
             x = self.logits(self.norm(h, "final.norm", "final.w"), self.every)

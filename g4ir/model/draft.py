@@ -20,7 +20,7 @@ from g4ir.spec.record import DRAFTER, Spec, drafter_names, load_spec
 from .decoder import HIDDEN, Decoder
 from .names import DRAFTER_PREFIX as SCOPE
 
-#: the graph
+#: name of the graph
 DRAFT = "draft"
 #: its results: tokens, and the hidden state for the next step
 TOKEN, NEXT_HIDDEN = "draft.token", "draft.hidden"
@@ -29,17 +29,18 @@ TOKEN, NEXT_HIDDEN = "draft.token", "draft.hidden"
 def build_draft(model: Spec, drafter: Spec, dtype: str | None = None) -> Graph:
     """Return the graph of one draft step. SpecError if the draft model does not fit the target.
 
-    Takes `embeds` [B,1,hidden] (the scaled embedding of the newest token), `hidden` [B,1,hidden]
+    Inputs: `embeds` [B,1,hidden] (the scaled embedding of the newest token), `hidden` [B,1,hidden]
     (the state from which this token was sampled, or the previous step's), `positions` i64[B,1] (for
     RoPE, the same in all steps), `last` i64[B,1] (the position of the newest key) and `written`
-    i64[B] (tokens in the caches). Yields `draft.token` i64[B] and `draft.hidden` [B,1,hidden].
+    i64[B] (tokens in the caches). Outputs: `draft.token` i64[B], `draft.hidden` [B,1,hidden]. All
+    hidden sizes are the target's; `dtype` defaults to the target's.
     """
     check_pair(model, drafter)
     return _Draft(drafter, model.owners(), dtype or model.dtype).build()
 
 
 def drafter_alone(drafter: Spec) -> Graph:
-    """Return a draft model's graph without a target; only its params are meaningful."""
+    """Return a draft model's graph for no particular target; only its params are meaningful."""
     return _Draft(drafter, {SLIDING: 0, FULL: 1}, drafter.dtype).build()
 
 
@@ -68,7 +69,8 @@ class _Draft(Decoder):
         return b.graph(self.token(x), self.project(x, NEXT_HIDDEN, f"{SCOPE}w_out", width))
 
     def seen(self, layer: Layer, x: Value) -> tuple[Value, ...]:
-        """Return attention's operands after q: the target's caches, as of the newest key."""
+        """Return attention's operands after q: position of the newest key, number of cached tokens,
+        and the target's caches."""
         a, owner = layer.attention, self.owners[layer.kind]
         cache = Type(self.dtype, ("C", "B", a.num_key_value_heads, a.head_dim))
         caches = (self.b.cache(f"L{owner}.{part}", cache) for part in "kv")

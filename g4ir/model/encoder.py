@@ -12,7 +12,7 @@ from .decoder import CHUNK, Decoder
 
 #: the graph of an encoder
 ENCODE = "encode"
-#: its result: f32 [1, B, embedding size], of length 1
+#: its result: f32 [1, B, embedding size], L2-normalised
 EMBEDDING = "embedding"
 
 
@@ -43,7 +43,8 @@ class Encoder(Decoder):
         )
 
     def per_layer_inputs(self, embeds: Value, s: int | str) -> tuple[Value, ...]:
-        """Return one [1,S,dim] per layer from the token embeddings alone (rule 4)."""
+        """Return the per-layer embeddings, one [1,S,dim] per layer, from the token embeddings alone
+        (rule 3): there is no table."""
         layers = self.text.num_hidden_layers
         x = self.b.emit("stack_layers", self.ple_context(embeds), name="ple.stacked")
         return self.b.emit_all("unstack_layers", x, name=[f"L{i}.ple" for i in range(layers)])

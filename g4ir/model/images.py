@@ -99,7 +99,8 @@ def fit_image(settings: ImageSettings, width: int, height: int, name: str = "ima
     """Return the largest size of about the same aspect ratio that is whole soft tokens within the
     budget (rule 31); small images grow. A side that would vanish gets one soft token.
 
-    InputError, naming the image, for sizes below 1, and if a position table is too short.
+    InputError, naming the image, for sizes below 1, if not one soft token fits, and for more
+    patches on a side than the position table has.
     """
     if min(width, height) < 1:
         raise InputError(f"{name}: {width}x{height} pixels; at least 1x1")

@@ -23,7 +23,8 @@ from .audio import AudioSettings, audio_settings
 from .images import BUDGETS, frame_budget, image_settings
 
 IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
-#: kinds encoded by the vision tower; their soft tokens form bidirectional blocks (rule 19)
+#: kinds encoded by the vision tower; in some models their soft tokens form bidirectional blocks
+#: (rule 19)
 PICTURES = (IMAGE, VIDEO)
 #: keyword of a list of media in Python and in JSON lines -> kind
 LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
@@ -48,7 +49,7 @@ class Media:
     kinds: tuple[str, ...] = ()
     budgets: tuple[int, ...] = ()  # soft tokens of images, ascending; one is `default`
     default: int | None = None
-    frame: int | None = None
+    frame: int | None = None  # soft tokens of a video frame; None without video
     lengths: tuple[int, ...] = ()  # soft tokens of audio clips, ascending
 
     @property
@@ -106,8 +107,8 @@ def encode_options(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_supported(kind: str, media: Media, spec: Spec) -> None:
-    """Raise InputError if an engine does not support a kind of media, with the way to build one
-    that does, if the variant supports it."""
+    """Raise InputError for an unknown kind of media, and for one that an engine does not support,
+    with the way to build one that does, if the variant supports it."""
     if kind not in KINDS:
         raise InputError(f"--media {kind!r}: one of {', '.join(KINDS)}")
     if kind in media.kinds:

@@ -14,7 +14,7 @@ from g4ir.ir.names import split_name
 #: checkpoint tensors that other modules use
 TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
 HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
-#: param with a draft model's token ids, sorted by cluster
+#: tensor with a draft model's token ids, sorted by cluster
 ORDER = "drafter.masked_embedding.token_ordering"
 #: prefix of a draft model's params and tensors
 DRAFTER_PREFIX = "draft."
@@ -22,7 +22,7 @@ DRAFTER_PREFIX = "draft."
 DENSE = "dense."
 #: suffixes of a quantised weight's params, in graphs and checkpoints
 CODES, SCALES = ".codes", ".scales"
-#: weights of the decoder's norms
+#: checkpoint names of the decoder's norms; group `query`: the norm of Q
 NORM = re.compile(r"(layers\.\d+\.)?(\w+\.)?((?P<query>q_norm)|\w*norm(_\d)?)\.weight")
 _TOP = {
     "embed.table": TOKEN_TABLE,
@@ -114,7 +114,7 @@ _TOWER_LAYER = {
     "audio.conv.w_time": "lconv1d.depthwise_conv1d.weight",
     "audio.conv.norm": "lconv1d.conv_norm.weight",
 }
-#: linears that may be clipped, without the suffix `.linear.weight` or that of a bound
+#: linears that may be clipped: param -> tensor without the suffix `.linear.weight` or a bound's
 _CLIPPABLE = {
     **{f"vision.{name}": theirs for name, theirs in _PROJECTIONS.items()},
     **{f"audio.attn.w{x}": f"self_attn.{x}_proj" for x in "qkv"},
@@ -128,13 +128,14 @@ _BOUNDS = {f"{side}_{end}": f"{side}put_{end}" for side in ("in", "out") for end
 
 
 def checkpoint_name(param: str) -> str:
-    """`L3.attn.wq` -> `layers.3.self_attn.q_proj.weight`; `.codes` and `.scales` are kept."""
+    """Return a param's name in the checkpoint: `L3.attn.wq` -> `layers.3.self_attn.q_proj.weight`;
+    `.codes` and `.scales` are kept. WeightsError for a param that has none."""
     for part in (CODES, SCALES):
         if param.endswith(part):
             return f"{checkpoint_name(param.removesuffix(part))}{part}"
     if name := _TOP.get(param) or _PARTS.get(param):
         return name
-    if param.startswith(DENSE):  # of modules.json, outside of the transformer
+    if param.startswith(DENSE):  # a module of modules.json (sentence-transformers)
         return f"{param.removesuffix('.w')}.linear.weight"
     tower, layer, suffix = split_name(param)
     if tower and (name := _of_tower(f"{tower}.{suffix}")):
@@ -156,7 +157,7 @@ def _of_tower(name: str) -> str | None:
     return _TOWER_LAYER.get(name)
 
 
-#: kind of cost -> names of values
+#: (kind of cost, names of a node's first result)
 _KINDS = (
     ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),
     ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),

@@ -23,19 +23,20 @@ Tensors = dict[str, Shape]
 
 #: 0-d tensors of a clipped linear
 CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-#: tensors that KV-shared layers lack
+#: tensors that KV-shared layers do not use
 KEYS_VALUES = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
 #: parts of a checkpoint for images and video; all others are for audio or of a draft model
 SIGHT = ("vision", "vision_embedder", "embed_vision")
-#: part of a draft model's tensors outside its layers
+#: part of a draft model's tensors that no decoder has: projections from and to the target, clusters
 DRAFTER = "drafter"
 
 
 def text_tensors(spec: Spec) -> Tensors:
-    """Return name -> shape of every used decoder tensor, in file order, without the text prefix.
+    """Return name -> shape of every used decoder tensor, in the graphs' order, without the text
+    prefix; of a draft model too, except those of part DRAFTER.
 
     K and V of KV-shared layers are not used (see `dead_tensors`). An untied head is
-    `lm_head.weight`, which has a prefix of its own (`spec.prefixes.head`).
+    `lm_head.weight`, whose full name is in `spec.prefixes.head`.
     """
     return dict(_text(spec))
 
@@ -75,8 +76,8 @@ def tower_tensors(spec: Spec) -> Tensors:
 
 
 def media_tensors(spec: Spec, kinds: Iterable[str]) -> Tensors:
-    """Return `PART.NAME` -> shape of the tensors for these kinds of media; of a draft model, those
-    outside its layers."""
+    """Return `PART.NAME` -> shape of the tensors for these kinds of media; for a draft model, of
+    the tensors of part DRAFTER, whatever the kinds."""
     kinds = set(kinds)
 
     def needed(part: str) -> bool:
@@ -106,7 +107,8 @@ def _towers(spec: Spec) -> Tensors:
 
 
 def _of_drafter(spec: Spec, outside_layers: bool) -> Tensors:
-    """Return the tensors of a draft model's layers, or those outside its layers."""
+    """Return a draft model's tensors of part DRAFTER if `outside_layers`, else all others (layers,
+    final norm, token table)."""
     tensors = _named([drafter_alone(spec)])
     bare = {name.removeprefix(DRAFTER_PREFIX): shape for name, shape in tensors.items()}
     return {

@@ -17,8 +17,9 @@ from .encoder import ENCODE, Encoder
 from .media import PICTURES, Media, placeholders, supported_media
 from .towers import build_towers
 
-#: graphs of the text model's steps; all graphs of the text model
+#: graphs of a decoder's steps
 TEXT_GRAPHS = ("prefill", "decode")
+#: graphs that every engine of a decoder has
 PHASES = ("embed", *TEXT_GRAPHS)
 #: the table of per-layer embeddings, which is only gathered from
 PLE_PARAM = "ple.table"
@@ -32,9 +33,10 @@ def build_program(
     verifies: bool = False,
     drafter: Spec | None = None,
 ) -> Program:
-    """Return the graphs of one engine: `embed` (token ids to embeddings), `prefill` and `decode`;
-    with `verifies` also `verify`, for draft tokens, and with a drafter `draft`; with media also its
-    towers and `prefill_media`, in which the tokens of an image attend to each other."""
+    """Return the graphs of one engine: `embed` (token ids to embeddings), `prefill` and `decode`,
+    or `encode` for an encoder; with `verifies` also `verify`, for draft tokens, and with a drafter
+    `draft`; with media also their towers, and `prefill_media` if the tokens of an image attend to
+    each other (`has_blocks`)."""
     kind, hidden = dtype or spec.dtype, drafter is not None
     phases = (*complete_graphs(spec), *(p for p in PHASES[2:] if not spec.embedding))
     phases = (*phases, VERIFY) if verifies else phases
@@ -49,12 +51,12 @@ def build_program(
 
 
 def complete_graphs(spec: Spec) -> tuple[str, str]:
-    """Return the graphs that read every weight of the text model."""
+    """Return the names of two graphs that together read every weight of the text model."""
     return PHASES[0], ENCODE if spec.embedding else TEXT_GRAPHS[0]
 
 
 def text_graphs(spec: Spec) -> tuple[str, ...]:
-    """Return the graphs that compute a text: those of a decoder, or `encode`."""
+    """Return the names of the graphs that process a text: those of a decoder, or `encode`."""
     return (ENCODE,) if spec.embedding else TEXT_GRAPHS
 
 
@@ -82,8 +84,9 @@ def build_graph(
     cache first, attention reads only the cache, and every token has logits. `prefill_media` also
     takes `block_ids` i64[B,S], -1 outside of images (see the op `attention`). With `hidden` they
     also return the last hidden state: of the tokens of `decode` and `verify`, else of each last
-    valid token. An encoder has `encode` instead (model/encoder.py). `embed` takes `tokens`
-    i64[B,S]; with media, placeholders get the padding token's embedding.
+    valid token. An encoder has `encode` instead (model/encoder.py). `embed` takes `tokens` i64[B,S]
+    and returns `embeds` and, if the spec has such a table, `ple_rows`; with media, placeholders get
+    the padding token's. InputError for a phase that the spec does not have.
     """
     phases = (*PHASES, VERIFY, BLOCKS, ENCODE)
     if phase not in phases:
@@ -110,8 +113,8 @@ def build_graph(
 
 
 def _embed(spec: Spec, dtype: str, ids: tuple[int, ...]) -> Graph:
-    """Build the rows of the token table and of the per-layer table, scaled (rules 1, 2);
-    placeholders of media get those of the padding token (rule 38)."""
+    """Build the graph that looks up rows of the token table and of the per-layer table, scaled
+    (rules 1, 2); placeholders `ids` get those of the padding token (rule 38)."""
     b, text = Builder("embed"), spec.text
     tokens = b.input("tokens", Type("i64", ("B", "S")))
     if ids:

@@ -6,7 +6,7 @@ A tower encodes one image, frame or audio clip to soft tokens [1,N,hidden], padd
 shapes are static; N is part of the name. Inputs are prepared by `g4ir/media`:
 
     vision   patches f32[1,P,D], positions i64[1,P,2]
-    audio    features f32[1,T,F], mask bool[1,T]
+    audio    features f32[1,T,F], mask bool[1,T] (no mask in gemma4_unified)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .media import AUDIO, IMAGE, Media, find_media
 
 #: default eps of the reference's RMSNorm, which parts of the audio tower use regardless of the spec
 CLASS_EPS = 1e-6
-#: eps of torch's LayerNorm, likewise
+#: default eps of torch's LayerNorm, which the reference's unified patch embedder uses
 LAYER_NORM_EPS = 1e-5
 #: frames per soft token of the audio tower
 STRIDE = 4
@@ -57,7 +57,8 @@ def is_tower(name: str) -> bool:
 
 
 def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
-    """Return the tower for the variant's default image budget, or for the longest audio clip."""
+    """Return the tower of PARTS for the variant's default image budget, or for the longest default
+    audio clip."""
     # A spec may lack placeholder ids, on which towers do not depend.
     ids: dict[str, Any] = {k: 0 for k in (IMAGE, AUDIO) if getattr(spec.tokens, k) is None}
     spec = replace(spec, tokens=replace(spec.tokens, **ids))
@@ -91,7 +92,7 @@ def _built(
 
 
 class _Tower:
-    """Base of all towers: names with the part's prefix, projection into the text model."""
+    """Base of all towers: prefixes names with `part`, and projects into the text model."""
 
     part = ""
 
@@ -273,7 +274,7 @@ class _Audio(_Tower):
         return self.into_text(self.emit("linear_bias", x, w, bias, name="last"))
 
     def subsampled(self, x: Value, mask: Value) -> tuple[Value, Value]:
-        """Return a quarter of the frames, [1,T,hidden], and their mask."""
+        """Return a quarter of the frames [1,T,bins] as [1,T/4,hidden], and their mask."""
         x = self.emit("heads", x, n=_last(x), name="bins")  # one channel
         x = self.emit("cast", x, dtype=self.dtype, name="features")
         for i, channels in enumerate(self.config.subsampling_conv_channels):
