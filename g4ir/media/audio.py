@@ -67,8 +67,8 @@ def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT)
     """Return the features of one audio clip.
 
     `too_long`: `cut` keeps the beginning, as the reference does, and warns; `refuse` raises.
-    InputError, naming the clip, for samples that are missing, not finite or not floats, for a rate
-    out of range, and for clips too short for one soft token.
+    InputError, naming the clip, for samples that are missing, not finite, too large or not floats,
+    for a rate out of range, and for clips too short for one soft token, or too long.
     """
     if too_long not in (CUT, REFUSE):
         raise InputError(f"too_long {too_long!r}: {CUT} or {REFUSE}")
@@ -144,7 +144,8 @@ def resampled_length(length: int, old: int, new: int) -> int:
 
 
 def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
-    """f32 [N] at `old` Hz -> its first `first` samples (default all) at `new` Hz, f32.
+    """Resample f32 [N] from `old` to `new` Hz; return the first `first` of the new samples (default
+    all), f32.
 
     y[j] = sum_m x[m] h(m - j old/new) with h a sinc under a squared-cosine window; samples outside
     the clip are zero. Sums in float64.

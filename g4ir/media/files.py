@@ -34,7 +34,8 @@ def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO
 
 
 def library(name: str, message: str) -> Any:
-    """Import a decoder; MissingError, `PATH: audio needs soundfile` say, if it is not installed."""
+    """Import a decoder; MissingError, with a `message` such as `PATH: audio needs soundfile`, if it
+    is not installed."""
     try:
         importlib.import_module(name.partition(".")[0])
         return importlib.import_module(name)
@@ -52,8 +53,8 @@ def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
 
 
 def is_cut(file: BinaryIO, total: int) -> bool:
-    """Whether a file is truncated: its last top-level element extends beyond the file's `total`
-    bytes."""
+    """Whether a file is truncated: its last top-level element of CONTENT extends beyond the file's
+    `total` bytes."""
     end = at = 0
     for _ in range(_MAX_ELEMENTS):
         file.seek(at)

@@ -74,7 +74,7 @@ def pixels_of(image: Any) -> Any:
 
 
 def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
-    """Raise InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
+    """Raise InputError unless `pixels` are a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         actual = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
         fix = "give a numpy array of uint8, 0 to 255, or an image of Pillow"

@@ -29,8 +29,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of each sequence b that a step processes: start[b] to start[b] + count[b], i64[B]
-    both. `at`: the start, if it is the same for all sequences."""
+    """The tokens that a step processes, from start[b] to start[b] + count[b] of each sequence b;
+    both i64[B]. `at`: the start, if it is the same for all sequences; else None."""
 
     start: Tensor
     count: Tensor
@@ -66,7 +66,7 @@ class TokenBatch:
         return cut(self.lengths, chunk, self.block_ids)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return the piece of the only sequence from `start` to `stop`, or to the end that
+        """Return the piece of a batch of one sequence from `start` to `stop`, or to the end that
         `piece_ends` gives if that would split a block."""
         if self.block_ids is not None:
             at, end = torch.tensor([[start], [stop]])
@@ -82,14 +82,14 @@ class TokenBatch:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The start and stop of each block of the only sequence."""
+        """The start and stop of each block, in a batch of one sequence."""
         if self.block_ids is None:
             return []
         starts, counts = self.block_ids[self.block_ids >= 0].unique(return_counts=True)
         return [(s, s + n) for s, n in zip(starts.tolist(), counts.tolist(), strict=True)]
 
     def blocks(self, piece: Piece) -> Tensor | None:
-        """Return the block ids, i64[B, width]; None if the piece has no block."""
+        """Return the block ids of a piece, i64[B, width]; None if it has no block."""
         if self.block_ids is None:
             return None
         ids = piece.take(self.block_ids, -1)
@@ -187,7 +187,8 @@ def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Pi
 
 def piece_ends(start: Tensor, stop: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
     """Return the end of each sequence's piece, i64[B]: `stop`, or, if that is within a block, the
-    block's start; if the piece starts there, the block's end. `start` is not within a block."""
+    block's start; if the piece starts there, the block's end. `start` must not be within a
+    block."""
     end = _before_block(stop, lengths, block_ids)
     size = (block_ids == start[:, None]).sum(1)
     return torch.where(end > start, end, start + size)

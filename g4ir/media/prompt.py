@@ -114,8 +114,8 @@ def _placed(
 def lacks_frame_times(
     before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], tokens: Tokens
 ) -> bool:
-    """Whether `expand_placeholders` without `encode` expanded a video, so that its frames have no
-    times in the prompt."""
+    """Whether `expand_placeholders` without `encode` expanded a video from `before` to `after`
+    (token ids), so that its frames have no times in the prompt."""
     video = (sum(t == tokens.video for row in rows for t in row) for rows in (before, after))
     return len({*video}) > 1
 
@@ -138,9 +138,10 @@ def mark(
     and a note, if there is one.
 
     `media_kinds`: kinds of the media in order; `supported`: kinds that the engine takes. As many
-    markers of a kind count as it has media; further ones are text, with a note, and so is one after
-    a backslash, without. Media of a kind without placeholder in the text come first (after a
-    spelled-out `bos`). InputError if there are markers, but too few.
+    markers of a kind are replaced as it has media without a placeholder in the text; further ones
+    stay text, with a note, and a marker after a backslash stays text without one. Media of a kind
+    without any placeholder come first (after a spelled-out `bos`). InputError if there are markers,
+    but too few.
     """
     holders = placeholders(tokens, supported)
     quotas = {

@@ -13,8 +13,8 @@ from g4ir.ops.types import torch
 class Soft:
     """The soft tokens of one medium, in the order of its placeholders.
 
-    `pieces` are [n, hidden] each: one of an image or audio clip, one per frame of a video, whose
-    `times` are the frames' minutes and seconds."""
+    `pieces` are [n, hidden] each: one of an image or audio clip, one per frame of a video. `times`:
+    minutes and seconds of a video's frames; empty if the model takes none."""
 
     kind: str  # image, video or audio
     pieces: tuple[torch.Tensor, ...]

@@ -53,8 +53,9 @@ class Footage:
     times: tuple[str, ...]  # of each frame, mm:ss
 
 
-#: limits that are checked before decoding: bytes of a file, pixels of a frame, frames of a file
-#: (nine hours at 30 per second), pixels of all frames (two hours of 1920x1080 at 30 per second)
+#: limits, checked before decoding and again while frames are decoded: bytes of a file, pixels of a
+#: frame, frames of a file (nine hours at 30 per second), pixels of all frames (two hours of
+#: 1920x1080 at 30 per second)
 MAX_BYTES, MAX_PIXELS, MAX_FRAMES, MAX_DECODED = 1 << 32, 1 << 25, 1 << 20, 1 << 39
 
 
@@ -151,15 +152,16 @@ def prepare_video(
     fps: float | None = None,
     by_time: bool = False,
 ) -> Footage:
-    """Return the patches of the sampled frames: `frames_at`, or `frames_by_time`. InputError,
-    naming the video, for another type or shape, a rate that is no positive number, and numbers of
-    frames as in `sample_frames`."""
+    """Return the patches of the sampled frames: as many as `frames_at` returns, evenly spread, or,
+    with `by_time` and `fps`, those of `frames_by_time`. InputError, naming the video, for another
+    type or shape, a rate that is no positive number, and numbers of frames as in
+    `sample_frames`."""
     name, rate, total = video.name, video.rate, len(video.frames)
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
     seconds = [i / (rate or ASSUMED_RATE) for i in range(total)]
-    if by_time and fps and seconds:  # all frames of a video without a rate
+    if by_time and fps and seconds:  # a video without a rate is sampled as if at `fps`: all frames
         indices = frames_by_time(fps if rate else ASSUMED_RATE, seconds, frames, name)
     else:
         indices = sample_frames(total, frames_at(fps, seconds, frames, name), name)
@@ -214,8 +216,8 @@ def read_footage(
     by_time: bool = False,
 ) -> Footage:
     """Return the patches of sampled frames of a video file, one at a time in full resolution, as
-    players show them: turned and mirrored by the display matrix, without what edit lists hide,
-    spread by presentation time, or `frames_by_time`.
+    players show them: turned and mirrored by the display matrix, without what edit lists hide.
+    They are spread by presentation time, or, with `by_time` and `fps`, those of `frames_by_time`.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
     corrupt, truncated or too large, and for more than `max_tokens` soft tokens; MissingError if av
@@ -347,7 +349,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except G4Error:
         raise
     except Exception as e:  # decoders raise whatever a broken file leads them to
-        if type(e) is MemoryError:  # av's own is that of a size in a damaged header
+        if type(e) is MemoryError:  # not av's subclass: it means a wrong size in a damaged header
             raise
         raise InputError(
             f"{path}: no video, corrupt or truncated ({e}); send MP4, MOV, MKV, WebM, AVI or MPEG"
