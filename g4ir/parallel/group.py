@@ -86,7 +86,8 @@ class RankProcess:
 
 
 class Group:
-    """All ranks. Not thread-safe; every rank must make the same calls."""
+    """The process group of all ranks. Every rank must make the same calls in the same order, and
+    only one thread at a time (`together`)."""
 
     def __init__(self, launch: RankLaunch, timeout_s: float, on_gpus: bool) -> None:
         import torch.distributed as dist
@@ -95,10 +96,12 @@ class Group:
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
         #: one GPU per rank, with NCCL
         self.on_gpus = on_gpus
-        #: whether a collective failed, and the error if a rank is lost
+        #: whether a call failed or the group was left: no collective may follow
         self.broken = False
+        #: the error of the collective that failed
         self.lost: RankError | None = None
-        #: ids of objects that exist on every rank; those that rank 0 has dropped
+        #: counter for ids of objects that exist on every rank; ids of objects that rank 0 has
+        #: dropped, which go out with the next call
         self.numbers, self.dropped = itertools.count(1), deque[int]()
         #: lock of the thread of rank 0 that sends a call
         self.turn = threading.RLock()
@@ -110,12 +113,13 @@ class Group:
     # --- sums of a step -----------------------------------------------------------------------
 
     def run_node(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-        """Run a node, collectives across the ranks; for the argument `run` of `interpret`."""
+        """Run a node on this rank, a collective across all; the argument `run` of `interpret`."""
         collectives = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
         return collectives[n.op](tensors) if n.op in collectives else run_node(n, tensors)
 
     def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Sum tensors of one dtype over ranks, in one collective; see the op."""
+        """Sum tensors of one dtype over ranks, in fp32 and in one collective; see the op
+        `all_reduce`. In order of rank up to GATHERED bytes, else in torch's order."""
         flat = torch.cat([x.reshape(-1) for x in parts]) if len(parts) > 1 else parts[0].reshape(-1)
         if flat.nbytes <= GATHERED:
             total = rank_sum(self._all(flat))
@@ -128,7 +132,7 @@ class Group:
         return tuple(t.view(x.shape) for t, x in zip(pieces, parts, strict=True))
 
     def all_gather(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of all ranks, concatenated along the last dim."""
+        """Return the only tensor of `parts` of all ranks, concatenated along the last dim."""
         (x,) = parts
         return (torch.cat(self._all(x), -1),)
 
@@ -142,7 +146,7 @@ class Group:
         self, x: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None
     ) -> None:
         """Gather each rank's tensor, all of one type; on rank 0 `see(rank, tensor)` may modify it
-        in place; then copy each rank's tensor back."""
+        in place (`see` is None on workers); then copy each rank's tensor back into its `x`."""
         parts = self._all(_bytes(x))
         if see:
             for rank, part in enumerate(parts):
@@ -174,8 +178,8 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for a call on all ranks: one at a time, signals deferred. After an error the
-        group is broken."""
+        """A context of rank 0 for a call on all ranks: one at a time, signals deferred. After any
+        error the group is broken."""
         with defer_signals(), self.turn:
             try:
                 yield
@@ -184,7 +188,8 @@ class Group:
                 raise
 
     def send(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast a call (JSON values, tensors, ids of objects to drop) to the workers."""
+        """Broadcast a call (JSON values; its tensors; the ids of dropped objects, appended to a
+        call that is not empty) to the workers."""
         wait = timedelta(seconds=self.timeout_s)
         if call:
             call = [*call, [self.dropped.popleft() for _ in range(len(self.dropped))]]
@@ -199,7 +204,8 @@ class Group:
             self._broadcast(message[FRAME:], wait)
 
     def receive(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Wait for rank 0's next call; return it and its tensors. An empty call is the last."""
+        """Wait for rank 0's next call; return its values, the ids of dropped objects last, and its
+        tensors on the CPU. An empty call is the last."""
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
         text, data = message[:16].view(torch.int64).tolist()
         size = 16 + text + data
@@ -250,7 +256,7 @@ class Group:
         return gone and f"{gone} ended; see its output, and start all ranks again"
 
     def check(self) -> None:
-        """Raise RankError if another rank is lost."""
+        """Raise RankError if a collective failed or another rank's process on this host ended."""
         if self.lost:
             raise self.lost
         if gone := self._gone():
@@ -275,7 +281,8 @@ class Group:
         return f"the connection to {siblings} broke: {first}; start all ranks again"
 
     def close(self) -> None:
-        """Leave the group, unless it is broken: torch would wait for a running collective."""
+        """Leave the group; rank 0 sends the last call. Nothing is done to a broken one: torch would
+        wait for a running collective."""
         if not self.broken:
             if self.rank == 0:
                 self.send([], {})
@@ -284,7 +291,8 @@ class Group:
 
 
 def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum in order of rank, so that it is bit-identical on all ranks; rounded once."""
+    """Return the sum in order of rank, so that it is bit-identical on all ranks; 16-bit tensors are
+    summed in fp32 and rounded once."""
     total, *remaining = map(upcast, parts)
     for part in remaining:
         total = total + part
@@ -296,15 +304,16 @@ _joined: list[Group] = []
 
 
 def current() -> Group | None:
-    """Return the group that this process has joined."""
+    """Return the group that this process has joined; None if it has not."""
     return _joined[-1] if _joined else None
 
 
 @contextmanager
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     """Join the process group that torchrun started, for the duration of a context; ranks wait at
-    most `timeout_s` for each other. InputError without torchrun; MissingError if they cannot
-    connect; RankError if one does not join."""
+    most `timeout_s` for each other, in every collective too. InputError without torchrun, for a
+    wrong timeout, or if joined already; MissingError if they cannot connect; RankError if one does
+    not join."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")

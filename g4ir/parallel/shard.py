@@ -1,8 +1,8 @@
 """linear(x, w_down)  ->  all_reduce(linear(x, shard of w_down)), and likewise for other weights
 
 Turns a model's graph, before any pass, into the graph of one rank, the same for each: weights are
-shards (table.py), logits are all-gathered, caches have the rank's KV heads. Results of collectives
-keep names and types, so that the nodes after them do not change.
+shards (table.py), logits are all-gathered, caches have the rank's KV heads. A collective's results
+have the names and types of the values that it replaces, so that the nodes after it do not change.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _RANK_NAME = re.compile(r"r(\d+)\.(.+)")
 
 
 def shard_program(p: Program, to: Sharding) -> Program:
-    """Apply `shard` to the text model's graphs; embedding tables and towers are replicated.
-    InputError if the model cannot be sharded."""
+    """Apply `shard` to the graphs with caches (those of the text and draft model); embedding tables
+    and towers are replicated. InputError if the model cannot be sharded."""
     to.check()
     if to.ranks == 1:
         return p
@@ -41,7 +41,8 @@ def shard_program(p: Program, to: Sharding) -> Program:
 
 
 def shard(g: Graph, to: Sharding) -> Graph:
-    """Return the graph of one rank, the same for each; see the module."""
+    """Return the graph of one rank, the same for each; see the module. InputError if the model, a
+    quantised group or a draft model's heads cannot be divided among the ranks."""
     to.check()
     if to.ranks == 1:
         return g
@@ -145,7 +146,8 @@ def _local_experts(n: Node, to: Sharding) -> Node:
 
 
 def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
-    """Return value -> the values of its all-reduce; the MLP and experts of a layer share one."""
+    """Return name of a value -> names of all values in its all-reduce; the MLP and experts of a
+    layer share one."""
     groups: dict[str, list[str]] = {}
     for name in (v.name for n in g.nodes for v in n.outputs if _SUMS.fullmatch(v.name)):
         key = name if name.endswith(".attn.o") else name.partition(".")[0]
@@ -192,8 +194,8 @@ def split_name(name: str) -> tuple[int | None, str]:
 def unroll(g: Graph, sharded: Collection[str], ranks: int) -> Graph:
     """%x of a rank, all_reduce(%x)  ->  %r0.x, %r1.x, their sum: all ranks in one graph
 
-    Values that depend on `sharded` params or on caches are duplicated per rank;
-    values that depend only on all-reduced ones and replicated weights keep their names."""
+    Values that depend on `sharded` params (names) or on caches are duplicated per rank; values that
+    depend only on results of collectives and replicated weights keep their names."""
     local_names, b = {*sharded, *(v.name for v in g.state)}, Builder()
     for n in g.nodes:
         if n.op in COLLECTIVES:

@@ -3,9 +3,9 @@
 Column-parallel, then row-parallel, as in Megatron-LM: a layer needs one all-reduce after attention
 and one after its MLP. Heads are never split; with fewer KV heads than ranks, they are replicated.
 Weights that are not in the table are replicated: norms, scalars, routers, embeddings. With expert
-parallelism (`ep`) a rank has some of the experts, and a param has the first one's index. Codes and
-scales are sharded as their weight; scales of full rows are replicated. Of a draft model only
-attention is sharded, since it reads sharded caches.
+parallelism (`ep`) a rank has some of the experts, and the param FIRST has the first one's index.
+Codes and scales are sharded as their weight; if rows are split, a scale for a whole row is
+replicated. Of a draft model only attention is sharded, since it reads sharded caches.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _WEIGHT = re.compile(r"L(\d+)\.(.+)|draft\.L(\d+)\.(attn\.w[qo])")
 
 @dataclass(frozen=True)
 class AxisShard:
-    """A rank's shard of `source` along `axis`, which has `blocks` blocks of `units` units each: an
-    equal number of units of every block, at least one. An axis of size 1 (scale of a row) is
-    replicated."""
+    """A rank's shard of the full model's param `source` along `axis`, which has `blocks` blocks of
+    `units` units each: an equal number of units of every block; with more ranks than units, one
+    unit, which several ranks have. An axis of size 1 (scale of a row) is replicated."""
 
     source: str
     axis: int
@@ -59,7 +59,7 @@ class AxisShard:
         return max(1, self.units // ranks)
 
     def divides(self, size: int, ranks: int) -> bool:
-        """Return whether an axis of `size` elements can be sharded without splitting one."""
+        """Return whether an axis of `size` elements can be sharded without splitting an element."""
         return size == 1 or size * self.share(ranks) % (self.units * self.blocks) == 0
 
     def ranges(self, size: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
@@ -73,7 +73,7 @@ class AxisShard:
             yield first * size // units, self.share(ranks) * size // units
 
     def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
-        """Return a rank's shard of a tensor, a view if it is contiguous along the axis."""
+        """Return a rank's shard of a tensor; a view if it is one range of the axis."""
         size = tensor.shape[self.axis]
         pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(size, rank, ranks)]
         return torch.cat(pieces, self.axis) if len(pieces) > 1 else pieces[0]
@@ -86,7 +86,8 @@ class AxisShard:
         return t.with_shape(*shape)
 
     def join_parts(self, parts: Sequence[Any], size: int) -> Any:
-        """Return the full tensor of all ranks' shards; it has `size` elements along the axis."""
+        """Return the full tensor from the shards of all ranks, in order; it has `size` elements
+        along the axis."""
         shape = list(parts[0].shape)
         shape[self.axis] = size
         full = parts[0].new_empty(shape)
@@ -107,8 +108,8 @@ class Sharding:
     ep: bool = False
 
     def part(self, param: str) -> AxisShard | None:
-        """Return the shard of a param of a sharded graph, or of its codes or scales; None if it is
-        replicated."""
+        """Return the shard of a param of a sharded graph, or of a param's codes or scales; None if
+        it is replicated."""
         for suffix in (CODES, SCALES):
             if param.endswith(suffix):
                 part = self.part(param.removesuffix(suffix))
@@ -138,7 +139,7 @@ class Sharding:
         }[by]
 
     def key_heads(self, layer: int) -> int:
-        """Return the number of KV heads of a rank."""
+        """Return the number of KV heads of a rank in a layer."""
         return max(1, self.spec.layers()[layer].attention.num_key_value_heads // self.ranks)
 
     def check(self) -> None:
@@ -211,7 +212,8 @@ class Share:
         return part.cut(tensor, self.rank, self.sharding.ranks).contiguous() if part else tensor
 
     def join_parts(self, v: Value, read: Callable[[int, Value], Any]) -> Any:
-        """Return a full weight from all ranks' shards; `read` returns a rank's."""
+        """Return a full weight `v` from all ranks' shards; `read(rank, value)` returns one, `value`
+        having the shard's type."""
         part = self._part(v.name)
         if part is None:
             return read(0, v)
