@@ -27,7 +27,7 @@ SOURCES = ("kernels/*.py", "lowerings.py", "schedule.py")
 
 
 class Cuda(Compiler):
-    """NVIDIA GPUs. Torch is imported late, so that `g4ir kernels` works without it."""
+    """NVIDIA GPUs. Torch is imported late, so that `g4ir kernels` works without torch."""
 
     name = "cuda"
     packages = ("torch", "triton")
@@ -50,8 +50,8 @@ class Cuda(Compiler):
         return byte_params(g)
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
-        """Return a function from limits to scratch bytes: the most bytes of weights that a step
-        dequantises for one node, with the kernels of that batch size."""
+        """Return a function from limits to scratch bytes: the max bytes of weights that a step
+        dequantises for one node, with the kernels that max_batch selects on a Hopper GPU."""
 
         @cache
         def of_rows(rows: int) -> int:

@@ -14,14 +14,14 @@ from g4ir.errors import EngineError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: captures work; returns its replay
+#: captures a function's work; returns the function that replays it
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 #: lock: one thread captures a step at a time
 _RECORDING = threading.Lock()
 
 
 class Captured(Generic[T]):
-    """A captured step with its static input and output tensors.
+    """A step captured by `record`, with its static input and output tensors.
 
     The warm-up writes to the same cache slots, and the same values, as the first replay, so running
     the step twice changes nothing.
@@ -42,7 +42,8 @@ class Captured(Generic[T]):
         self._outputs = self._step(self._feeds)
 
     def replay(self, feeds: dict[str, torch.Tensor]) -> T:
-        """Run the step; its outputs are overwritten by the next replay."""
+        """Copy the inputs, run the step, and return its outputs, which the next replay
+        overwrites."""
         for name, t in feeds.items():
             self._feeds[name].copy_(t)
         self._play()
@@ -50,8 +51,8 @@ class Captured(Generic[T]):
 
 
 class WithFallback:
-    """Captures steps until one cannot be captured; all later ones run launch by launch, with one
-    warning. An error of the work itself is raised when it runs."""
+    """Captures steps by `record` until one raises EngineError; that one and all later ones run
+    launch by launch, with one warning. Other errors are raised."""
 
     def __init__(self, record: Record) -> None:
         self.record: Record | None = record
@@ -67,7 +68,7 @@ class WithFallback:
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Warm up, capture and return the replay function.
+    """Run `work` once (warm-up), capture it as a CUDA graph and return the replay function.
 
     Raises EngineError with the reason if the work cannot be captured.
     """

@@ -1,4 +1,4 @@
-"""Lowerings on a GPU of nodes without a kernel of ours."""
+"""Lowerings of a graph's nodes on a GPU: Triton kernels, and for nodes without one torch ops."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def grouped_experts(
     first: Tensor | None = None,
 ) -> Tensor:
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
-    matmuls, weighting and sum in fp32 in top-k order. `first`: index of this rank's first
-    expert."""
+    matmuls, weighting and sum in fp32 in top-k order. `first`: index of this rank's first expert;
+    None: no other rank has experts."""
     experts = gate_up.shape[0]
     local = (
         index if first is None else local_expert_index(index, first, experts)
@@ -94,15 +94,17 @@ def grouped_experts(
 
 
 def smallest(max_value: int) -> torch.dtype:
-    """Return the smallest dtype for 0 to `max_value`: radix sort does eight bits per pass."""
+    """Return the smallest integer dtype for 0 to `max_value`: radix sort does eight bits per
+    pass."""
     return next(
         d for d in (torch.uint8, torch.int16, torch.int64) if max_value <= torch.iinfo(d).max
     )
 
 
 def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. A custom op,
-    since compiled programs support torch's only from 2.12 on."""
+    """Multiply rows ends[e-1] to ends[e] (i32[E]) of x [rows, k] by w[e]^T, w [E, n, k]: [rows, n];
+    rows from the last end on are undefined. A custom op, since compiled programs support torch's
+    only from 2.12 on."""
     return torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
 
 
@@ -118,7 +120,7 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("g4ir::grouped_mm", _grouped_fake)
 
 
-#: op -> lowering; default: its reference
+#: op -> lowering of nodes without a kernel; default: the op's reference
 LOWERINGS: Mapping[str, Lowering] = {
     **COMMON,
     "dequantize": Lowering(_dequantize),

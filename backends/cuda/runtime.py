@@ -32,8 +32,9 @@ class CudaRuntime(ProgramRuntime):
 
     def __init__(self, task: Task, steps: Steps, cuda_graph: bool = True) -> None:
         decode, rows = task.program.graphs.get("decode"), task.limits.max_batch
-        #: captures a decode step; None: steps run launch by launch
+        #: captures a decode step as a CUDA graph; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
+        #: whether a step over views of all slots costs no more (schedule.any_length)
         self.any_length = bool(decode and any_length(schedule(decode, find_target(rows))))
         self.device_index = torch.cuda.current_device()
         super().__init__(task, steps)
@@ -43,7 +44,7 @@ class CudaRuntime(ProgramRuntime):
         return {n: t.view(torch.uint8) if n in packed else t for n, t in params.items()}
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        """Run the embed graph on the device if all tables are there, quantised or dense."""
+        """Run the embed graph on the device if all of its tables are on it, quantised or dense."""
         plan = self.plans.get((EMBED, True))
         if plan is None or not all(getattr(t, "is_cuda", False) for t in tables.values()):
             return super().embed(tokens, tables)
@@ -69,7 +70,8 @@ class CudaRuntime(ProgramRuntime):
     def _replay(
         self, phase: str, feeds: dict[str, Tensor], state: Caches, views: Tensors
     ) -> Tensors:
-        """Replay a step in one launch; captured per session, cache views and token count."""
+        """Replay a step in one launch; captured at the first call for these cache views and tokens
+        per sequence."""
         assert self.record
         step, record = self._plan_step(phase, views), self.record
         key = phase, id(views), feeds["positions"].shape[1]

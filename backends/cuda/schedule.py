@@ -37,19 +37,21 @@ def schedule(g: Graph, target: Target) -> Schedule:
 
 
 def same_kernels(rows: int) -> int:
-    """Return the representative batch size with the same kernels as `rows`; launch settings may
-    differ."""
+    """Return a representative batch size for which the same kernels are chosen as for `rows`;
+    launch settings may differ."""
     return next((limit for limit in (1, SKINNY) if rows <= limit), SKINNY + 1)
 
 
 def any_length(s: Schedule) -> bool:
-    """Whether a step's cost depends on the tokens in the caches, not on the slots in its views."""
+    """Whether all attention has kernels, so that a step's cost depends on the tokens in the caches,
+    not on the slots in its views."""
     choices = [s.find(n) for n in s.graph.nodes if n.definition.cache_range]
     return bool(s.target.gpu) and all(choices)
 
 
 def dense_bytes(s: Schedule) -> int:
-    """Return the max bytes of weights that are dequantised for one node."""
+    """Return the max bytes of weights that are dequantised for one node, since its kernel, or the
+    library, takes only dense ones."""
     dense = {n.out.name: n.out.type.nbytes() for n in s.graph.find("dequantize")}
 
     def dequantized_bytes(n: Node) -> int:
@@ -105,8 +107,8 @@ def _keys(n: Node, choice: Choice | None) -> list[_Key]:
 
 
 def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row]:
-    """Return the table's rows for nodes that compute, in order of appearance; `moved`: bytes by a
-    node's first output."""
+    """Return the table's rows for nodes that compute, in order of appearance; `moved`: name of a
+    node's first output -> bytes of memory traffic."""
     counted: Counter[_Key] = Counter()
     nbytes: Counter[_Key] = Counter()
     for n in s.graph.nodes:

@@ -21,13 +21,13 @@ Choose = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TokenLoop:
-    """A step over static tensors. Not safe for use from several threads at once.
+    """Runs decode steps over static tensors. Not safe for use from several threads at once.
 
     `record` captures the step as a CUDA graph, or returns it unchanged. Sequences do not end on the
-    device: tokens after a sequence's end are dropped by the host.
+    device: the host drops tokens after a sequence's end.
     """
 
-    #: whether no prefill chunk should run at the same time; steps per call
+    #: whether no prefill chunk should run at the same time; steps of one `advance`
     exclusive, steps_per_call = False, 1
 
     def __init__(
@@ -62,8 +62,8 @@ class TokenLoop:
         draws: Tensor | None = None,
         stops: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Set the batch: input tokens, lengths, bool mask of active sequences, sampling settings;
-        `stops` are checked by the host."""
+        """Set the batch: input tokens, lengths and active sequences (bool), [B]; sampling settings
+        f64[B, 4], None to keep them. `stops` is ignored: the host checks for stop tokens."""
         state = (self.tokens, self.lengths, self.active)
         values = (tokens, lengths, active)
         if draws is not None:
@@ -86,7 +86,7 @@ class TokenLoop:
         positions = (self.lengths * self.active)[:, None]
         feeds |= {"positions": positions, "lengths": self.active}
         logits = self.step(feeds)
-        # One pass: the sum is finite if all of them are.
+        # One NaN or infinite logit makes a row's sum so.
         sums = logits.sum((1, 2), dtype=torch.float32)
         chosen = self.choose(logits, self.uniforms, self.draws)
         runs = self.active > 0
@@ -96,7 +96,7 @@ class TokenLoop:
 
     def advance(self, count: int = 1, uniforms: Tensor | None = None) -> None:
         """Start one step, after `start`, and the copy of its tokens to the host; `uniforms`
-        f64[1, B] are its random numbers."""
+        f64[1, B] are its random numbers, None if all sequences are greedy."""
         assert self._replay and count == 1, "start comes first; a call is one step"
         if uniforms is not None:
             pinned = uniforms[0].pin_memory() if self.uniforms.is_cuda else uniforms[0]
@@ -106,17 +106,18 @@ class TokenLoop:
 
     @property
     def unread(self) -> int:
-        """Number of steps whose tokens were not read yet."""
+        """Number of steps whose tokens are not read yet."""
         return len(self._unread)
 
     def read(self) -> list[list[int | None]]:
-        """Return each sequence's oldest unread token; None: its logits were not finite."""
+        """Wait for the oldest unread step; return each sequence's token in a list, None if its
+        logits were not finite."""
         tokens, finite = self._unread.popleft().read()
         return [[token if good else None] for token, good in zip(tokens, finite, strict=True)]
 
 
 class _Result:
-    """Asynchronous copy of a step's tokens to the host."""
+    """Asynchronous copy of a step's tokens i64[B] and flaws f32[B] to the host."""
 
     def __init__(self, tokens: Tensor, flaws: Tensor) -> None:
         self._all = torch.stack((tokens, flaws.isnan()))

@@ -56,9 +56,9 @@ class Kernel:
     starts   kernel name -> launches per call, in launch order
     rule     (graph, node, target) -> shape that the launch settings depend on; None: not replaced
     call     (node, choice, *tensors) -> the node's outputs; writes caches in place
-    uses     launch settings by kernel name, or a function of the shape: estimates from the size of
-             a Hopper GPU, none measured; kernels without an entry have none
-    coded    whether weights may be quantised
+    uses     kernel name -> launch settings, or a function from the shape to them: estimates from
+             the size of a Hopper GPU, none measured; kernels without an entry have none
+    coded    whether `call` takes quantised weights (PackedWeight)
     large    whether thread blocks need more than 99 KiB of shared memory
     """
 
@@ -79,7 +79,7 @@ class Kernel:
 @dataclass(frozen=True)
 class Choice:
     """The kernel chosen for a node, the shape that its launch settings depend on, and the settings
-    by kernel name."""
+    of each of its Triton kernels by name."""
 
     kernel: Kernel
     shape: Shape
@@ -141,7 +141,8 @@ def codes_of(n: Node | None) -> dict[str, int]:
 
 
 def weight_codes(g: Graph, *weights: Value) -> dict[str, int]:
-    """Return {format: codes per scale} (`codes_of`) of all quantised ones among weights."""
+    """Return {format: codes per scale} (`codes_of`) of those weights of a graph that are quantised;
+    of weights of one format, the last one's."""
     return {k: v for w in weights for k, v in codes_of(g.producers.get(w.name)).items()}
 
 
@@ -151,8 +152,9 @@ def is_quantised(shape: Shape) -> bool:
 
 
 def fit_blocks(shape: Shape, block_n: int, block_k: int, pairs: int = 1) -> dict[str, int]:
-    """Return the tile of a weight, of `pairs` * block_n rows: whole blocks of its formats, and so
-    few rows that the decoded values fit the registers."""
+    """Return the tile sizes for a weight's formats: block_k of at least a block of each, and for
+    formats with large blocks so few rows (`pairs` * block_n) that decoded values fit the
+    registers."""
     formats = [FORMATS[name] for name in FORMATS.keys() & shape.keys()]
     block_k = max([block_k, *(fmt.block_values for fmt in formats)])
     if any(fmt.block_values > 2 for fmt in formats):
@@ -201,6 +203,6 @@ def masking(n: Node) -> dict[str, Any]:
 
 
 def zeros_of(x: Any) -> Any:
-    """Return zeros, i64 of the leading dims: arrival counters. Computed from x, so that the
-    compiler fuses it into the kernel that produces x; torch.zeros would be one more launch."""
+    """Return zeros, i64 of x's leading dims, for arrival counters. Computed from x, so that the
+    compiler fuses them into the kernel that produces x; torch.zeros would be one more launch."""
     return x.isnan().any(-1).long() * 0

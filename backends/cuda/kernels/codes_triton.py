@@ -70,8 +70,8 @@ def row_scaled(sums, scales, live, FORMAT, GROUP):
 
 @triton.jit
 def exponent_of(w, FORMAT):
-    """The bits of 2^width, hidden from constant folding, so that mask and OR become one LOP3
-    instruction."""
+    """The bits of the float 2^width, computed from the pointer w to hide them from constant
+    folding, so that mask and OR become one LOP3 instruction."""
     return tl.where(w.to(tl.int64) != 0, (127 + FORMAT[LOW] + FORMAT[HIGH]) << 23, 0)
 
 
@@ -133,8 +133,8 @@ def _values(w, live, at, K, exponent, R, BLOCK_K, FORMAT):
 
 @triton.jit
 def _integers(w, live, at, K, N, FORMAT):
-    """Shared integers [R, N] from column `at`, and the second ones (of minima, or shifts of
-    values), 0 if there are none. w: row pointers."""
+    """Shared integers [R, N] of the values from column `at` on, and the second ones (of minima, or
+    shifts of values), 0 if there are none. w: row pointers."""
     PER_BLOCK: tl.constexpr = FORMAT[VALUES] // FORMAT[SHARED]
     SIX: tl.constexpr = FORMAT[INTEGERS] == SIX_BITS
     i = tl.arange(0, N)
@@ -166,7 +166,8 @@ def _integers(w, live, at, K, N, FORMAT):
 
 @triton.jit
 def _scales(scales, live, at, K, N, R, FORMAT, GROUP, EACH):
-    """Scales and minima fp32 [R, N], one for EACH columns from column `at`; 0 without minima."""
+    """Scales and minima fp32 [R, N], one for each EACH columns from column `at` on; minima are 0 if
+    the format has none."""
     SPAN: tl.constexpr = GROUP // EACH if GROUP and GROUP // EACH < N else N
     g = at // GROUP + tl.arange(0, N // SPAN) if GROUP else tl.arange(0, 1)
     inside = live[:, None] & (g < (K // GROUP if GROUP else 1))[None, :]
@@ -266,8 +267,8 @@ def sums_of(x, real, w, scales, row, live, K, BLOCK_M, BLOCK_K, R, STAGES, FORMA
 
 
 def _bit_shifts(bits: Bits, values: int) -> int:
-    """Return the shift within a word by bit of a value's index, in five bits each; a bit that
-    selects the word has none."""
+    """Return, for each bit of a value's index, the shift of the value within a word if the bit is
+    set, in five bits each; 0 for a bit that selects the word."""
     shifts, byte = [], 3
     for size, step in zip(reversed((values, *bits.axes)), reversed((0, *bits.steps)), strict=True):
         for i in range(size.bit_length() - 1):
@@ -287,7 +288,7 @@ def _integers_kind(fmt: QuantFormat) -> int:
 
 @cache
 def record(form: str) -> tuple[int, ...]:
-    """Return the FORMAT of a quantisation format (positions above); of a float dtype for ""."""
+    """Return the FORMAT of a quantised format (positions above); for "" that of float weights."""
     fmt = FORMATS.get(form, FORMATS["int8"])
     kinds = {"": DENSE.value, "int8": INT8.value, "fp8": E4M3.value}
     repeat = -(-4 // fmt.layout.nbytes)

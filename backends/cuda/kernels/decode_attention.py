@@ -27,8 +27,8 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _estimate(shape: Shape) -> Use:
-    """Return launch settings: enough splits for about 128 programs (one per SM), at most 8 for a
-    sliding window, and at most what one program can reduce."""
+    """Return launch settings: enough splits for about 128 programs (one per SM), but at most 8 for
+    a sliding window, else at most as many as one program can reduce."""
     programs = 1 << (shape["programs"] - 1).bit_length()
     max_splits = 8 if shape["window"] else max(1, MAX_REDUCED // (shape["group"] * shape["d"]))
     block_n = 64 if shape["window"] else 32
@@ -42,7 +42,7 @@ def _latent_estimate(shape: Shape) -> Use:
 def _attention(
     n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
-    """Attend over K and V, or over a latent cache; its first operand is then the weight of K's
+    """Attend over K and V; or over a latent cache, if the first of `operands` is the weight of K's
     norm."""
     from .decode_attention_triton import decode_attention
 

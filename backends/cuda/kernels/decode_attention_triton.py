@@ -35,15 +35,15 @@ Tensor = torch.Tensor
 #: Prefetch depth of the reduction: bytes of partial results in flight, and their maximum number.
 IN_FLIGHT_BYTES, AHEAD = 64 * 1024, 8
 
-#: Codes per scale of 8-bit cache rows, and the maximum 8-bit latent rows per tile: while being
-#: dequantised they need twice the registers.
+#: EACH: codes per scale of int8 cache rows. CODED_KEYS: maximum int8 latent rows per tile, which
+#: need twice the registers while they are dequantised.
 EACH, CODED_KEYS = tl.constexpr(CODES), 16
 
 
 @triton.jit
 def _span(end, slots, split, WINDOW, SPLITS, N):
-    """Return the first visible position, this split's keys lo .. hi - 1 (relative to it), and the
-    number of non-empty splits (at least 1). Visible positions: first .. end - 1."""
+    """Return the first visible position, this split's keys lo and hi (exclusive), relative to it,
+    and the number of non-empty splits (at least 1). Visible positions: first .. end - 1."""
     visible = tl.minimum(end, slots)
     if WINDOW > 0:
         visible = tl.minimum(visible, WINDOW)
@@ -197,8 +197,8 @@ def _attended(query, caches, share, sums, factors, CAPPED, D, N, ROW: tl.constex
 
 @triton.jit
 def _still_query(q, w, cols, P, D):
-    """Return the query against rows of V: q * w, rounded, on K's unrotated dims, which are V * w; 0
-    on the rotated ones."""
+    """Return the query whose product with a row of V is that of q with K's unrotated dims (V * w):
+    q * w, rounded, on them, and 0 on K's rotated dims."""
     weight = tl.load(w + cols, mask=cols < D, other=0.0).to(tl.float32)
     j = tl.where(cols < D // 2, cols, cols - D // 2)
     still = q.to(tl.float32) * tl.where(j < P, 0.0, weight)[None, :]
@@ -287,8 +287,8 @@ def _decode(
 
 
 def workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """Allocate partial results, their maxima and sums; also return the constexprs of the
-    reduction."""
+    """Allocate the partial results and their maxima and sums, for an output [B,1,nq,d]; return both
+    and the constexprs of the reduction."""
     b, _, heads, d = out.shape
     group = heads // kv_heads
     ahead = max(2, min(AHEAD, splits, IN_FLIGHT_BYTES // (4 * group * d)))

@@ -70,7 +70,8 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def tile(block_n: int, block_k: int, warps: int, stages: int, block_m: int = 0) -> dict[str, int]:
-    """Return the launch settings of a matmul kernel as constexprs and compiler options."""
+    """Return the launch settings of a matmul kernel as constexprs and compiler options; BLOCK_M
+    only if `block_m` is not 0."""
     rows = {"BLOCK_M": block_m} if block_m else {}
     sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
     return rows | sizes | {"num_warps": warps, "num_stages": stages}
@@ -115,8 +116,8 @@ def rounded(x, like):
 
 @triton.jit
 def is_last(word, size):
-    """Count an arrival; return whether this program is the last of `size`, which then sees the
-    others' stores: the barrier orders all threads' stores before the atomic."""
+    """Count an arrival in the counter at `word`; return whether this program is the last of `size`,
+    which then sees the others' stores: the barrier orders all threads' stores before the atomic."""
     tl.debug_barrier()
     one = tl.full([], 1, tl.int64)
     return tl.atomic_add(word, one, sem="acq_rel", scope="gpu") == size - 1

@@ -29,7 +29,7 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _one_row(shape: Shape, block_n: int) -> Use:
-    """Return the launch settings of a GEMV: `block_n` weight rows per program, with 0.5 to 4 KB of
+    """Return the launch settings of a GEMV: `block_n` weight rows per program, with up to 4 KB of
     each in flight."""
     if shape["k"] <= 256:
         block_k, stages = 256, 1

@@ -31,7 +31,7 @@ ALL_EXPERTS = 10
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    if not is_skinny(n, target) or len(n.inputs) > ALL_EXPERTS:  # sharded experts run by torch
+    if not is_skinny(n, target) or len(n.inputs) > ALL_EXPERTS:  # torch runs sharded experts
         return None
     x, dense, gate_up = n.outputs[0].type, n["w_dense"].type, n["gate_up"].type
     return {
@@ -45,7 +45,7 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _tile(shape: Shape, pairs: int, one: tuple[int, ...], many: tuple[int, ...]) -> Use:
-    """Return launch settings from (block_n, block_k, stages) for one row, or for more."""
+    """Return launch settings from (block_n, block_k, stages): `one` for one row, else `many`."""
     rows = 1 if shape["rows"] == 1 else row_tile(shape)
     block_n, block_k, stages = one if rows == 1 else many
     tile = fit_blocks(shape, block_n, block_k, pairs)

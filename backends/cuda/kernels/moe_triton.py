@@ -42,7 +42,7 @@ ROWS = 16
 
 @triton.jit
 def _keys(s, i, FP32):
-    """Scores s (fp32) and their expert indices i -> keys."""
+    """Return sort keys of scores s (fp32) and their expert indices i."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if FP32:

@@ -24,8 +24,8 @@ def _estimate(shape: Shape) -> Use:
 def _attention(
     n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
-    """Attend over K and V, or over a latent cache; its first operand is then the weight of K's
-    norm."""
+    """Attend over K and V of cache and chunk; or over latent rows, if the first of `operands` is
+    the weight of K's norm."""
     from .prefill_attention_triton import prefill_attention
 
     w, rows = (operands[0], operands[1:]) if len(operands) % 2 else (None, operands)

@@ -66,8 +66,9 @@ def dequantized_rows(
     block_k: int,
     warps: int,
 ) -> Tensor:
-    """Return rows `ids` of a weight [.., N, K] as [*ids.shape, K], rounded and then multiplied by
-    `factor`; without ids all, and no factor. codes: bytes of a format."""
+    """Return rows `ids` of a weight [N, K] as [*ids.shape, K], rounded to `dtype` and then
+    multiplied by `factor`; without ids a weight [.., N, K] in full, without the factor. codes:
+    bytes in the format `form`."""
     if not takes(codes):
         typed = codes.view(torch_dtype(FORMATS[form].codes))
         if ids is None:
