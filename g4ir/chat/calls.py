@@ -4,8 +4,9 @@ is generated.
 Calls are marked text (see special_tokens.py), with strings between control tokens. Unambiguous
 deviations from the format are accepted: JSON strings, single quotes, bare words, `=` after declared
 keys, missing commas after delimited values, a second pair of braces. Parsed text is final, so all
-of it may be streamed. While a string is open, text that lies outside of it if its closing delimiter
-is missing is held back: trailing braces, and everything from a control token on that ends a call.
+of it may be streamed. Text of an open string that may turn out to follow it, if its closing
+delimiter is missing, is held back: trailing braces, and everything from a control token that ends a
+call.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _PARTIAL_HEAD = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SUR
 _KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
-#: control tokens that end a call, and (`_BREAKS`) those that end it outside of strings, among which
-#: is the one that begins reasoning
+#: control tokens that may end a call with an open string, and (`_BREAKS`) those that end it outside
+#: of strings, which include the one that begins reasoning
 _ENDS = {_CALL, _CALL_END, *control.END_MARKS}
 _BREAKS = {*_ENDS, control.MARKS[control.CHANNEL]}
 _OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
@@ -56,7 +57,7 @@ Schemas = Mapping[str, Schema]
 
 
 class Unreadable(ValueError):
-    """Raised if the text is not the body of a tool call."""
+    """Raised if a text cannot be parsed as the arguments of a tool call."""
 
 
 def begins_head(text: str) -> bool:
@@ -76,8 +77,8 @@ def is_bare_key(text: str) -> bool:
 
 
 class CallBody:
-    """Parser of one call's arguments, after `head`. `plain`: a begin or end token of calls ends it
-    even within a string."""
+    """Parser of one call's arguments, after `head` (`call:NAME{`). `schema`: of the arguments, for
+    their types; `plain`: a begin or end token of calls ends the call even within a string."""
 
     def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
         self.name, self._parts, self._plain = name, [head], plain
@@ -126,8 +127,8 @@ class CallBody:
         return "".join(new)
 
     def cut_off(self) -> str:
-        """End a truncated call. Return its JSON, with all of an open string but without a partial
-        key, word or number."""
+        """End a truncated call. Return its JSON so far, which is not closed: with all of an open
+        string, but without a partial key, word or number."""
         if self._state == TEXT:
             self._finalise(len("".join(self._raw)))
         return self.as_written(self.raw) if self._state == DEAD else self.json
@@ -324,8 +325,8 @@ class CallBody:
 
 
 def properties(schema: Schema | None, key: str = "properties") -> Mapping[str, Any]:
-    """Return the mapping under a schema's keyword: by default the declared properties; empty if it
-    has none."""
+    """Return the mapping under a schema's keyword `key`: by default the declared properties; an
+    empty one if there is none."""
     declared = (schema or {}).get(key)
     return declared if isinstance(declared, Mapping) else {}
 

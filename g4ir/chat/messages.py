@@ -1,7 +1,8 @@
 """Normalises OpenAI messages for every template.
 
-A message becomes a dict for templates: arguments decoded, roles normalised, earlier reasoning
-removed. Its content is None, a string, or a list of strings and media.
+A message becomes a dict for templates: arguments of calls decoded, roles normalised, reasoning
+channels removed from an assistant's text (the field `reasoning` stays). Its content is None, a
+string, or a list of strings and media.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ Messages = Sequence[Message]
 
 
 def turns(messages: Messages) -> list[tuple[Message, list[Message]]]:
-    """Return the messages except tool messages, each with the results of its tool calls."""
+    """Return the messages except tool messages, each with the tool messages that answer its calls
+    (none if it has `tool_responses`)."""
     out = list[tuple[Message, list[Message]]]()
     for message in messages:
         if message["role"] != TOOL:
@@ -170,7 +172,7 @@ def _texts(message: Message, where: str, *keys: str) -> dict[str, str]:
 
 
 def expect(value: Any, kinds: type | tuple[type, ...], where: str, what: str, fix: str = "") -> Any:
-    """Return the value; InputError, which says `what`, unless its type is one of `kinds`."""
+    """Return the value; InputError unless its type is one of `kinds`: `where` must be `what`."""
     if not isinstance(value, kinds):
         raise InputError(f"{where}: must be {what}, found {kind_of(value)}{fix}")
     return value
@@ -192,7 +194,8 @@ def shown(value: Any) -> str:
 
 
 def decoded(text: str, where: str) -> Any:
-    """Parse JSON strictly; InputError for duplicate keys, NaN and too deep nesting."""
+    """Parse JSON strictly; InputError if it is invalid, or has duplicate keys, NaN, infinity, or
+    more than MAX_DEPTH levels."""
     try:
         value = json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
     except RecursionError:

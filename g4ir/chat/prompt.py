@@ -51,8 +51,9 @@ PromptInputs = tuple[Sequence[Message], Sequence[Any], Mapping[str, Any]]
 
 
 def guard(inputs: PromptInputs, source: str) -> tuple[PromptInputs, str]:
-    """Insert a mark after every `<` of the inputs; return them and the mark, a character that
-    neither they nor the template's source contain. InputError for lone surrogates."""
+    """Insert a mark after every `<` in the texts of the inputs; return them and the mark, a
+    character that neither the inputs nor the template's source contain. InputError for lone
+    surrogates, and if every candidate for the mark occurs."""
     seen = set(source)
 
     def look(text: str) -> str:
@@ -100,7 +101,8 @@ class Prompt:
 
     @property
     def tail(self) -> str:
-        """The text from the last turn on, which sets the initial state of a `Reader`."""
+        """The text from the start of the last turn, or the end of the last tool result if that is
+        later; it sets the initial state of a `Reader`."""
         start = max(0, *map(self.marked.rfind, (*control.TURNS, control.RESPONSE_END)))
         return self.marked[start:].replace(self.mark, "")
 
@@ -167,8 +169,8 @@ def text_ids(
 
 
 class Vocabulary:
-    """A tokenizer (library `tokenizers`) with the control tokens of chats. `chat_format` sets turn
-    and end tokens; by default the first format whose turn tokens the tokenizer has."""
+    """A tokenizer (library `tokenizers`) with the control tokens of chats. `chat_format` determines
+    turn and end tokens; default: the first format whose turn tokens the tokenizer has."""
 
     def __init__(self, tokenizer: Any, chat_format: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -180,8 +182,8 @@ class Vocabulary:
             if token is not None and tokenizer.decode([token]) not in ("", name):
                 self.bytes[token] = byte
         added = tokenizer.get_added_tokens_decoder().items()
-        #: string -> id of each control token: the tokenizer's special tokens, and the chat format's
-        #: control tokens even if not marked special; and the inverse
+        #: string -> id of each control token: the tokenizer's special tokens, and those of all chat
+        #: formats even if not marked special; and the inverse
         chats = set(control.CONTROLS)
         self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
@@ -212,9 +214,9 @@ class Vocabulary:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def check_length(self, characters: int, limit: int, label: str, cheap: int = CHEAP) -> None:
-        """Raise InputError for a text that must exceed `limit` tokens, since it is longer than
-        `limit` copies of the longest token. Texts of up to `cheap` characters pass: tokenising them
-        costs little."""
+        """Raise InputError for a text of that many characters that must exceed `limit` tokens, even
+        if each token were as long as the longest. Texts of up to `cheap` characters pass:
+        tokenising them costs little. `label`: begins the message."""
         if characters > cheap and characters > (limit + 1) * self.longest:
             excess = f"more than {limit} tokens can have, the length of the context"
             longest_is = f"its longest token has {self.longest} characters"
@@ -227,8 +229,8 @@ class Vocabulary:
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
         """Return the token indices at which the prefix cache stores a prompt, since other prompts
-        are likely to diverge there: after the system turn, if `system`, and before the answer's
-        turn."""
+        are likely to diverge there: after the system turn, if `system`, and at the start of the
+        last turn (the answer's)."""
         turn = self.controls.get(self.turn or "")
         turns = [i for i, token in enumerate(tokens) if token == turn]
         return tuple(dict.fromkeys([*turns[1:2] * (system and len(turns) > 2), *turns[-1:]]))
@@ -376,7 +378,7 @@ class TokenStream:
     def __init__(self, vocabulary: Vocabulary, spelled: bool = False) -> None:
         self.vocabulary = vocabulary
         self._text = TextStream(vocabulary)
-        #: whether `length` and `start` count the characters of control tokens
+        #: whether `length` and `start` also count the characters of control tokens
         self._spelled = spelled
         #: characters so far, and offset of the last token's first character; byte tokens of one
         #: character all have its offset

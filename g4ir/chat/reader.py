@@ -43,7 +43,8 @@ ARGUMENTS = "arguments"
 _WORD = "call:"
 _BRACE = re.compile("[{(]")
 
-#: states of the machine
+#: states of the machine: before any text, in content, after CHANNEL, in reasoning, in a call's
+#: head, in its arguments, after a call, in or after a malformed call
 START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
 
 
@@ -85,7 +86,8 @@ def call_id() -> str:
 class Reader:
     """Parser of one answer. `tools`: declarations, for the types of arguments; `prompt_tail`: end
     of the prompt, which may be within reasoning; `stop`: strings that end the content. `calls`
-    False: tool calls are parsed as content. `thinking` False: a leading `thought` is plain text.
+    False: tool calls are content, without control tokens. `thinking` False: `thought` at the start
+    without its control token does not begin reasoning. InputError for invalid tools or stops.
     """
 
     def __init__(
@@ -151,8 +153,9 @@ class Reader:
         return self._take(self._lexer.flush() + "".join(marked))
 
     def finish(self, reason: str = "stop") -> Answer:
-        """Return the answer. `reason`: why generation ended (stop, length, ...); a stop string or
-        end token takes precedence, and calls turn it into tool_calls."""
+        """Return the answer. `reason`: why generation ended (stop, length, ...). The finish reason
+        is `stop` after a stop string or an end token, whatever `reason` is, and `tool_calls`
+        instead of `stop` if there are calls."""
         if self._answer is None:
             self._take(self._lexer.flush())
             self._end(reason != "length" or self._over)
@@ -215,7 +218,7 @@ class Reader:
             return at + self._behind(run) - before
         if self._state in (START, OPENING):
             run = self._unnamed(run)
-        if self._state == THINKING and run.endswith("\n"):  # one before the end is not part of it
+        if self._state == THINKING and run.endswith("\n"):  # reasoning ends before its last newline
             self._pending, run = "\n", run[:-1]
         self._emit_text("thought" if self._state == THINKING else "content", run)
         return end
@@ -277,7 +280,8 @@ class Reader:
         self._state, self._pending = CONTENT, ""
 
     def _release(self) -> None:
-        """Emit pending text as reasoning or content, by the current state."""
+        """Emit pending text as reasoning or content, by the current state; white space after a call
+        is dropped."""
         pending, self._pending = self._pending, ""
         if self._state != BEHIND or pending.strip():
             self._emit_text("thought" if self._state in (OPENING, THINKING) else "content", pending)
@@ -413,7 +417,8 @@ class Stops:
         return text[:certain]
 
     def flush(self) -> str:
-        """Return the buffered text, at the end of content or before another event."""
+        """Return the buffered text, which may begin a stop string; called at the end of the content
+        and before an event of another kind."""
         pending, self._pending = self._pending, ""
         self._matched = dict.fromkeys(self._matched, 0)
         return pending

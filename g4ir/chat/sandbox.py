@@ -24,7 +24,7 @@ from jinja2.visitor import NodeTransformer
 
 #: limits of rendering: characters of the prompt and of any value, seconds, and bytes of all values
 MAX_TEXT, MAX_SECONDS, MAX_MEMORY = 4 << 20, 10.0, 512 << 20
-#: maximum bits of an integer; maximum value or length of an argument of SHORT
+#: maximum bits of an integer; maximum value or length of an argument of those in SHORT
 MAX_BITS, MAX_SHORT = 4096, 256
 #: bytes charged per step and per element
 ELEMENT = 64
@@ -167,8 +167,8 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Counted:
-    """A loop's iterable that charges each step. `text`: characters of literal text in the loop's
-    body, charged too."""
+    """A loop's iterable that charges each step to the budget. `text`: number of characters of
+    literal text in the loop's body, charged per step too."""
 
     def __init__(self, values: Any, text: int = 0) -> None:
         BUDGET.spend()

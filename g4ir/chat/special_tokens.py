@@ -57,8 +57,9 @@ _SPELLED = str.maketrans({mark: text for text, mark in MARKS.items()})
 
 
 def aliases(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return {control token of the full format: a format's own} for those tokens of tool calls and
-    their strings that differ. Otherwise the syntax is the same, so one parser reads both."""
+    """Return {control token of the full format: that of the format `row`} for the tokens that both
+    have and that differ, such as those of tool calls. The syntax is otherwise the same, so one
+    parser reads both."""
     shared = _FULL_FORMAT["controls"].keys() & row["controls"].keys() - {"media"}
     pairs = (zip(_FULL_FORMAT["controls"][name], row["controls"][name]) for name in shared)
     return {full: text for full, text in chain(*pairs) if text != full}
@@ -100,8 +101,8 @@ def replace_surrogates(text: str) -> str:
 
 
 class Lexer:
-    """Pieces of text in, marked text out. `prompt_tail`: the end of the prompt; other formats'
-    control tokens are recognised only if it has their turn tokens."""
+    """Pieces of text in, marked text out. `prompt_tail`: the end of the prompt; the aliases that
+    other formats have for control tokens are recognised only if it has another format's turns."""
 
     def __init__(self, prompt_tail: str = TURN) -> None:
         has_other_turns = any(turn in prompt_tail for turn in TURNS if turn != TURN)

@@ -57,7 +57,8 @@ LARGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template. `form`: chat format; `origin`: its file or `built-in`; `note`: for users."""
+    """A chat template (jinja). `form`: chat format, a key of CHAT_FORMATS; `origin`: its file or
+    `built-in`; `source`: its text; `note`: a warning for users."""
 
     form: str
     origin: str
@@ -83,8 +84,9 @@ class Template:
 
     @staticmethod
     def open(folder: str | Path, otherwise: str = SMALL) -> Template:
-        """Read the template of a checkpoint or an engine; if it has none, return the built-in one
-        of chat format `otherwise`, with a note. InputError for one that is no template."""
+        """Read the template of a checkpoint or an engine directory; if it has none, return the
+        built-in one of chat format `otherwise`, with a note, or of a format that the tokenizer
+        reveals (`find_format`), without. InputError for one that is no template."""
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such directory, so no chat template")
@@ -267,7 +269,8 @@ def _parts(message: Message) -> Any:
 
 
 def render(messages: Any, tools: Any = None, form: str | Template = "small", **options: Any) -> str:
-    """Render messages with a template; tool calls and results need not be paired.
+    """Return messages rendered with a template; tool calls and results need not be paired. `form`:
+    a Template, or the chat format of a built-in one.
 
     `options`: enable_thinking, preserve_thinking, add_generation_prompt, and other variables of a
     checkpoint's own template. InputError names the message or tool and the fix.
@@ -283,11 +286,11 @@ def make_prompt(
     continued: bool = False,
     **options: Any,
 ) -> Prompt:
-    """Return the prompt of a conversation that a model can answer.
+    """Return the prompt of a conversation that a model can answer. Arguments as for `render`.
 
-    As `render`, and: calls and answers are paired, neighbouring texts of a message are one, schemas
-    are lowered, and contents are marked, so that they never become control tokens. `continued`: the
-    last message is the beginning of the answer.
+    Unlike there, tool calls and results must be paired, adjacent text parts of a message are
+    joined, schemas are lowered, and there must be one placeholder per medium. `continued`: the last
+    message is the beginning of the answer.
     """
     checked, declared = joined(read_messages(messages)), read_tools(tools)
     check_pairs(checked)
@@ -333,8 +336,9 @@ def open_chat(
 def prompt_ids(
     prompt: Any, template: Template, vocabulary: Vocabulary, kinds: Sequence[str] = ()
 ) -> list[Any]:
-    """Return the token ids of a prompt, or of each prompt of a list. A prompt is a text or a list
-    of messages; a text becomes a user message. Media of `kinds` are added only to a single text."""
+    """Return the token ids of a prompt, or of each prompt of a list. A prompt is a text, which
+    becomes a user message, or a list of messages. `kinds`: media whose placeholders are added, only
+    to a single text."""
 
     def user_message(content: Any) -> list[Message]:
         return [{"role": "user", "content": content}]

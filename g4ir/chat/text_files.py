@@ -40,8 +40,8 @@ def cut_blocks(texts: Iterable[str]) -> Iterator[str]:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """Yield a file's text in pieces. InputError for bytes that are not UTF-8, and for NUL, which no
-    text has."""
+    """Yield a file's text in pieces, without a byte order mark. InputError for bytes that are not
+    UTF-8, and for NUL, which no text has."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as stream:
         while True:

@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 
 def read_tokenizer(path: Path, raw: bytes) -> Any:
-    """Parse a tokenizer.json; EngineError if it is invalid."""
+    """Parse a tokenizer.json, without its truncation and padding. EngineError if it is invalid,
+    MissingError without the library `tokenizers`."""
     try:
         from tokenizers import Tokenizer
     except ImportError as e:

@@ -176,7 +176,7 @@ class _Lowering:
             self.lost.append(f"{where}: a list of items")
             out["items"] = items[0] if items else {}
         if self.reading and (isinstance(items, list) or "prefixItems" in node):
-            out["items"] = {}  # each may have a type of its own
+            out["items"] = {}  # the items may differ in type
         if "items" in out:
             out["items"] = self.schema(out["items"], f"{where}.items", refs)
         if "properties" in out:
