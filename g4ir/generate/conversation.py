@@ -115,12 +115,12 @@ class ChatSession:
         self.settings: dict[str, int | float] = {}
         #: additional stop ids
         self.stop_ids: frozenset[int] = frozenset()
-        #: tokens of the conversation after the last answer
+        #: tokens of the last answer and its prompt; 0 before the first answer
         self.held = 0
         #: False once closed or after a rank has failed
         self.alive = True
         self._scheduler = Scheduler(engine, config)
-        #: soft tokens by id() of their message part
+        #: id() of a message part -> (the part, which keeps that id in use, its soft tokens)
         self._soft: dict[int, tuple[Any, Soft]] = {}
         self._handle: RequestHandle | None = None
         self._stopped = False
@@ -194,7 +194,8 @@ class ChatSession:
             make_prompt([message], tools, self.template, enable_thinking=thinking)
 
     def set(self, name: str, text: str) -> None:
-        """Set a sampling parameter from text, `default` for the checkpoint's value."""
+        """Set a setting (a key of SETTINGS) from text; `default` removes it, so that the
+        checkpoint's value applies. InputError for an unknown name or an invalid value."""
         if (kind := SETTINGS.get(name)) is None:
             raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
         try:
@@ -204,20 +205,21 @@ class ChatSession:
         self.choose({name: value})
 
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
-        """Set sampling parameters by name, None for the checkpoint's value; all or none
-        (InputError)."""
+        """Set settings by name; None removes one, so that the checkpoint's value applies.
+        InputError, without a change, if one is invalid."""
         values = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
         check_minimums(values, max_new_tokens=1)
         self._sampling(values)
         self.settings = values
 
     def clear(self) -> None:
-        """Delete all messages; the system prompt, tools and settings stay."""
+        """Delete all messages and attachments; the system prompt, tools and settings stay."""
         self.messages = self.messages[:1] if self.system is not None else []
         self.attached, self._soft, self.held = [], {}, 0
 
     def save(self, path: str | Path) -> None:
-        """Write messages and tools as JSON, as a body of OpenAI's protocol has them."""
+        """Write messages and tools as JSON, as in the body of an OpenAI chat request. InputError
+        for a lone surrogate."""
         value = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
         text = json.dumps(value, ensure_ascii=False, indent=1)
         try:
@@ -253,7 +255,7 @@ class ChatSession:
         return check_pairs(self.messages, may_wait=True) if self.messages else []
 
     def answer_call(self, text: str) -> None:
-        """Set the result of the first open call: JSON or any text."""
+        """Set the result of the first open call: JSON or any text. InputError if none is open."""
         if not self.open_calls:
             raise InputError("no tool call waits for a result")
         self.messages.append(_call_answer(self.open_calls[0], text))
@@ -272,7 +274,9 @@ class ChatSession:
         return turn
 
     def retry(self, on_event: OnEvent = lambda event: None) -> Turn:
-        """Answer the last message again, in place of the old answer, as `say`."""
+        """Answer the last user message again; the answer replaces all that followed it. If it fails
+        or is stopped before its first token, the conversation is unchanged. InputError without a
+        user message."""
         return self._asked(self.messages[: self._last_message() + 1], on_event)
 
     def undo(self) -> None:
@@ -347,7 +351,7 @@ class ChatSession:
         soft = [self._soft[id(m.part)][1] for m in prompt.media]
         special, max_seq = self.engine.spec.tokens, self.engine.limits.max_seq
         tokens = self.vocabulary.encode(prompt, [[*expansion(s, special)] for s in soft])
-        remaining = max_seq + 1 - len(tokens)  # the last token is never written
+        remaining = max_seq + 1 - len(tokens)  # the last one is never in the KV cache
         if remaining < 1:
             raise InputError(
                 f"the context is full: this would be {len(tokens)} tokens, of at most {max_seq}; "
@@ -372,8 +376,8 @@ class ChatSession:
 
 
 class Bounded:
-    """Logits mask that ends reasoning after its token budget; while it forces no token, `inner`
-    decides."""
+    """Logits mask that ends reasoning after its token budget. While the budget forces no token, the
+    mask is that of `inner`. `size`: of the vocabulary."""
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
@@ -384,7 +388,7 @@ class Bounded:
         return Bounded(copy(self.budget), self.size, copy(self.inner))
 
     def mask(self, generated: Sequence[int]) -> Any:
-        """Return the mask of allowed tokens, bool [size] (or in the form of `inner`); None: all."""
+        """Return the mask of allowed tokens, bool [size], or what `inner` returns; None: all."""
         for token in generated[self._seen :]:
             self.budget.push(token)
         self._seen = len(generated)

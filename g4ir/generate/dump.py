@@ -1,4 +1,4 @@
-"""Values inside a model, written to a file."""
+"""Writes values inside a model (hidden states, attention outputs, ...) to a file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from g4ir.weights.tensorfile import FileTensor, bytes_of, code_of, file_layout
 
 
 def write_values(path: Path, plan: Inspection) -> dict[str, Type]:
-    """Write the values to a safetensors file, a chunk at a time; its metadata have the token ids.
-    The file appears whole, or not at all. InputError if the disk has no room."""
+    """Compute the values of a plan and write them to a safetensors file, a chunk at a time, with
+    the token ids as metadata `tokens`; return their types by name. A file appears only if it is
+    complete. InputError if the disk has no room."""
     tensors = {
         name: FileTensor(code_of(torch_dtype(t.dtype)), tuple(map(int, t.shape)), ())
         for name, t in plan.types.items()

@@ -17,8 +17,10 @@ from g4ir.model.audio import CUT, REFUSE
 from g4ir.spec.reader import json_object
 from g4ir.ui.units import size_text
 
-#: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
+#: maximum bytes of one JSON line (eight times a full prompt of the longest context), and of an
+#: input
 LINE_BYTES, INPUT_BYTES = 1 << 24, 1 << 36
+#: number of a line in the input, from 1 on, and its content
 Line = tuple[int, bytes]
 #: predicate on a value, and a description of expected values
 Field = tuple[Callable[[Any], bool], str]
@@ -70,7 +72,8 @@ FIELDS: dict[str, Field] = {
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object of a line; its fields are not checked yet."""
+    """Return the JSON object of a line; its fields are not checked yet. InputError, which begins
+    with `where`, if it is no JSON object or longer than LINE_BYTES."""
     if len(line) > LINE_BYTES:
         raise InputError(
             f"{where}: a line of more than {size_text(LINE_BYTES)}, or input of more "
@@ -88,8 +91,8 @@ def checked_fields(
     known: Mapping[str, Field] = FIELDS,
     either: tuple[str, str] = ("prompt", "tokens"),
 ) -> dict[str, Any]:
-    """Return a request's fields without nulls; InputError unless all are `known` and exactly one of
-    `either` is present."""
+    """Return a request's fields without nulls; InputError unless all are `known`, with values that
+    fit, and exactly one of `either` is present."""
     for key, item in value.items():
         if key not in known:
             raise InputError(f"{where}: unknown field {key[:40]!r}; one of {', '.join(known)}")
@@ -114,9 +117,9 @@ def named(where: str) -> Iterator[None]:
 
 
 class ReadAhead:
-    """Non-blank lines of a stream, with their numbers. A thread reads a pipe, so that `next` need
-    not block. A line longer than LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line`
-    refuses it."""
+    """Non-blank lines of a stream, with their numbers. A pipe is read by a thread, so that `next`
+    need not block; a file is read by `next`. The first line that is longer than LINE_BYTES, or with
+    which the input exceeds INPUT_BYTES, is the last; `parse_line` refuses it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.ended = False
@@ -129,7 +132,8 @@ class ReadAhead:
             Thread(target=self._read, args=(self._pipe,), daemon=True).start()
 
     def next(self, wait: bool) -> Line | None:
-        """Return the next line; None at the end, or, without `wait`, if none is available yet."""
+        """Return the next line; None at the end (then `ended` is True), or, without `wait`, if none
+        is available yet. Raises the stream's errors."""
         if self.ended:
             return None
         try:

@@ -1,9 +1,9 @@
 """Offline inference: requests from flags or JSON lines, through the scheduler.
 
 JSON lines, and their files of media, are read one by one and answered in order, as many at a time
-as the engine has slots. An invalid request yields its own error. Each setting comes from the first
-that names it: the request, the flags, the checkpoint's generation_config.json, the default, which
-is greedy; stop ids add up.
+as the engine has slots. An invalid request yields an error and does not end the run. Each setting
+comes from the first that names it: the request, the flags, the checkpoint's generation_config.json,
+the default, which is greedy. Stop ids of the request or the flags are added to the checkpoint's.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ MAX_UNSENT = 64
 @dataclass(frozen=True)
 class OfflineRequest(Request):
     """A validated request. `fields`: as in FIELDS, with flags and defaults; `media`: (kind, path,
-    source for messages), whose soft tokens are missing from `tokens` until they are read; `where`:
-    source of the request, for messages; `line`: its number in the input."""
+    source for messages) of files, each with one placeholder in `tokens` until they are encoded;
+    `where`: source of the request, for messages; `line`: its number in the input, None if it is
+    from flags; `notes`: warnings for the log."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
@@ -130,8 +131,8 @@ class Result:
 
     def log(self) -> dict[str, Any]:
         """Return the values for the log, without any text of the prompt or answer. soft_tokens and
-        encode_s are present with media, seed if tokens were sampled, drafts if tokens were drafted,
-        notes if there are any."""
+        encode_s are present with media, queued_s if it left the queue, seed if tokens were sampled,
+        drafts with speculative decoding, notes if there are any."""
         soft, c, tally = counts(self.request.soft), self.counts, self.handle.tally
         some = {
             "soft_tokens": soft or None,
@@ -151,7 +152,8 @@ class Result:
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Raise InputError for values of sampling settings that are invalid for any engine."""
+    """Raise InputError for flags (sampling settings, max_new_tokens) with values that no engine
+    accepts."""
     _sampling(flags)
     check_minimums(flags, max_new_tokens=1)
 
@@ -172,7 +174,8 @@ class OfflineEngine:
         flags: Mapping[str, Any] | None = None,
         config: SchedulerConfig | None = None,
     ) -> None:
-        """`flags`: default settings of requests, named as in FIELDS."""
+        """`flags`: default settings of requests, named as in FIELDS; None: not set. InputError for
+        invalid ones."""
         self.engine = engine
         self.scheduler = Scheduler(engine, replace(config or SchedulerConfig(), prefill_first=True))
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
@@ -188,9 +191,11 @@ class OfflineEngine:
         media: Sequence[tuple[str, str]] = (),
         line: int | None = None,
     ) -> OfflineRequest:
-        """Return a checked request out of fields as in FIELDS, with (kind, path) of more media;
-        InputError begins with `where`. The media are read by `answer`. Requests of JSON lines
-        (`line`) use the prefix cache, others only one on disk."""
+        """Return a checked request with these fields, as in FIELDS, and files of media (kind, path)
+        in addition to those of the fields. The files are checked here and read by `answer`.
+        InputErrors begin with `where`, or with the flag of one of `media`; EngineError for a text
+        without a tokenizer. Requests of JSON lines (`line`) use the prefix cache, others only if
+        there is one on disk."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
         files = (*((k, p, f"--{k}") for k, p in media), *lists)
         fields = {**self.defaults.sampling, **self.flags, **fields}
@@ -223,7 +228,8 @@ class OfflineEngine:
         )
 
     def _tokens(self, asked: OfflineRequest) -> tuple[list[int], tuple[str, ...]]:
-        """Return ids and notes of the prompt, with a placeholder for each medium or soft token."""
+        """Return the prompt's token ids and notes. It has a placeholder for each medium, or, once
+        the media are encoded, for each soft token."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
         tokens, notes = asked.fields.get("tokens"), list[str | None]()
         if tokens is None:
@@ -257,9 +263,9 @@ class OfflineEngine:
     def answer(
         self, request: OfflineRequest, on_token: Callable[[int], None] = lambda token: None
     ) -> Result:
-        """Generate one answer. on_token: callback for each token. InputError or MissingError for
-        media that cannot be read; CheckError if logits are NaN or infinite. The engine stays
-        usable."""
+        """Generate one answer and return it. on_token: callback for each token, the stop token too.
+        InputError or MissingError for media that cannot be read; CheckError if logits are NaN or
+        infinite. The engine stays usable after an error."""
         one = self._submit(request)
         for event in self.scheduler.run(one.handle):
             one.take(event)
@@ -271,8 +277,9 @@ class OfflineEngine:
 
     def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
         """Yield the answer or error of each JSON line, in order. A request without an id gets the
-        number of its line; None if its id is invalid. Never waits for input while there is
-        something to compute or to return."""
+        number of its line; errors of lines whose id is invalid or cannot be read have id None. It
+        never waits for a pipe while there is something to compute or to return. `source`: name of
+        the input in messages."""
         max_batch, pending = self.engine.limits.max_batch, deque[Result | Failure]()
         lines = ReadAhead(stream)
         try:
@@ -325,8 +332,8 @@ class OfflineEngine:
 
 
 def _ended(b: Result | Failure) -> Result | Failure | None:
-    """Return a line's answer, or None while it is not ready; errors that no request caused are
-    raised."""
+    """Return a line's answer or error, or None while it is not ready; errors that are no G4Error
+    are raised."""
     if isinstance(b, Failure):
         return b
     error = b.end and b.end.error

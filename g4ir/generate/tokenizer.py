@@ -11,8 +11,8 @@ from g4ir.weights.tensorfile import parse_json
 
 
 class Codec:
-    """The checkpoint's own tokenizer, as transformers would use it; `few`: few short texts will be
-    encoded, for which the tokenizer index suffices."""
+    """The checkpoint's tokenizer, for raw prompts (without a chat template). `few`: few short texts
+    will be encoded, for which the engine's tokenizer index suffices."""
 
     def __init__(self, engine: Engine, few: bool = False) -> None:
         tokenizer = engine.text_tokenizer() if few else engine.tokenizer()
@@ -25,9 +25,10 @@ class Codec:
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
     def encode(self, text: str, name: str, bos: bool = True) -> list[int]:
-        """Return token ids of a raw prompt with exactly one `bos` at the start, whatever the
-        tokenizer's files say, since all models of the family were trained with it. `bos` False:
-        none is added. InputError for a text that certainly exceeds the engine's context."""
+        """Return the token ids of a raw prompt, in which special tokens are parsed, with exactly
+        one BOS at the start, whatever the tokenizer's files say, since all models of the family
+        were trained with it. `bos` False: none is added. InputError, which begins with `name`, for
+        a text that is not valid UTF-8 or certainly exceeds the engine's context."""
         self.vocabulary.check_length(len(text), self.room, name)
         try:
             text.encode()
@@ -45,11 +46,13 @@ class Codec:
         return not self.vocabulary.strings.keys().isdisjoint(ids[1:])
 
     def plain(self, text: str) -> list[int]:
-        """Return token ids of a part of a text, without special tokens."""
+        """Return the token ids of a part of a prompt. No BOS or EOS is added; special tokens that
+        the text spells are parsed (unlike in `Vocabulary.plain`)."""
         return text_ids(self.tokenizer, [text], False, "a part of the prompt")[0]
 
     def spell(self, token: int) -> str:
-        """Return the string of a special token, which encodes to this one token."""
+        """Return the string of a special token, which encodes to this token alone; InputError if
+        there is none."""
         text: str | None = self.tokenizer.id_to_token(token)
         if not text or self.plain(text) != [token]:
             raise InputError(
