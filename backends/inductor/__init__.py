@@ -1,5 +1,5 @@
-"""`--backend torch`: graphs are split into segments that torch's compiler (AOTInductor) compiles
-ahead of time; backends/cpu and backends/cuda add device-specific kernels."""
+"""`--backend torch`. On a GPU torch's compiler (AOTInductor) compiles segments of the graphs ahead
+of time, with kernels of backends/cuda; a CPU runs step programs of backends/cpu by default."""
 
 from .backend import BACKEND
 

@@ -25,8 +25,8 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend by torch's SDPA, with the query heads of a KV head as rows (`_grouped`); with a
-    softcap by the op's reference."""
+    """Compute the op `attention` by torch's SDPA, with the query heads of a KV head as rows
+    (`_grouped`); with a softcap by the op's reference."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     fresh, block_ids = split_chunk(chunk, 2)
@@ -38,8 +38,8 @@ def attention(
 def attention_latent(
     n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor, *operands: Tensor
 ) -> Tensor:
-    """Attend over a latent cache, whose rows are both keys and values (as in MLA); with a softcap
-    by the op's reference."""
+    """Compute the op `attention_latent` by SDPA over a latent cache, whose rows are both keys and
+    values (as in MLA); with a softcap by the op's reference."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, w, *operands)
     cache, *chunk = operands
@@ -51,7 +51,8 @@ def attention_latent(
 
 
 def encoder_attention(n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
-    """Attend by SDPA, which does not materialise the scores: q [B,P,nq,d], k and v [B,T,n,d]."""
+    """Compute the op `encoder_attention` by SDPA, which does not materialise the scores: q
+    [B,P,nq,d], k and v [B,T,n,d], valid bool [B,T]."""
     bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
     heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
@@ -90,7 +91,7 @@ def _mask(
 def _joined(
     caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Append the chunk's rows to each cache, and dequantise the result to a dtype."""
+    """Append the chunk's rows, if there are any, to each cache, and dequantise to a dtype."""
     return tuple(dequantize_rows(rows, dtype) for rows in _with_chunk(caches, fresh))
 
 

@@ -27,7 +27,7 @@ PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
 #: programs compiled in parallel
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
-#: graph -> program file of each step; None for eager ops
+#: manifest's record: graph -> program file of each step; None for eager ops
 Programs = dict[str, tuple[str | None, ...]]
 
 
@@ -91,7 +91,8 @@ class TorchBackend(Backend):
         return find_device(device).scratch_bytes(program)
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """Report the number of program calls, and of distinct programs."""
+        """Return the number of program calls, and of distinct programs; nothing if none are
+        compiled."""
         config = prepared.config
         if not _compiles(config.device, config.settings):
             return {}
@@ -113,12 +114,12 @@ def _compiles(device: str, settings: Mapping[str, str]) -> bool:
 
 
 def texts_of(steps: Mapping[str, Sequence[Step]]) -> list[str]:
-    """Return the text of each program call."""
+    """Return the segment text of each program call, in order; equal segments repeat."""
     return [s.text for many in steps.values() for s in many if s.text]
 
 
 def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Programs) -> None:
-    """Raise EngineError unless every segment has a program compiled from it."""
+    """Raise EngineError unless the folder has a program compiled from each segment."""
     folder = task.folder / "programs"
     texts = {name: [s.text for s in many] for name, many in steps.items()}
     if files.keys() != texts.keys():

@@ -10,8 +10,8 @@ Tensor = torch.Tensor
 
 
 def cache_write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
-    """Write a chunk to a ring or full-length cache; fp8 values are copied as bytes: Inductor has no
-    `where` on fp8."""
+    """Write new rows [B,S,n,d] to a ring or full-length cache. fp8 values are copied as bytes,
+    since Inductor has no `where` on fp8."""
     bytewise = cache.dtype == torch.float8_e4m3fn
     target, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
     ring = not isinstance(n["cache"].type.shape[0], str) and n["new"].type.shape[1] != 1
@@ -20,9 +20,9 @@ def cache_write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Ten
 
 
 def write_list(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write the tokens of each sequence to slots start .. start + lengths - 1 of the cache
-    [C,B,n,d]. Padding writes back the old contents of the slots after these; no slot is written
-    twice, since no chunk is longer than the cache."""
+    """Write each sequence's tokens to slots (start + i) mod C, i < lengths, of the cache [C,B,n,d];
+    one token per sequence may go to a ring. Padding rewrites the old contents of the slots that
+    follow; no slot is written twice, since no chunk is longer than the cache."""
     torch._check(new.shape[1] <= cache.shape[0])
     tokens = torch.arange(new.shape[1], device=new.device)[:, None]
     rows = torch.arange(new.shape[0], device=new.device)[None].expand(new.shape[1], -1)

@@ -1,7 +1,7 @@
 """A segment's text -> an ahead-of-time Inductor package.
 
-Compilation is a pure function of (text, device, torch, instruction set, this package's sources),
-so packages are cached under the hash of all these (program_cache.py).
+Compilation is a pure function of the text, the target, torch, the instruction set and our sources,
+so packages are cached under the hash of all these (`program_name`, program_cache.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_point
 
 
 def program_name(text: str, target: Target) -> str:
-    """Return a hash of everything that a compiled program depends on."""
+    """Return the file name of a compiled program, without its suffix: 24 hex digits of a hash of
+    everything that it depends on."""
     device = find_compiler(target.device)
     parts = [text, str(target), torch.__version__, device.machine(), _sources(device)]
     parts += [setting(WRAPPER_LEVEL), *device.versions()]
@@ -72,7 +73,7 @@ def _sources(device: Compiler) -> str:
 
 
 def compile_program(text: str, target: Target, path: Path) -> None:
-    """Compile one segment and write its package."""
+    """Compile one segment and write its package to `path`. LowerError if it does not compile."""
     try:
         with _compiling():
             _compile(text, target, path)
@@ -85,7 +86,8 @@ def compile_program(text: str, target: Target, path: Path) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Context with the settings for torch's compiler."""
+    """Context for torch's compiler: private cache folder, no warnings, no gradients, checks of
+    kernels."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     keep_inductor_private(default_cache_dir())
@@ -113,8 +115,8 @@ def without_space(error: Exception, path: Path) -> LowerError | None:
 
 @contextmanager
 def _kernels_understood() -> Iterator[None]:
-    """Context that raises if torch cannot determine which operands a kernel writes: torch would log
-    it and copy all operands, caches included."""
+    """Context that raises RuntimeError at its end if torch could not determine which operands a
+    kernel writes: torch logs that and copies all operands, caches included."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -134,7 +136,7 @@ def _kernels_understood() -> Iterator[None]:
 
 
 def _compile(text: str, target: Target, path: Path) -> None:
-    """Write a program's file, with its segment's hash as the zip comment."""
+    """Compile and write a program's file, with its segment's hash as the zip comment."""
     from torch._inductor.utils import fresh_cache
 
     options = options_of(target)
@@ -148,7 +150,8 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
 
 def _packaged(text: str, target: Target, options: dict[str, Any]) -> io.BytesIO:
-    """Return a package as bytes in memory: torch's own writer aborts the process on a full disk."""
+    """Compile a segment to a package in memory: torch's writer of files aborts the process on a
+    full disk."""
     package = io.BytesIO()
     with _any_size():
         torch._inductor.aoti_compile_and_package(
@@ -206,7 +209,8 @@ def _any_size() -> Any:
 
 
 def exported(text: str, target: Target) -> Any:
-    """Return a segment as an exported program; in a FakeTensorMode the device need not exist."""
+    """Return a segment as a program of torch.export; in a FakeTensorMode the device need not
+    exist."""
     from torch.export import Dim
 
     from .lower import SegmentModule, example
@@ -229,7 +233,7 @@ def exported(text: str, target: Target) -> Any:
 
 @contextmanager
 def _quiet_compiler() -> Iterator[None]:
-    """Context that hides the exporter's warnings."""
+    """Context that hides warnings of the exporter and compiler. Torch's log level stays raised."""
     logging.getLogger("torch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

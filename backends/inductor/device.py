@@ -25,7 +25,7 @@ class Device(ABC):
     """A device, with or without compiled programs."""
 
     name: str
-    #: packages whose versions its engines depend on
+    #: Python packages whose versions its engines depend on
     packages: tuple[str, ...]
     #: whether graphs are compiled
     compiles = False
@@ -41,7 +41,7 @@ class Device(ABC):
 
     @abstractmethod
     def stored(self, program: Program) -> Program:
-        """Return the program with weights in the layouts of its kernels."""
+        """Return the program with weights in the layouts of the device's kernels."""
 
     def scratch_bytes(self, program: Program) -> Callable[[Limits], int]:
         """Return a function from limits to the scratch bytes of a step, beyond the workspace of its
@@ -54,7 +54,7 @@ class Device(ABC):
 
 
 class Compiler(Device):
-    """A device whose programs torch's compiler compiles."""
+    """A device with programs of torch's compiler."""
 
     compiles = True
 

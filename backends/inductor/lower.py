@@ -40,7 +40,8 @@ def run_node(lowered: Lowered, n: Node, env: dict[str, Any]) -> None:
 
 
 class SegmentModule(torch.nn.Module):
-    """Inputs, params and caches in the segment's order -> outputs; caches are written in place."""
+    """Module that runs a segment: inputs, params and caches in the graph's order -> outputs; caches
+    are written in place."""
 
     def __init__(self, lowered: Lowered) -> None:
         super().__init__()
@@ -68,11 +69,11 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
 
 
 def dense(value: Any) -> Any:
-    """Return quantised weights as dense tensors; others unchanged."""
+    """Return a quantised weight as a dense tensor; any other value unchanged."""
     return value.dense() if isinstance(value, Coded) else value
 
 
-#: op -> default lowering on every device
+#: op -> default lowering of compiled programs on every device
 COMMON: Mapping[str, Lowering] = {
     "attention": Lowering(attention),
     "attention_latent": Lowering(attention_latent),
@@ -82,6 +83,7 @@ COMMON: Mapping[str, Lowering] = {
 
 
 def example(t: Type, device: str, dims: dict[str, int]) -> Tensor:
-    """Return a contiguous, uninitialised tensor of the type: only its metadata is used."""
+    """Return a contiguous, uninitialised tensor of the type, with named dims bound by `dims`: the
+    exporter uses only its metadata."""
     shape = [int(d) for d in t.bind(dims).shape]
     return torch.empty(shape, dtype=torch_dtype(t.dtype), device=device)

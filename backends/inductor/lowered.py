@@ -13,7 +13,7 @@ from g4ir.ops.codecs import dequantize_codes, from_tiles
 
 @dataclass(frozen=True)
 class Coded:
-    """A quantised weight, for lowerings that read codes; `dtype`: that of the dequantised
+    """A quantised weight, for lowerings that read codes; `dtype`: dtype of the dequantised
     weight."""
 
     codes: Any
@@ -54,5 +54,5 @@ class Lowered:
 
 
 def lowered_by_op(g: Graph, table: Mapping[str, Lowering]) -> Lowered:
-    """Return a graph whose lowerings are those of its ops."""
+    """Return a graph whose nodes are lowered by `table`: op -> lowering."""
     return Lowered(g, lambda n: table.get(n.op))

@@ -17,8 +17,8 @@ def cache_dir() -> Path:
 
 
 def from_cache(name: str, out: Path) -> bool:
-    """Copy a cached program to `out`; False if there is none or its digest differs. TrustError if
-    other users can write to the cache."""
+    """Copy a cached program into the folder `out`; False if there is none, it cannot be copied or
+    its digest differs. TrustError if other users can write to the cache."""
     cached, digest = cache_dir() / name, _digest_file(name)
     if not (cached.is_file() and digest.is_file()):
         return False
@@ -38,13 +38,14 @@ def from_cache(name: str, out: Path) -> bool:
 
 
 def _digest_file(name: str) -> Path:
-    """Return the file of a program's digest, outside the cache, so that writing to the cache does
-    not suffice to replace a program."""
+    """Return the file of a program's digest. It is outside the cache, so that writing to the cache
+    does not suffice to replace a program."""
     return state_root() / "programs" / name
 
 
 def keep_program(path: Path) -> None:
-    """Store a program in the cache, best effort. A concurrent process would store an equal one."""
+    """Store a program's file in the cache; errors are ignored. A concurrent process would store an
+    equal one."""
     try:
         if from_cache(path.name, path.parent):
             return

@@ -1,4 +1,5 @@
-"""Runs segments: operands are bound once, then programs are called in order."""
+"""Runs the steps of graphs: params are bound to programs once, then programs and eager nodes are
+called in order."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ Call = Callable[[list[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A step with bound params. `slots`: (operand index, value name); `last`: values that no later
-    step reads. Shared by all sessions."""
+    """A step with bound params, shared by all sessions. `slots`: (operand index, value name) of the
+    operands that a run binds; `last`: values that no later step reads, freed after the call."""
 
     call: Call
     operands: tuple[Tensor, ...]
@@ -53,8 +54,8 @@ class BoundStep:
 
 
 class ProgramRuntime:
-    """A loaded engine whose graphs run as steps: compiled programs and eager nodes. Devices
-    subclass it."""
+    """A loaded engine whose graphs run as steps: compiled programs and eager nodes. The runtimes of
+    devices subclass it."""
 
     #: torch's index of the device for programs; -1: default
     device_index = -1
@@ -91,7 +92,8 @@ class ProgramRuntime:
         return partial(self.group.run_node if self.group else run_node, step.node)
 
     def _param_names(self, steps: Steps) -> Iterable[str]:
-        """Return the params that steps read, each once, without those of embedding tables alone."""
+        """Return the params that steps read, each once, without those that only the embed graph
+        reads."""
         many = (s for phase, pairs in steps.items() if phase != EMBED for s, _ in pairs)
         return dict.fromkeys(name for s in many for name in s.params)
 
@@ -100,8 +102,8 @@ class ProgramRuntime:
         return dict(params)
 
     def _load_params(self, names: Iterable[str], task: Task) -> dict[str, Tensor]:
-        """Load the params of these names, one after another, to the device; those of LoRA adapters
-        are in `task.added`."""
+        """Load the params of these names, one after another, to the device; the slots of LoRA
+        adapters are taken from `task.added`."""
         names, loaded = list(names), dict[str, Tensor]()
         source, move = self._open_params(task)
         for i, name in enumerate(names):
@@ -115,8 +117,8 @@ class ProgramRuntime:
         return loaded
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
-        """Return the source of params and a function that moves one to the device. The task's
-        params are released after reading."""
+        """Return the source of params and a function that moves one to the device. If the source is
+        `task.params`, its pages are released after each."""
         return task.params, lambda t: t.to(self.device, copy=True).contiguous()
 
     def resident(self, param: str) -> Tensor | None:
@@ -173,7 +175,7 @@ def check_aligned(caches: Tensors) -> None:
 def _load_program(path: Path, device: str, index: int = -1) -> Call:
     """Load a program for the device of this index. EngineError if the system does not load it.
 
-    The package unpacks itself; on a GPU it reads its kernels from there at first use.
+    The loader unpacks the package in TMPDIR; on a GPU it reads kernels from there at first use.
     """
     # torch warns about every package that another process wrote.
     logging.getLogger("torch._inductor.package.package").setLevel(logging.ERROR)
@@ -186,7 +188,7 @@ def _load_program(path: Path, device: str, index: int = -1) -> Call:
 
 
 def reason(error: Exception) -> str:
-    """Return the system's message, with advice for noexec and full folders."""
+    """Return the first line of an error's text, with advice for noexec and full folders."""
     text = str(error).splitlines()[0][:300]
     if "failed to map segment" in text:
         return f"{text}: that folder is mounted noexec; give XDG_CACHE_HOME another one"
@@ -196,7 +198,8 @@ def reason(error: Exception) -> str:
 
 
 def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
-    """Set each step's `last`: the values that no later step reads, except caches and `keep`."""
+    """Return the plan with each step's `last` set: the values that no later step reads, except
+    caches and `keep`."""
     values = {name for b in plan for name in b.outputs} - keep
     out: list[BoundStep] = []
     for b in reversed(plan):
@@ -209,7 +212,8 @@ def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
 def _bind(
     s: Step, call: Call, weights: Mapping[str, Tensor], alias: Mapping[str, str]
 ) -> BoundStep:
-    """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
+    """Bind a step's params; `alias` maps the value of a cache's new contents to the cache, which is
+    written in place."""
     names = s.inputs + s.params + s.state
     operands = tuple(weights.get(n, NOTHING) for n in names)
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)

@@ -1,10 +1,10 @@
 """Splits a graph into steps: segments, each compiled into one program, and nodes that run eagerly.
 
 The nodes of one layer, up to an eager node, form a segment. Segments of the same text share a
-program, so that compile cost follows the number of distinct layer kinds. Views and row gathers
-(`glue` ops) run between segments. Caches are written in place, so a write follows every read of the
-old contents. An op declares its writes (`updates`, g4ir/ops/base.py) and may have other outputs
-too.
+program, so that compile cost follows the number of distinct layer kinds. Views, row gathers and
+collectives (`glue` ops) run between segments. Caches are written in place, so a write follows every
+read of the old contents. An op declares its writes (`updates`, g4ir/ops/base.py) and may have other
+outputs too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a program, a segment: its text and the names of its operands; or, without text, a
-    `node` that runs eagerly between programs."""
+    """One call of a program: the text of its segment, and the names of its operands, its outputs
+    and the caches that it writes; or, with an empty text, a `node` that runs eagerly."""
 
     text: str
     inputs: tuple[str, ...]
@@ -87,8 +87,8 @@ def _group(g: Graph) -> dict[str, Key]:
 
 
 def _first_uses(g: Graph, keys: dict[str, Key]) -> dict[str, Key]:
-    """Map nodes with only params as inputs to the group of their first use; in another segment the
-    dequantised weight would be its output."""
+    """Map nodes with only params as inputs (`dequantize`) to the group of their first use; else
+    their segment would return the dequantised weight."""
     params, users = {v.name for v in g.params}, g.users
     alone = [n for n in g.nodes if n.inputs and params.issuperset(v.name for v in n.inputs)]
     first = {n.outputs[0].name: users.get(n.outputs[0].name, [RESULT])[0] for n in alone}
@@ -109,7 +109,8 @@ def _updates(n: Node) -> tuple[tuple[Value, Value], ...]:
 
 
 def _late_writes(g: Graph) -> dict[str, str]:
-    """Map writes (by first output) whose old contents another layer reads later to their cache."""
+    """Map cache writes (by first output) to their cache, if another layer reads its old contents:
+    such a write must wait for that layer."""
     users = g.users
     return {
         n.outputs[0].name: old.name
@@ -165,7 +166,8 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
 
 
 def part(g: Graph, name: str, nodes: Sequence[Node], outputs: Iterable[Value]) -> Graph:
-    """Return nodes of a graph as a graph, with their inputs and the caches they write."""
+    """Return nodes of a graph as a graph of this name, with their inputs and the caches that they
+    read or write."""
     produced = {v.name for n in nodes for v in n.outputs}
     read = dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in produced)
     params, state = ({v.name for v in values} for values in (g.params, g.state))
@@ -192,8 +194,8 @@ def _names(values: Iterable[Value]) -> tuple[str, ...]:
 
 
 def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Move each cache write after the last read of the old contents. LowerError if its outputs are
-    used before that."""
+    """Return the nodes with each cache write after the last read of the old contents. LowerError if
+    a node uses outputs of a write that still waits for such a read."""
     writes = {old.name: n.outputs[0].name for n in nodes for old, _ in _updates(n)}
     pending = dict.fromkeys(writes.values(), 0)  # reads that a write waits for
     read = {
@@ -226,7 +228,8 @@ def writes_last(g: Graph, nodes: Sequence[Node]) -> list[Node]:
 
 
 def canonical(g: Graph) -> Graph:
-    """Name values by order of appearance, so that equal layers have equal text."""
+    """Return the graph with values named by order of appearance, so that equal layers have equal
+    text."""
     outputs = [v for n in g.nodes for v in n.outputs]
     groups = (("x", g.inputs), ("w", g.params), ("c", g.state), ("v", outputs))
     now = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """The device; on CUDA the GPU and the maximum batch size.
+    """The device; on CUDA also the GPU's name (cuda/target.py) and `rows`, the maximum batch size.
 
     `gpu` is empty on the CPU, where no Triton kernels are used.
     """

@@ -10,8 +10,8 @@ from g4ir.ui.paths import setting
 
 
 def cpp_compiler() -> str:
-    """Return the C++ compiler of torch; MissingError if there is none, and on systems other than
-    Linux."""
+    """Return the C++ compiler that torch's compiler runs; MissingError if there is none, and on
+    systems other than Linux."""
     if sys.platform != "linux":
         raise MissingError(
             "programs of torch's compiler are compiled on Linux alone: use Docker "

@@ -28,7 +28,8 @@ PRINTED_LINES = 200
 def compile_all(
     texts: Sequence[str], target: Target, out: Path, jobs: int, progress: Callable[[str], None]
 ) -> dict[str, str]:
-    """Compile each distinct text of a program into `out`; return text -> file name.
+    """Compile each distinct segment text into the folder `out`, unless it is cached, with `jobs`
+    processes; return text -> file name.
 
     Raises LowerError with the compiler's message, which names a node of the segment.
     """
@@ -55,8 +56,8 @@ def _in_this_process(programs: Sequence[tuple[str, Path]], target: Target) -> It
 
 
 def _in_workers(shares: Sequence[Sequence[tuple[str, Path]]], target: Target) -> Iterator[Path]:
-    """Compile each share in a process; yield each file as it completes. Not multiprocessing, whose
-    processes would import the user's main script again."""
+    """Compile each share in a process; yield each file when it is complete. Not by multiprocessing,
+    whose processes would import the user's main script again."""
     results, write = os.pipe()
     with ExitStack() as stack:
         printed = stack.enter_context(tempfile.TemporaryFile())
@@ -100,8 +101,9 @@ def _end_of_worker(status: int) -> str:
 
 
 def serve(results: int) -> None:
-    """Compile the programs of the request on stdin; write a line [path, error] for each. A worker
-    whose parent has ended cannot write, and ends too."""
+    """Compile the programs of the JSON request on stdin; write a JSON line [path, error or null]
+    for each to the file descriptor `results`. A worker whose parent has ended fails to write, and
+    ends."""
     target, programs = json.load(sys.stdin)
     with open(results, "w") as lines:
         for text, path in programs:
