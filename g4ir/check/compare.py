@@ -2,10 +2,10 @@
 
 Rounding grows from layer to layer, so whole runs are not compared. A stage is "forced" by the stage
 before it: names identify values across passes, and each node takes its inputs from the earlier
-stage's values of the same names. So its error is its own, and is compared with its op's tolerance.
-Values that only the new stage has (a packed projection, a KV cache) are tested by the next value
-that both have. A backend is forced in the same way after each compiled region, its caches after
-each step. Several ranks are interpreted side by side.
+stage's values of the same names. Its output thus has no errors of earlier nodes, and is compared
+within its op's tolerance. Values that only the new stage has (a packed projection, a KV cache) are
+tested by the next value that both have. A backend is forced in the same way after each compiled
+region, its caches after each step. Several ranks are interpreted in one graph.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Step = Callable[[Session], Any]
 #: against float64 on the same inputs. Each of the two computations has such an error; rounding
 #: errors are random, and vary where they are amplified (softmax over large scores)
 MEASURED = 4.0
-#: relative distance of the probabilities of two experts below which either may be chosen: four
-#: times the rounding of a score, since compiled regions round scores where fused ops of the backend
-#: do not
+#: relative distance of the probabilities of two experts below which either may be chosen. In bf16
+#: four times the rounding of a score of 8 (2^-4): compiled regions round scores where fused ops of
+#: the backend do not
 CLOSE_EXPERTS = {"f32": 1e-3, "bf16": 2.0**-2}
 #: values compared at once, in float64
 BLOCK = 1 << 24
@@ -59,7 +59,8 @@ def compare_session(
     engine: Engine, reference: Engine, steps: Sequence[Step], tokens: int
 ) -> StageReport:
     """Run an engine through steps of a session on one sequence of `tokens` tokens in chunks of at
-    most CHUNK, forced by the interpreter's values, up to the first value out of tolerance."""
+    most CHUNK, forced by the values of the interpreter, whose params are `reference`'s, up to the
+    first value out of tolerance."""
     run = StageRun(stored_stage(engine, reference), tokens, engine)
     comparison = Comparison(StageReport(BACKEND), engine.dtype)
 
@@ -85,7 +86,8 @@ def compare_session(
 def compare_stage(
     old: Stage, new: Stage | None, series: Sequence[Series], engine: Engine
 ) -> StageReport:
-    """Compare a stage, or without one the engine's runtime, forced by the values of `old`."""
+    """Compare the stage `new`, or for None the engine's runtime, forced by the values of `old`, in
+    each series of steps, up to the first value out of tolerance."""
     comparison = Comparison(StageReport(new.name if new else BACKEND), engine.dtype)
     for steps in series:
         slots = max(c.end for c in steps)
@@ -109,8 +111,8 @@ def compare_stage(
 
 @dataclass
 class ForcedStage:
-    """A stage whose nodes take their inputs from the trace's values of the same names. `values` are
-    values and params that only this stage has, `shared` names of those that the trace has too."""
+    """A stage whose nodes take their inputs from the trace's values of the same names (`shared`).
+    Their other inputs are in `values`: params, and values computed in this stage."""
 
     trace: Trace
     comparison: Comparison
@@ -136,8 +138,8 @@ class ForcedStage:
         return self.state | {k: self._operand(v) for k, v in self.recording.graph.next.items()}
 
     def _reference(self, name: str, t: Type, value: Tensor | None = None) -> Tensor | None:
-        """Return the trace's value (or another of its type) in the new stage's shape, which may be
-        narrowed to the last row; None if the trace has none."""
+        """Return the trace's value `name`, or `value` in its place, in the new stage's type `t`,
+        which may have only the last row; None if the trace has no such value, or of other types."""
         if name not in self.earlier.types:
             return None
         old = self.earlier.types[name]
@@ -171,7 +173,8 @@ class ForcedStage:
             self.comparison.add(origin, math.inf, 0.0)
 
     def _exact(self, origin: Derivation) -> Tensor:
-        """Return the trace's value in float64, from the inputs of the new stage's cone."""
+        """Return the trace's value, recomputed in float64 by the trace's nodes from the shared
+        values that the new stage's cone reads."""
         v, inputs = origin.value, {v.name for n in origin.cone for v in n.inputs} & self.shared
         value = self.trace.in_float64(self.earlier.cone(v.name, inputs), v.name)
         out = self._reference(v.name, v.type, value)
@@ -261,8 +264,8 @@ def joint_budget(ops: Iterable[str], dtype: str) -> float:
 
 
 def local_errors(got: Tensor, want: Tensor) -> Tensor:
-    """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the expected
-    value and its row's RMS. Rows near zero count relative to the whole tensor. NaN stays NaN."""
+    """[..., n] -> f64[...]: largest difference in each row, relative to the larger of the expected
+    value and its row's RMS, but at least to 1e-3 of the whole tensor's RMS. NaN stays NaN."""
     size = want.shape[-1]
     rows = max(1, BLOCK // size)
     blocks, wants = (t.detach().reshape(-1, size).split(rows) for t in (got, want))
@@ -314,9 +317,9 @@ class Comparison:
         operand: Operand,
         routers: Sequence[Node] = (),
     ) -> None:
-        """Compare a value. exact: it in float64; operand: inputs of routers; routers: nodes whose
-        near ties excuse a row. Integers must be equal, except indices of equally probable
-        experts."""
+        """Compare a value. `exact` recomputes `want` in float64; `operand` returns inputs of
+        routers; `routers`: nodes whose near ties excuse a row. Integers must be equal, except
+        indices of almost equally probable experts."""
         step, maker = origin.step, origin.cone[-1]
 
         def valid(t: Tensor) -> Tensor:

@@ -63,15 +63,16 @@ class Reader:
         return Codec(self.engine)
 
     def files(self, paths: Iterable[str]) -> Iterator[Window]:
-        """Yield the windows of files, each a document in UTF-8. They are tokenised in blocks that
-        end with a line. InputError for a file that is not text."""
+        """Yield the windows of files, each a document in UTF-8. They are tokenised in blocks, cut
+        after a newline if there is one. InputError for a file that is not text, or too short."""
         for path in paths:
             yield from self._windows(
                 path, path, self._tokenised(cut_blocks(read_text(Path(path))), path)
             )
 
     def lines(self, path: str) -> Iterator[Window]:
-        """Yield the windows of a file of JSON lines, each a document with the fields LINE."""
+        """Yield the windows of a file of JSON lines, each a document with the fields LINE.
+        InputError for an invalid line."""
         with Path(path).open("rb") as stream:
             lines = ReadAhead(stream)
             while self.max_tokens and (line := lines.next(wait=True)):

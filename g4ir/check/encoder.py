@@ -1,9 +1,9 @@
-"""Compares an encoder's engine with a reference: embeddings of texts and media, in one
-chunk and alone, and the values of its graph, pass by pass.
+"""Compares an encoder's engine with a reference: embeddings of texts and media, in one chunk and
+alone, and the values of its graph.
 
-Media are checked in a text with one medium of each kind. The interpreter, which has no towers here,
-gets the soft tokens that it computes of a tower's graph, and so does the engine; transformers has
-its own towers, and the engine too."""
+Media are checked in texts with one medium each. Against the interpreter, both sides get the soft
+tokens that the interpreter computes from the tower's graph; against transformers, each side runs
+its towers."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class EmbeddingsReport(VerifyReport):
 
 @dataclass(frozen=True, eq=False)
 class MediaText(EncoderTokens):
-    """Token ids with placeholders of a medium, and its soft tokens as computed by the
-    interpreter."""
+    """Token ids with placeholders of a medium, its soft tokens as computed by the interpreter, and
+    the medium itself (an Item)."""
 
     item: Any = None
 
@@ -84,8 +84,8 @@ def chosen_texts(engine: Engine, tokens: Sequence[int] | None) -> list[list[int]
 
 
 def media_texts(engine: Engine) -> tuple[list[MediaText], list[Difference]]:
-    """Return a text with each kind of media, and the first difference of each of the engine's
-    towers from the interpreter's."""
+    """Return a text for each kind of media, with one medium, unless it is longer than max_seq; and
+    the first difference from the interpreter of each of the engine's towers that has one."""
     texts, first, ids = list[MediaText](), list[Difference](), placeholders(engine.spec.tokens)
     for item in smallest_items(engine, every=True):
         part, soft = compare_tower(engine, item)
@@ -202,8 +202,8 @@ def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
 
 
 def encode_step(engine: Engine, texts: Texts, embedded: bool = False) -> GraphStep:
-    """Return the step of the encode graph on a chunk of texts; embedded: on their embeddings, not
-    on tokens."""
+    """Return the step of the encode graph on a chunk of texts; `embedded`: its inputs are
+    embeddings instead of token ids."""
     inputs = packed_inputs(texts, engine.limits.max_batch)
     count = inputs["tokens"].shape[1]
     if embedded:

@@ -17,7 +17,7 @@ from g4ir.ui.units import count_text
 
 from .tokens import random_ids
 
-#: depths of the needles, as shares of the document
+#: depths of the needles, as fractions of the document
 DEPTHS = tuple((2 * i + 1) / 20 for i in range(10))
 #: words of the sentences between them, and what needles are about
 WORDS, CITIES = read_table(Path(__file__).with_suffix(".yaml")).values()
@@ -41,7 +41,8 @@ class Needle:
 
 @dataclass(frozen=True, eq=False)
 class Haystack:
-    """Token ids i64[T], which contain each needle; there is space for one more after them."""
+    """Token ids i64[T] of a document that contains each needle; after them the context has capacity
+    for one more, the question."""
 
     ids: torch.Tensor
     needles: tuple[Needle, ...]
@@ -67,7 +68,7 @@ def haystack(engine: Engine, length: int) -> Haystack:
 
 
 def text_of(engine: Engine, size: int) -> list[int]:
-    """Return the first `size` tokens of a document."""
+    """Return the first `size` tokens of a document without needles."""
     start = [] if (bos := engine.spec.tokens.bos) is None else [bos]
     return [*islice(chain(start, chain.from_iterable(_parts(engine)[1])), size)]
 

@@ -1,8 +1,8 @@
 """The transformers text model on an engine's weights, with the engine's roundings.
 
 It rounds where the engine does: K and V to the quantised KV cache's format, activations of linears
-with quantised weights. In float64 it does not round: on 16-bit weights (ir/wide.py), so that only
-activations take more memory.
+with quantised weights. It can also compute in float64 (ir/wide.py), on its 16-bit weights, so that
+only activations take more memory.
 """
 
 from __future__ import annotations

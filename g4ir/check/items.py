@@ -39,8 +39,8 @@ class Item:
 
 
 def smallest_items(engine: Engine, every: bool = False) -> tuple[Item, ...]:
-    """Return an item for the smallest tower of each kind that the engine has, or with `every` one
-    for each kind of media."""
+    """Return an item for the engine's smallest tower of images or videos and one for its smallest
+    audio tower; with `every`, one for each kind of media."""
     media, out, rng = engine.media, [], np.random.default_rng(SEED)
     sizes = [(n, IMAGE, {"budget": n}) for n in media.budgets[:1]]
     sizes += [(n, VIDEO, {}) for n in (media.frame,) if n is not None]
@@ -60,7 +60,8 @@ def run_tower(engine: Engine, item: Item) -> Soft:
 
 
 def _audio(engine: Engine) -> Item:
-    """Return an audio clip whose padding is noise, so that a tower that does not mask it fails."""
+    """Return an audio clip of noise; features of masked frames are 1, so that a tower that does not
+    mask them fails."""
     settings = sound_settings(engine)
     rate = settings.sampling_rate
     tokens = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)

@@ -53,8 +53,8 @@ def verify_engine(
     progress: Progress = no_progress,
 ) -> VerifyReport:
     """Compare an engine with `reference` (the interpreter on the engine's own weights) or with
-    `hf` (transformers on the checkpoint: the argument, else the one that the engine refers to,
-    else the local hub cache; random weights are written to a temporary one).
+    `hf` (transformers on weights of the checkpoint: the argument, else the one that the engine
+    refers to, else that of the local hub cache; or on weights of the engine's seed).
 
     tokens: ids to compare on, at least 2, none of them a placeholder of media; default: drawn from
     a fixed seed, enough for several chunks and, up to max_seq, more than a window. Raises
@@ -91,7 +91,7 @@ def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> Ve
     progress(f"{count} through {peer.name}")
     want = peer.logits(turns)
     steps = turns.steps if engine.draft_tokens else 0
-    # Logits of the decode steps, recomputed by verification steps.
+    # The same rows, but those of the decode steps are recomputed by verification steps.
     rounds = torch.cat((got[: len(got) - steps], local.in_rounds(turns))) if steps else got
     graphs: tuple[float, float] | None = None
 

@@ -158,7 +158,7 @@ def _plan_prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
     for i, soft in enumerate(media):
         at = HEAD + i * BETWEEN
         parts += [torch.full((soft.count,), ids[soft.kind]), text[at : at + BETWEEN]]
-    # The first chunk would end in the first medium.
+    # A chunk would end within a medium.
     chunk = min(limits.prefill_chunk, max(s.count for s in media) + MORE)
     return MediaPrompt(torch.cat(parts)[None], tuple(media), text[-STEPS:, None], chunk)
 

@@ -28,7 +28,7 @@ NEW, DROPPED = 24, 4
 COMPANY = 3
 #: no prefix cache
 ALONE = SchedulerConfig(prefix_bytes=0)
-#: a token and its log-probability
+#: generated tokens, each with its log-probability
 Answer = list[tuple[int, float]]
 
 
@@ -42,7 +42,7 @@ class Baseline:
     limits: Mapping[str, float]
 
     def request(self, tokens: Sequence[int] | None = None, **options: Any) -> Request:
-        """Return a greedy request for this prompt, or for others."""
+        """Return a greedy request for NEW tokens after this prompt, or after `tokens`."""
         sampling = SamplingParams(ignore_eos=True, logprobs=1)
         return Request(tuple(self.prompt if tokens is None else tokens), NEW, sampling, **options)
 
@@ -170,8 +170,8 @@ MODES: Mapping[str, Mode] = {
 def compare_modes(
     engine: Engine, limits: Mapping[str, float]
 ) -> tuple[bool | None, str, dict[str, Any]]:
-    """Compute a text longer than the sliding window in every mode; return whether none differs, a
-    summary, and the result of each."""
+    """Compute a text, longer than the sliding window if max_seq permits, in every mode; return
+    whether none differs, a summary, and the result of each."""
     size = min(window_of(engine) + 2 * NEW, engine.limits.max_seq - NEW)
     base = Baseline(engine, tuple(text_of(engine, max(size, 2))), limits)
     data: dict[str, Any] = {}

@@ -35,8 +35,8 @@ def verify_each_pass(
     tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for a chunk
     longer than the window after a shorter one, and single steps (up to max_seq).
     checkpoint: the weights before packing, if the engine does not refer to them. Raises InputError
-    for wrong arguments, PassError if a pass breaks its contract, CheckError if values are NaN or
-    infinite before it.
+    for wrong arguments, PassError if a pass breaks its contract, CheckError if the earlier one of
+    two stages has NaN or infinite values.
     """
     plain, series = pipeline.plain_params(engine, checkpoint), list[pipeline.Series]()
     graphs: tuple[str, ...] = (ENCODE,)

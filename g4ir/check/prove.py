@@ -2,8 +2,8 @@
 
 Parts: logits at every position of a short text against the interpreter; the same text in every mode
 (modes.py); quantisation against the original weights; for each context length perplexity by
-position and needles at ten depths, compared with the interpreter's. A part returns JSON values, and
-is not computed again for the same engine.
+position and needles at ten depths, compared with the interpreter's. A part returns JSON values; one
+that passed is not computed again for the same engine, sources of g4ir and instruction set.
 """
 
 from __future__ import annotations
@@ -217,8 +217,9 @@ def read_context(
     deadline: float = float("inf"),
     progress: Progress = no_progress,
 ) -> Result:
-    """Read a document; return perplexity by position, and whether each needle is found at its end.
-    The interpreter reads it too, unless that would exceed the deadline: then nothing is compared.
+    """Read a document; return perplexity by position, and whether a question at the end finds each
+    needle. The interpreter reads it too, unless that would exceed the deadline: then nothing is
+    compared.
     OutOfTimeError if the deadline passes before the engine has read the document."""
     sessions = [engine.session(), reference_engine(engine).session()]
     rows, done, start = list[Tensor](), 0, time.monotonic()

@@ -17,7 +17,7 @@ from .prove import Part, Proof
 MARKS = {True: "ok", False: "FAILED", None: "-"}
 HEAD = ("cache", "part", "", "s", "result")
 STYLE = Path(__file__).with_name("prove.css")
-#: key of a document's buckets -> title of its plot, and the plotted value
+#: key of a document's buckets -> title of its plot, and the function that gives the plotted value
 PLOTS = {
     "nll": ("perplexity by position", lambda x: math.exp(min(x, 700))),
     "kl": ("KL divergence from the interpreter by position, nats", lambda x: max(x, 1e-12)),
@@ -38,7 +38,7 @@ def report_text(proof: Proof) -> str:
 
 
 def report_html(proof: Proof) -> str:
-    """Return the page: a table of all parts, then plots."""
+    """Return the HTML report: a table of all parts, then plots."""
     lines = [HEAD, *_rows(proof)]
     rows = "".join(f"<tr><td>{'<td>'.join(map(escape, line))}</tr>" for line in lines)
     verdict = "no part failed" if proof.ok else "FAILED"

@@ -130,7 +130,8 @@ def param_bytes(engine: Engine) -> int:
 
 
 def refusal(text: str, needed: int, device: str, used: int) -> str | None:
-    """Return why `needed` bytes do not fit on a device of which `used` are in use, or None."""
+    """Return why `needed` bytes do not fit on a device of which `used` bytes are in use, or None;
+    `text`: the beginning, with {} for the size."""
     free = max(device_memory(device) - used, 0)
     if needed <= free:
         return None

@@ -28,8 +28,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy tokens; `differs`: the first that differs without a close call of the reference, or
-    None."""
+    """Greedy tokens: how many were compared, how many first ones are equal; `differs`: index of the
+    first that differs, or None if none does, or if its logits are within the tolerance's `gap`."""
 
     count: int
     equal: int
@@ -67,20 +67,22 @@ class VerifyReport:
 
     @property
     def text_ok(self) -> bool:
-        """Whether all positions and their median are within the tolerance or excused, no
-        intermediate value is out of tolerance, and the greedy tokens are the same."""
+        """Whether all positions (`rows_ok`) are within the tolerance or excused, the graphs in
+        float64 and all intermediate values too, and greedy tokens are equal up to a close call."""
         inside = self.graphs_ok and self.first_difference is None
         greedy_ok = self.greedy is None or self.greedy.differs is None
         return (self.rows_ok or self.near_ties) and inside and greedy_ok
 
     @property
     def rows_ok(self) -> bool:
-        """Whether every position, and their median, is within the tolerance."""
+        """Whether every position, and the positions as a whole (`typical`), are within the
+        tolerance."""
         return self.typical and all(p.ok for p in (*self.positions, *self.rounds))
 
     @property
     def graphs_ok(self) -> bool:
-        """Whether the graphs equal transformers in float64; True if not measured."""
+        """Whether the graphs agree with transformers in float64, within a tolerance; True if not
+        measured."""
         return self.float64 is None or self.float64[0] <= self.float64[1]
 
     @property
@@ -107,7 +109,7 @@ class VerifyReport:
         return self.text_ok and (self.media is None or self.media.ok)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return JSON values."""
         out = {**asdict(self), "ok": self.ok}
         if self.media:
             out["media"] = self.media.to_dict()

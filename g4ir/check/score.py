@@ -1,6 +1,6 @@
 """Log-probabilities of texts, and their KL divergence from a baseline's.
 
-Windows are read and computed a chunk at a time: neither a full text nor the logits of a full window
+Windows are read and computed a chunk at a time: neither a full file nor the logits of a full window
 are ever in memory.
 """
 
@@ -50,8 +50,8 @@ def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tenso
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over scored tokens: negative log-likelihood, and with a baseline its own, the KL
-    divergence, and the tokens at which both have the same best token."""
+    """Sums over scored tokens: negative log-likelihood; `against`, with a baseline: the baseline's,
+    the KL divergence, and the tokens at which both have the same best token."""
 
     tokens: int = 0
     nll: float = 0.0
@@ -81,7 +81,7 @@ class Sums:
 
 
 def perplexity(nll: float | None) -> float | None:
-    """Return exp(nll); infinity on overflow."""
+    """Return exp(nll); infinity on overflow, None for None."""
     return None if nll is None else math.exp(nll) if nll < 709 else math.inf
 
 
@@ -140,7 +140,8 @@ def _joined(parts: list[Score]) -> Score:
 
 
 def require_all_logits(engine: Engine) -> None:
-    """Raise InputError, with the command that builds it, for an engine without all_logits."""
+    """Raise InputError for an encoder's engine, and for one without all_logits, with the command
+    that builds it with them."""
     need_decoder(engine.spec, engine.label)
     if not engine.all_logits:
         again = rebuild(engine.path, engine.configured(all_logits=True).facts)

@@ -95,9 +95,9 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """All stages up to the first that fails. rounds: number of tokens of each verification step;
-    media: graphs for media that ran; left_out: those that did not; unknown: those whose unpacked
-    weights cannot be recovered."""
+    """All stages up to the first that fails. `rounds`: number of tokens of each verification step;
+    `media`: graphs for media that ran; `unknown`: towers whose unpacked weights cannot be
+    recovered; `left_out`: other graphs that did not run."""
 
     engine: str
     tokens: int

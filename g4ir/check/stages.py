@@ -86,10 +86,11 @@ class PlainParams:
 
 
 def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> PlainParams:
-    """Return params by value, in the engine's dtype: from `checkpoint`, else from the engine.
+    """Return the unpacked params, in the engine's dtype: computed from weights of `checkpoint`, of
+    the engine's linked checkpoint or of its seed; else recovered from the engine's packed params.
 
-    Raises WeightsError if the checkpoint does not fit the engine's spec; the returned function
-    raises EngineError for a param that cannot be recovered from a packed engine.
+    Raises WeightsError if the checkpoint does not fit the engine's spec; calling the result raises
+    EngineError for a param that cannot be recovered from a packed engine.
     """
     source = original_weights(engine, checkpoint)
     if source is None:
@@ -185,8 +186,8 @@ class Recording:
 
 @dataclass(frozen=True)
 class Stage:
-    """The graphs after a pass, and their params by graph. traces: step -> its last trace, at first
-    an earlier stage's, whose values are reused where node and inputs are equal."""
+    """The graphs after a pass, and their params by graph. `traces`: step -> its last trace, at
+    first an earlier stage's, whose values are reused if node and inputs are equal."""
 
     name: str
     packing: Packing

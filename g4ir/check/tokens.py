@@ -23,7 +23,8 @@ EVERY_LOGITS = 1 << 28
 
 
 def chosen_tokens(engine: Engine, tokens: Sequence[int] | None, count: int) -> torch.Tensor:
-    """Return the tokens as i64[T], checked; for None `count` random ones of a fixed seed."""
+    """Return the tokens as i64[T]; for None `count` random ones of a fixed seed. InputError for
+    invalid ids, placeholders of media, fewer than 2 tokens or more than max_seq."""
     if tokens is None:
         return random_ids(engine, (count,))
     limit = engine.limits.max_seq
@@ -109,7 +110,8 @@ def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
 
 def turn_sizes(count: int, window: int, steps: int, short: int = 0) -> list[int]:
     """Return the sizes of turns of `count` tokens: two long ones (the second of window + 1 tokens
-    if there are more, else half), a short one, and single steps (`steps`, or a third of all)."""
+    if there are more, else half), one of `short` (or a quarter of the remainder), and `steps`
+    single steps (or a third of all)."""
     steps = min(steps, count // 3)
     prompt = count - steps
     short = min(short, prompt // 4)
