@@ -1,6 +1,6 @@
-"""Benchmark of speculative decoding: a text generated without draft tokens, with those of a source,
-and with drafts that are all rejected or mostly right. The last two, derived from the text itself,
-bound the cost and the gain of drafts on this machine."""
+"""Benchmark of speculative decoding: a text generated without draft tokens, with draft tokens of a
+source (n-grams or a draft model), and with drafts that are all rejected or mostly right. The last
+two, derived from the text itself, bound the cost and the gain of drafts on this machine."""
 
 from __future__ import annotations
 

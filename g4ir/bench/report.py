@@ -77,7 +77,8 @@ def build_report(
 
 
 def void_roles(agreements: Sequence[Values]) -> set[str]:
-    """Return the roles whose outputs disagree with all others: their speeds are not comparable."""
+    """Return the roles whose outputs agree with none that they were compared with: their speeds are
+    not comparable."""
     ok = {a[side] for a in agreements if a["ok"] for side in ("role", "base")}
     return {a[side] for a in agreements for side in ("role", "base")} - ok
 
@@ -155,7 +156,7 @@ def metrics(run: Values) -> dict[str, Stat]:
 
 def request_costs(engine: Engine, w: Workload) -> dict[str, Cost]:
     """Return the costs by phase: of the prompt, and of a decode step on average. The number of
-    experts is the one expected under uniform routing (ops/moe.py).
+    experts that a step reads is the expected one for uniform routing (ops/moe.py).
 
     Chunks before the last one compute what the KV cache depends on, and no logits; a last chunk of
     one token is a decode step."""

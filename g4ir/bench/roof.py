@@ -2,7 +2,7 @@
 
 On a GPU a pass over the buffer takes a quarter of a millisecond, of which launch and
 synchronisation would be a tenth: many passes are timed between two CUDA events. A GPU's clock
-depends on its power draw, which is lower for constant operands: there they are random, and the
+depends on its power draw, which is lower for constant operands: so they are random there, and the
 median counts, not the best.
 """
 

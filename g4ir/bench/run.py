@@ -67,9 +67,10 @@ def run_bench(
     report of each workload.
 
     workloads: from `plan_workload`. rounds: at least 2, each runner takes its turn in each
-    (A-B-A-B). warmup: requests of each runner before the rounds, after the one whose outputs are
-    compared. checkpoint: what baselines load if the engine does not refer to one. draft: source of
-    drafts that are measured after the rounds, on one sequence of the first engine.
+    (A-B-A-B). warmup: requests of each runner before the rounds, in addition to its first one and
+    the one whose outputs are compared. checkpoint: what baselines load if the engine does not refer
+    to one. draft: source of drafts that are measured after the rounds, on one sequence of the first
+    engine.
 
     Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
     report marks their speeds void.

@@ -145,8 +145,9 @@ def export(
 
 
 def _checked_dtype(out: Path, format: str, dtype: str | None) -> str:
-    """Return the requested dtype, "" for the model's own; InputError for options that the format
-    does not support, and for a directory that is not empty."""
+    """Return the requested dtype; by default "" (the model's own), or BF16 for a GGUF file.
+    InputError for a dtype that the format does not support, and for a directory that is not
+    empty."""
     if format == HF:
         check_empty(out)
         return find_dtype(dtype, DTYPES) if dtype else ""

@@ -40,8 +40,8 @@ def module(
     random_weights: int | None = None,
 ) -> Any:
     """Return the text model as a transformers nn.Module: `module(input_ids, labels=None)` returns
-    `.logits` and `.loss`; of an encoder `module(input_ids, attention_mask=None)` returns
-    embeddings f32 [B, size]; padding is masked. `module.spec` is its spec. Quantised weights are
+    `.logits` and `.loss`; an encoder's `module(input_ids, attention_mask=None)` returns embeddings
+    f32 [B, size], with padding masked. `module.spec` is its spec. Quantised weights are
     dequantised.
 
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
@@ -96,8 +96,8 @@ def need_transformers(asked: str) -> None:
 
 @contextmanager
 def refusals_of_transformers(name: str) -> Iterator[None]:
-    """Convert transformers' errors about a config or checkpoint to InputError; its strict config
-    classes raise their own types."""
+    """Convert transformers' errors about a config or checkpoint to InputError; strict config
+    classes raise StrictDataclassError."""
     from huggingface_hub.errors import StrictDataclassError
 
     kinds = (OSError, ValueError, RuntimeError, KeyError, TypeError, StrictDataclassError)

@@ -108,8 +108,8 @@ class Sources:
 
 
 def find_sources(spec: Spec | None, o: BuildOptions, dry: bool) -> Sources:
-    """Locate the inputs of a build; without a spec, it is read from the checkpoint. Raises for
-    files that contradict each other or cannot be read."""
+    """Locate the inputs of a build; without a spec, it is read from the checkpoint. InputError or
+    SpecError for options or files that contradict each other or cannot be read."""
     _check_exclusive(spec, o)
     origin = _origin(spec, o)
     agreed = agreed_spec(spec, origin) if origin else spec

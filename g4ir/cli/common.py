@@ -44,7 +44,7 @@ DRAFT_TOKENS = 4
 MAX_THREADS = 1024
 #: setting -> kind of media that it applies to
 SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
-#: build options of an engine that is built on first use: those that have flags, those of --set
+#: build options of an engine that is built on first use: FIRST_USE have flags, the others --set
 FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
 FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
 

@@ -32,7 +32,7 @@ NOTE = (
 )
 #: formats with a smaller share of the weights' bytes are omitted
 LITTLE = 0.15
-#: fields of StepSize -> what a graph lacks that does not take them, for errors
+#: field of StepSize -> what a graph lacks if it does not take the field, for errors
 SIZES = {"prefill_chunk": "chunks", "batch": "batch", "context": "cache"}
 
 

@@ -1,4 +1,4 @@
-"""`g4ir export`: a model as other programs read it."""
+"""`g4ir export`: writes a model in a format that other programs read."""
 
 from __future__ import annotations
 

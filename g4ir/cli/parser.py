@@ -14,7 +14,7 @@ from g4ir.spec.reader import did_you_mean
 
 from .verb import Flags, flag_of
 
-#: flags with one meaning but other names in other verbs
+#: flags that have the same meaning in different verbs
 ALIKE = (("--ctx", "--context", "--max-seq"), ("--batch", "--max-batch"))
 #: columns of --help
 WIDTH = 100
@@ -23,7 +23,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports wrong usage like any other error; options are never abbreviated, and
-    positional arguments may follow flags. `verb`: `module.Class` of this folder."""
+    positional arguments may follow flags. `verb`: `module.Class` of this package."""
 
     flags: Flags
 
@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the values of the flags on the command line; those of `--set` by name."""
+        """Return {field: value} of the flags on the command line, also of `--set NAME=VALUE`; a
+        backend's own settings are under `settings`. `--help` raises SystemExit(0)."""
         if {"-h", "--help"} & {*words}:
             print(self.format_help(), end="")
             raise SystemExit(0)

@@ -151,7 +151,7 @@ class Serve(Verb):
         return 0
 
     def slots(self) -> dict[str, Any]:
-        """Return the arguments of load_engine for adapters; empty or None without adapters."""
+        """Return the arguments of load_engine for adapters; its defaults without adapters."""
         adapters = self._adapters()
         slots, rank = self.adapter_slots, self.adapter_rank
         if self.adapter_dir and not (slots or rank):

@@ -153,9 +153,9 @@ class ResponseFormat(AnswerFormat):
 
 
 def _of_prompt(a: AnswerStream) -> list[dict[str, Any] | None]:
-    """Return for each token of a prompt its and the most likely tokens' log-probabilities, by token
-    id, in vLLM's format; None for the first token. The rank of a token that is not among the most
-    likely is None."""
+    """Return, for each token of a prompt, the log-probabilities of that token and of the most
+    likely ones, by token id, in vLLM's format; None for the first token. `rank` is None for a token
+    that is not among the most likely."""
 
     def entry_of(token: int, value: float, rank: int | None) -> dict[str, Any]:
         entry = a.entry(token, Logprobs(value, ()))

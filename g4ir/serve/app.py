@@ -190,7 +190,7 @@ class Server:
 
     def read_keys(self) -> int:
         """Read the key file (again), if there is one; return the number of keys. InputError if it
-        is wrong; then the keys stay as they were."""
+        is wrong, OSError if it cannot be read; then the keys stay as they were."""
         keys = read_keys(self.key_file) if self.key_file else {}
         default = self.key_limits
         both = (
@@ -277,8 +277,8 @@ class Server:
         return Starlette(routes=[*mounted, *routes], exception_handlers=handlers, middleware=around)
 
     def _count(self, path: str, status: int) -> None:
-        """Count a response by path ("other" unless a key of `handlers`) and status; 0, no response,
-        counts as 499."""
+        """Count a response by its path ("other" if that is no key of `handlers`) and its status
+        (499 if there was no response)."""
         path = path.removeprefix(self.root_path)
         label = path if path in self._paths else "other"
         self.metrics.responses.labels(label, str(status or 499)).inc()
@@ -537,8 +537,8 @@ class Server:
         self, request: Request, api: Api
     ) -> tuple[Body, Fields, Prompt | None, Requests]:
         """Read a body; return it, its fields, its conversation, if it has one, and the requests to
-        the engine. It is parsed in a thread (large bodies one at a time, to bound memory and time);
-        media in separate threads."""
+        the engine. The body is parsed in a thread (large bodies one at a time, to bound memory and
+        time), media are encoded in the threads of MediaQueue."""
         prompts, _ = self._ready()
         if api.content_type != JSON:
             self._check_origin(request)
@@ -780,7 +780,7 @@ class Running:
             try:
                 for answer, event in events:
                     chunks += self.format.chunks(answer, self._take(answer, event))
-            except Exception as e:  # raised after the chunks before it
+            except Exception as e:  # raised below, after the chunks before it were sent
                 error = e
             if chunks or time.monotonic() - spoke >= ALIVE_S:
                 yield chunks or None

@@ -21,7 +21,7 @@ from .rate_limits import KeyLimits
 JSON = "application/json"
 #: host names of this machine
 LOCAL = ("localhost",)
-#: paths that also accept Anthropic's key header
+#: prefixes of paths that also accept Anthropic's key header
 KEYED = ("/v1/messages", "/v1/models")
 #: prefixes of the paths that need a key
 GUARDED = ("/v1/", "/api/", "/metrics", "/tokenize", "/detokenize", "/render", "/server_info")
@@ -51,7 +51,7 @@ class Auth:
             keys |= {k.strip() for k in request.headers.getlist("x-api-key") if k.strip()}
             fix += ", or x-api-key: KEY"
         raw = keys.pop().encode() if len(keys) == 1 else b""
-        matches = [hmac.compare_digest(raw, key) for key in self.keys]  # all keys, in constant time
+        matches = [hmac.compare_digest(raw, key) for key in self.keys]  # no early exit
         if not any(matches):
             why = "two different keys were sent" if keys else "the API key is missing or wrong"
             headers = {"WWW-Authenticate": "Bearer"}

@@ -1,5 +1,5 @@
 """The embedding model of a server: requests take turns, a chunk of texts each, in a thread of lower
-priority, so that a request of thousands of texts delays neither others nor running answers."""
+priority, so that a request of thousands of texts delays neither other requests nor answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EmbeddingModel:
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine, self.embedder = name, engine, engine.embedder
-        _ = self.embedder.tokenizer  # raises for an engine without one
+        _ = self.embedder.tokenizer  # raises for an engine without a tokenizer
         self._thread = ThreadPoolExecutor(1, "g4ir-embed", lower_thread)
 
     @property

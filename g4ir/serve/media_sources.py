@@ -109,7 +109,8 @@ def _read_bytes(
     engine: Engine, media: Sequence[Medium], folder: MediaFolder, field: str
 ) -> list[tuple[Medium, bytes]]:
     """Return media with their bytes, in order. Refused for kinds that the engine does not support,
-    and for anything but a data URL or a file of the folder."""
+    InputError for anything but a data URL or a file of the folder, and for too many media or
+    bytes."""
     if len(media) > MAX_MEDIA:
         raise InputError(f"{field}: have {len(media)} media, at most {MAX_MEDIA} are read")
     for medium in media:

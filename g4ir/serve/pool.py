@@ -81,8 +81,8 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, model: PooledModel) -> AsyncIterator[WorkerHandle]:
-        """Context in which a model stays loaded; loads it first. Refused if it cannot be loaded, or
-        if too many requests are queued."""
+        """Context in which a model stays loaded; loads it first. Refused if it cannot be loaded, if
+        busy models block it for `wait_s` seconds, or if too many requests are queued."""
         if model.advice:
             raise later(503, "does_not_fit", f"model: {model.advice}; {self._loaded()}", 60)
         if sum(t.model is model for t in self.line) >= self.max_waiting:

@@ -37,7 +37,8 @@ SETTINGS = (
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
-    """Return a request's chat template options; `reasoning_effort` sets `enable_thinking`."""
+    """Return a request's chat template options; `reasoning_effort` sets `enable_thinking` unless
+    `chat_template_kwargs` does."""
     options = dict(fields.get("chat_template_kwargs", {}))
     if "reasoning_effort" in fields:
         options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
@@ -161,8 +162,8 @@ class Prompts:
         return allowed and BackgroundMask(allowed, allowed.named)
 
     def tokens(self, fields: Fields, prompt: Prompt | None, **more: Any) -> Requests:
-        """Return one request that serves only as a holder of token ids: of a conversation's prompt,
-        of the field `prompt`, or those of the field `tokens`."""
+        """Return one request, of which only the token ids are used: those of a conversation's
+        prompt, of the field `prompt`, or in the field `tokens`."""
         if prompt:
             return self.requests({**fields, "max_completion_tokens": 1}, prompt, **more)
         ids = fields["tokens"] if "tokens" in fields else self._ids(fields["prompt"], fields)

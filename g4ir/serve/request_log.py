@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-#: request ids of clients that are used as they are
+#: pattern of a client's request ids that are used unchanged; others are replaced
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 #: headers of the id: OpenAI's clients and proxies read the first, Anthropic's the second
 HEADERS = ("X-Request-Id", "request-id")

@@ -221,7 +221,7 @@ def _messages(value: Any, name: str) -> list[Any]:
     servers' fields for continuing a message."""
     messages: list[Any] = listed(MAX_MESSAGES, 1)(value, name)
     for i, message in enumerate(messages):
-        for key in ("prefix", "partial"):  # fields of DeepSeek and Mistral, of Kimi and Qwen
+        for key in ("prefix", "partial"):  # DeepSeek's and Mistral's field, Kimi's and Qwen's
             if isinstance(message, dict) and message.get(key):
                 text = f"messages[{i}].{key} is not supported: use continue_final_message"
                 raise Refused(400, text, param=name, code="not_supported")

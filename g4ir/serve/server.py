@@ -154,13 +154,13 @@ class ServerProcess(uvicorn.Server):
             logger.disabled = False
         if self.started:
             self.log(f"listening at {self.url}")
-            await run_in_threadpool(int)  # the first call of a thread imports modules
+            await run_in_threadpool(int)  # the thread pool's first call imports modules
             self.loading.start()
 
     def _not_listening(self, error: BaseException | None) -> InputError:
         where, fix = f"{self.address.host} port {self.address.port}", "another --host or --port"
         reason = str(error)
-        if isinstance(error, OSError) and error.errno:  # asyncio repeats the address
+        if isinstance(error, OSError) and error.errno:  # asyncio's message repeats the address
             reason = os.strerror(error.errno) if error.errno > 0 else str(error.strerror)
         return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 

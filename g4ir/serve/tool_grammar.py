@@ -1,9 +1,10 @@
 """Grammar of tool calls in the model's native format, from the JSON Schemas of the functions.
 
-The grammar is Lark text for llguidance. Keys are bare, strings are enclosed in the delimiter token,
-and there is no white space, so that each value has one spelling. Schemas are read by `read_schema`,
-which drops unsupported constraints. Undeclared keys are never generated if a schema declares keys;
-more than one member of a `oneOf` may match.
+The grammar is Lark text for llguidance. Keys are bare if they can be read back so, strings are
+enclosed in the delimiter token, and there is no white space, so that each value has one spelling.
+Schemas are read by `read_schema`, which drops unsupported constraints, or refuses strict schemas.
+Undeclared keys are never generated if a schema declares keys; more than one member of a `oneOf` may
+match.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class _Rules:
         return json.dumps(text, ensure_ascii=False)
 
     def key(self, name: str) -> str:
-        """Return the rule of a key, without delimiters if it can be read back."""
+        """Return the rule of a key, without delimiters if it can be read back without them."""
         return self.plain(f"{name}:") if is_bare_key(name) else f'{self.literal(name)} ":"'
 
     def literal(self, value: Any) -> str:

@@ -2,8 +2,8 @@
 https://specifications.freedesktop.org/basedir-spec; and access to environment variables for other
 modules.
 
-Files there are trusted and programs there are run, so a folder that other users own or may write to
-is refused.
+Files in these folders are trusted and programs are run, so a folder that other users own or may
+write to is refused.
 """
 
 from __future__ import annotations

@@ -367,8 +367,9 @@ function busy(is) {
   if (at === stop || at === document.body) text.focus();
 }
 
-// Generates an answer to the messages; returns false if it was stopped or failed before any text.
-// `answer`: view of the answer to continue; `replaces`: message of which it is a new version.
+// Generates an answer to the messages; returns false if it was stopped or failed before any text, or
+// if the tools are invalid. `answer`: view of the answer to continue; `replaces`: message of which
+// it is a new version.
 async function reply(answer = null, replaces = null) {
   const wrong = wrongTools();
   if (wrong) {

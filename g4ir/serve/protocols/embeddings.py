@@ -19,7 +19,7 @@ Body = dict[str, Any]
 
 #: maximum number of texts in a request: each has some kilobytes in the answer
 MAX_TEXTS = 8192
-#: scoring method of /v1/rerank, in its answer: similarity of embeddings, no cross-encoder
+#: scoring method that answers of /v1/rerank name, since it is no cross-encoder's score
 METHOD = "cosine similarity of embeddings"
 FLOAT, BASE64 = "float", "base64"
 #: fields of a body: its texts or documents, and the requested size

@@ -33,7 +33,7 @@ def read(original: Body) -> Translation:
 
 
 def count(original: Body) -> Translation:
-    """Translate a body of /v1/messages or count_tokens, which has no `max_tokens`, to chat
+    """Translate a body of /v1/messages, or of count_tokens (without `max_tokens`), to chat
     completions."""
     out = translated(Translation(original), "messages", CHANGES)
     out.names["tool_call_id"] = "tool_use_id"
@@ -50,7 +50,7 @@ def error_body(error: Refused) -> Body:
 
 def _system(out: Translation, value: Any, name: str) -> None:
     content = value if isinstance(value, str) else [*filter(None, _texts(value, name))]
-    if content:  # an empty message is no turn
+    if content:  # an empty system prompt adds no turn
         out.add(name, "system", content)
 
 

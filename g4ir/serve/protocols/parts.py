@@ -57,7 +57,7 @@ class PartsFormat(AnswerFormat, Protocol):
     """Format of one answer as parts: typed events open, fill and close each."""
 
     end: str = ""
-    #: first event of the open part
+    #: first event of the open part; None: no part is open
     part: ChatEvent | None = None
 
     @property
@@ -129,5 +129,5 @@ class JsonText:
         return str(json.loads(f'"{end[0]}"', strict=False))
 
     def remainder(self) -> str:
-        """Return the raw JSON if it does not begin such an object, else ""."""
+        """Return the raw JSON if it does not begin an object {"NAME": "..., else ""."""
         return "" if self._inside else self._raw

@@ -40,7 +40,7 @@ def read(original: Body) -> Translation:
 
 
 def _instructions(out: Translation, value: Any, name: str) -> None:
-    if text := schema.TEXT(value, name):  # an empty text is no turn
+    if text := schema.TEXT(value, name):  # empty instructions add no turn
         out.add(name, "system", text)
 
 
@@ -205,7 +205,7 @@ CHANGES |= {"tool_choice": _tool_choice, "reasoning": _effort, "include": _inclu
 
 
 TABLE = TABLES["responses"]
-#: item type -> id prefix, text events, and field of the text
+#: item type -> prefix of ids, stem of the names of its text events, field of the text
 TYPES: Mapping[str, list[str]] = TABLE["types"]
 #: kind of part -> its item (ITEM_OF), and the content part of that item (CONTENT_OF)
 ITEM_OF: Mapping[str, Body] = TABLE["items"]

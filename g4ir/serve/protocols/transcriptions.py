@@ -27,7 +27,8 @@ _PARAMETER = re.compile(r';\s*([\w-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))'
 
 
 def parse_multipart(raw: bytes, content_type: str) -> Body:
-    """Return the fields of a multipart form: a file as bytes, all others as text."""
+    """Return the fields of a multipart form: `file` as bytes, all others as text. Refused if the
+    form is malformed or has too many parts."""
     boundary = _parameter(content_type, "boundary")
     if not boundary:
         raise Refused(400, f"the Content-Type {MULTIPART} has no boundary")

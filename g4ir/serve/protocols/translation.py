@@ -35,7 +35,7 @@ class Translation:
     positions: list[str] = field(default_factory=list)
     #: chat field -> its name in the original
     names: dict[str, str] = field(default_factory=dict)
-    #: of each tool: its path in the original, and path within it in a chat -> in the original
+    #: of each tool: its path in the original, and path within a chat's tool -> within the original
     tools: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
     @property
@@ -57,7 +57,8 @@ class Translation:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Context manager that renames fields in errors to the original's."""
+        """Context manager that renames fields in errors to the original's; an InputError becomes
+        Refused (400)."""
         try:
             yield
         except Refused as e:
@@ -69,7 +70,7 @@ class Translation:
             raise Refused(400, text, param=match[0] if match else None) from None
 
     def renamed(self, text: str) -> str:
-        """Rename fields in an error message to the original's."""
+        """Return an error message in which the field at its start has the original's name."""
 
         def original(match: re.Match[str]) -> str:
             field, index, inner, name = match.groups()
