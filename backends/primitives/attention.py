@@ -121,8 +121,9 @@ def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
 
 
 def _mask(e: Emitter, k: Operand, positions: Operand, window: int, last: Operand | None) -> Operand:
-    """Return [B, 1, S, T] bool: causal, sliding-window mask of valid keys (rule 16). `last`
-    i32[B, S]: last visible position of each query, by default its own."""
+    """Return bool[B, 1, S, T]: causal, sliding-window mask of valid keys (rule 16). `k` i32[., T]:
+    positions of the keys, negative for empty slots; `last` i32[B, S]: last visible position of each
+    query, by default its own."""
     k = e.unsqueeze(k, 1)
     query = e.unsqueeze(e.cast(positions, "i32"), 2)
     limit = query if last is None else e.unsqueeze(last, 2)

@@ -114,7 +114,8 @@ def _context(n: Node, t: int) -> torch.Tensor:
 
 
 def _seen(net: Network, n: Node, mask: Value) -> Operand:
-    """Return bool[B, 1, blocks, chunk, width]: frames of audio within the window of each query."""
+    """Return bool[B, 1, blocks, chunk, width]: which frames each query attends to: valid (not
+    padding) and within its window."""
     e, x = net.e, net.operand(mask)
     t, chunk, past = int(x.shape[1]), n.integer("chunk"), n.integer("left") - 1
     at = _context(n, t)

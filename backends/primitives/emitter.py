@@ -156,8 +156,8 @@ class Emitter(ABC):
 
     def dequantize(self, codes: Operand, scales: Operand, axis: int, dtype: str) -> Operand:
         """Return codes * scales, rounded once. Both are params; scales [.., G, ..] have the
-        result's shape except on `axis`, with one scale per group. 4-bit codes are two's complement,
-        the first in the low half of a byte."""
+        result's shape except on `axis`, with one scale per group. 4-bit codes must be two's
+        complement (`by_columns`), the first in the low half of a byte."""
         last = int(codes.shape[-1]) * PACKED[codes.dtype]
         t = Type(dtype, (*codes.shape[:-1], last))
         pairs = [*zip(t.shape, scales.shape, strict=True)]
@@ -167,9 +167,10 @@ class Emitter(ABC):
         return self._dequantize(codes, scales, axis, t)
 
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
-        """For weights with one scale per row, on targets whose matmuls take no codes with such
-        scales: return the codes times a power of two (distinct per reader), and the factor by which
-        the row scales, applied to the matmul's output, are multiplied. None on other targets."""
+        """For a weight with one scale per row, on targets that do not fuse such scales with a
+        matmul: return the codes times a power of two (distinct per reader), and the factor that
+        undoes it; the caller multiplies the matmul's output by row scale and factor. None on other
+        targets."""
         return None
 
     def bits(self, codes: Operand) -> Operand:
@@ -195,7 +196,7 @@ class Emitter(ABC):
     # --- layout -------------------------------------------------------------------------------
 
     def reshape(self, x: Operand, *shape: Dim) -> Operand:
-        """Change the shape; named dims keep their axis, except for at most one."""
+        """Change the shape; at most one named (dynamic) dim may be on another axis than before."""
         moved = [
             i
             for i, d in enumerate(shape)
@@ -262,8 +263,8 @@ class Emitter(ABC):
         return self._gather(x, index, axis, x.type.with_shape(*shape))
 
     def stack(self, x: Operand) -> Operand:
-        """Return stacked weights [E, ..] as an operand of a batched matmul; as they are unless the
-        target overrides it."""
+        """Return stacked weights [E, ..] as an operand of a batched matmul; here unchanged, a
+        target may need another form."""
         return x
 
     def gather_rows(self, x: Operand, index: Operand) -> Operand:
@@ -273,7 +274,8 @@ class Emitter(ABC):
         return self._gather_rows(x, index, x.type.with_shape(*index.shape, *x.shape[2:]))
 
     def append(self, cache: Operand, new: Operand, start: Operand) -> Operand:
-        """Return cache [B,n,M,d] with cache[b, :, start[b] + s] = new[b, :, s]; M fits all s."""
+        """Return cache [B,n,M,d] with cache[b, :, start[b] + s] = new[b, :, s]; start[b] + s must
+        be below M."""
         b, n, _, d = cache.shape
         fits = new.rank == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (b, n, d)
         fits = fits and new.dtype == cache.dtype and start.shape == (b,)
@@ -304,7 +306,8 @@ class Emitter(ABC):
     def when_one(
         self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
     ) -> Operand:
-        """Return `then` where the axis of x has one entry, else `otherwise`; both have one type."""
+        """Return the result of `then` if the axis of x has one entry at run time, else that of
+        `otherwise`; both must have the same type."""
 
     # --- implemented by targets: checked operands, and the output type -----------
 

@@ -23,10 +23,10 @@ from g4ir.passes.fuse_cache_write import fuse_cache_write
 
 from .network import ROWS
 
-#: graphs of which the first that a program has becomes the network; and all text graphs: those that
-#: are not named here are towers
 MEDIA = "prefill_media"
+#: graphs of which the first that a program has becomes the network
 PREFILL = (ENCODE, MEDIA, "prefill")
+#: all graphs that are not towers
 TEXT = ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA, ENCODE)
 
 
@@ -84,8 +84,8 @@ def tower_graphs(program: Program) -> dict[str, Graph]:
 
 
 def _old_caches(g: Graph, n: Node) -> tuple[Value, ...]:
-    """Return an attention's caches as they are before its chunk is written; () if it reads none or
-    no chunk."""
+    """Return the caches of an attention that reads them as they are before its chunk is written,
+    and the chunk separately; () for all other nodes."""
     old = n.definition.cache_range and n.chunk and all(v in g.state for v in n.caches)
     return n.caches if old else ()
 

@@ -1,6 +1,6 @@
 """Lowers ops to tensor primitives (rule N: docs/semantics.md); ops without an entry are lowered by
-their expansion. Rounds like the ops' references: casts to fp32 and back, every other primitive
-rounds to its dtype."""
+their expansion. Rounds like the ops' references: each primitive rounds to its operands' dtype, and
+what a reference computes in fp32 stands between casts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _clip(net: Network, n: Node, x: Operand, low: Operand, high: Operand) -> Ope
 
 
 def _limit(net: Network, n: Node, x: Operand) -> Operand:
-    """Clamp x, also if `bound` exceeds the dtype's range."""
+    """Clamp x to +-`most`, or to the dtype's largest finite value if that is smaller."""
     bound = min(n.number("most"), -attention.lowest_finite(x.dtype))
     return net.e.binary("min", net.e.binary("max", x, -bound), bound)
 
@@ -83,8 +83,8 @@ def _row_start(net: Network, n: Node, positions: Operand) -> Operand:
 
 
 def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Operand:
-    """Return the RMS norm, computed in fp32, rounded once (rule 10). Norms of one value share its
-    reciprocal RMS."""
+    """Return the RMS norm, computed in fp32, rounded once (rule 10). Norms of one value with equal
+    eps share its product with the reciprocal RMS."""
     e, eps = net.e, n.number("eps")
     h = net.once(f"normed {eps}", x, lambda: normed(e, e.cast(x, "f32"), eps))
     return weighed(e, h, w, x.dtype)
@@ -161,8 +161,9 @@ LOWERINGS: Mapping[str, Lowering] = {
     "unstack_layers": _unstack_layers,
 }
 
-#: ops outside of networks: embedding tables are gathered outside, values that depend on weights
-#: only are computed at build, caches have the engine's dtype, and adapters are added at load
+#: ops that no network contains: embedding tables are gathered outside, values that depend on
+#: weights only are computed at build, caches have the engine's dtype, activations are not
+#: quantised, and LoRA adapters are added to graphs after a build, which networks do not support
 OUTSIDE = frozenset(
     {
         *("embedding", "embedding_quantized", "embedding_tiles", "relative_keys"),

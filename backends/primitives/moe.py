@@ -38,9 +38,10 @@ def experts(
     *,
     mode: str = "auto",
 ) -> Operand:
-    """Return the experts' weighted sum. The chosen weights are gathered per token, which moves
-    their bytes three times, so for single tokens only; else all experts multiply all tokens.
-    `mode`: gather, all, or auto, by the number of tokens."""
+    """Return the experts' weighted sum. For single tokens the chosen experts' weights are gathered,
+    which moves their bytes three times; else all experts multiply all tokens. `mode`: gather, all,
+    or auto, by the number of tokens. `first`: index of this rank's first expert (expert
+    parallelism)."""
     e, act, both = net.e, n.word("act"), (gate_up, down)
     if first is not None:
         weights, index = local_choices(e, weights, index, first, int(gate_up.shape[0]))
@@ -67,8 +68,8 @@ def experts(
 def local_choices(
     e: Emitter, weights: Operand, index: Operand, first: Operand, count: int
 ) -> tuple[Operand, Operand]:
-    """Map choices to the local experts first .. first + count - 1; choices of other ranks' experts
-    get weight 0 and a valid index."""
+    """Convert indices of all experts to those of the local experts, first .. first + count - 1;
+    choices of other ranks' experts get weight 0 and index 0."""
     index = e.binary("sub", index, e.unsqueeze(first, 1, 2))
     local = e.binary("and", e.binary("gt", index, -1), e.binary("lt", index, count))
     return e.where(local, weights, 0.0), e.where(local, index, 0)

@@ -37,7 +37,7 @@ from .emitter import Emitter, Operand
 FULL = "C"
 SLOTS = "slots"
 TURNED = "turned"
-#: input i64[B,S] for bidirectional image attention: equal within an image, else NO_BLOCK
+#: input i64[B,S] for bidirectional image attention: equal within an image, NO_BLOCK outside images
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
 #: input i64[B,R] of a network that also serves verification steps: indices of the tokens in the
 #: chunk whose logits are returned

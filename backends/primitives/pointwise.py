@@ -91,7 +91,8 @@ def _one_more(e: Emitter, h: Operand) -> Operand:
 
 
 def softplus(e: Emitter, x: Operand) -> Operand:
-    """Return log(1 + exp(x)) in fp32, rounded once; large x bypass the exponential."""
+    """Return log(1 + exp(x)) as max(x, 0) + log(1 + exp(-|x|)), which does not overflow, in fp32,
+    rounded once."""
 
     def f(h: Operand) -> Operand:
         size = e.binary("max", h, e.unary("neg", h))

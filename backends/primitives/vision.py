@@ -15,8 +15,8 @@ from .emitter import Emitter, Operand
 from .network import Network
 from .pointwise import weight_like
 
-#: maximum attention scores of a tower at a time: queries are processed in parts, so that 10080
-#: patches (16 heads, 1.6 * 10^9 scores) need no more memory than 2520
+#: maximum attention scores of a tower at a time: queries are processed in blocks, so that 10080
+#: patches (16 heads, 1.6 * 10^9 scores) need about as much memory as 2520
 SCORES = 1 << 26
 
 
@@ -138,7 +138,8 @@ def attend_in_blocks(
 
 
 def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Operand:
-    """Average-pool patches to soft tokens by a matmul in fp32."""
+    """Average-pool patches to soft tokens by a matmul in fp32, rounded to x's dtype, then multiply
+    by `root` in fp32."""
     e, k = net.e, n.integer("k")
     count = int(n.out.type.shape[1])
     column, row = (e.binary("max", _coordinate(e, positions, i), 0) for i in (0, 1))

@@ -17,8 +17,8 @@ from .network import Network
 
 
 def dequantize_at_build(g: Graph, keeps_codes: Callable[[Graph, Node], bool]) -> Graph:
-    """Return the graph with quantised weights dequantised at build time, except where
-    `keeps_codes` is true."""
+    """Return the graph with quantised weights dequantised at build time, except those for whose
+    `dequantize` node `keeps_codes(graph, node)` is true."""
     nodes = (
         n if n.op != "dequantize" or keeps_codes(g, n) else replace(n, op="dense") for n in g.nodes
     )
@@ -100,8 +100,9 @@ def read_weight(e: Emitter, w: Operand, reader: int = 0) -> Weight:
 
 
 def gathered_weight(net: Network, w: Operand, index: Operand) -> Weight:
-    """Gather entries of a weight's first axis (experts): codes before they are dequantised, unless
-    the target fuses a gather after the dequantisation."""
+    """Gather entries of a weight's first axis (experts). A quantised weight's codes are gathered
+    before they are dequantised, unless the target fuses dequantisation and gather
+    (`gathers_codes`)."""
     e = net.e
     if isinstance(w, QuantizedWeight) and e.gathers_codes:
         axis = index.rank + w.rank - (3 if w.columns else 2)
@@ -133,7 +134,7 @@ def gather_dequantized(
     signed: int = 0,
 ) -> Operand:
     """Gather entries of the codes' first axis and dequantise them, rounded once. Scales are grouped
-    along `axis` of the result; 4-bit codes are stored + 8 after an XOR with `signed`."""
+    along `axis` of the result. `signed`: XOR that converts bytes of 4-bit codes to code + 8."""
     e = net.e
     values = _gather_values(net, codes, index, signed)
     factors = e.cast(e.gather(scales, index, 0), "f32")
