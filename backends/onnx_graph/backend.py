@@ -55,8 +55,8 @@ class OnnxBackend(Backend):
         return (partial(require, *NEEDS),)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs whose quantised weights are column-major, as onnxruntime requires;
-        embedding tables stay row-major."""
+        """Return graphs whose quantised weights are int8, int4 or fp8, and column-major, since
+        onnxruntime fuses only such weights with matmuls; embedding tables stay row-major."""
         return program.map(simplify_formats).map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A program as ONNX files in an engine directory.
 
-model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
+model.onnx      one network for prefill and decode (a decode step is a chunk of one token), or the
+                graph of an encoder
 draft.onnx      a step of the draft model, if there is one
 embed.onnx      token ids -> the embeddings that model.onnx takes; g4ir itself gathers them from
                 the tables
@@ -89,7 +90,7 @@ class NullStorage:
 
 
 def models(program: Program, limits: Limits, storage: Any) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Yield (file name, model), the network of prefill and decode first."""
+    """Yield (file name, model), MODEL first. `storage`: Directory, or NullStorage without files."""
     kind = ENCODE if ENCODE in program.graphs else "network"
     yield MODEL, _model(kind, network_graph(program), limits, storage)
     yield EMBED, _model("embed", program.graphs["embed"], limits, storage)
