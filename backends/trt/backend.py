@@ -203,10 +203,10 @@ class TrtBackend(Backend):
 
 
 def takes_codes(g: Graph, n: Node, fp4: bool = False) -> bool:
-    """Whether a weight stays quantised in TensorRT: 8 bits with per-row scales in the engine's
-    dtype, 4 bits with group scales, or matrices of `fp4` with per-row scales. The small gates
-    of per-layer embeddings are dequantised: otherwise their activation is not fused with the kernel
-    before it."""
+    """Whether the weight of a `dequantize` node stays quantised in TensorRT: 8 bits with per-row
+    scales in the engine's dtype, int4, or, if `fp4`, matrices in that format with per-row scales.
+    The small gates of per-layer embeddings are dequantised (unless in fp4): otherwise their
+    activation is not fused with the kernel before it."""
     codes, scales = n["codes"].type, n["scales"].type
     one = scales.shape[-1] == 1
     if fp4 and codes.dtype == "f4" and codes.rank == 2 and one:

@@ -110,9 +110,9 @@ def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER)
 
 
 def _aim(trt: Any, config: Any, target: Target) -> None:
-    """Set the target's compute capability; without one, engines are portable. Steps must not
-    allocate, so that they can be captured as CUDA graphs. One stream only: few kernels of a chunk
-    could run concurrently, and would need more scratch memory."""
+    """Set the compute capability of a target that has only one; engines for several are portable.
+    Steps must not allocate, so that they can be captured as CUDA graphs. One stream only: few
+    kernels of a chunk could run concurrently, and would need more scratch memory."""
     config.max_aux_streams = 0
     config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if len(target.capabilities) == 1:
@@ -165,8 +165,8 @@ HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks built one after another, repeated for each rank; the first
-    is the text model's."""
+    """Return the estimate for networks that are built one after another, and again for each rank:
+    the maximum over them. The first graph must be the text model's."""
     host, device = max(map(_host_bytes, graphs)), max(map(weight_bytes, graphs)) + MIN_WORKSPACE
     return Estimate(host, device, any(v.type.dtype == INT4 for v in graphs[0].params))
 

@@ -60,8 +60,9 @@ def _kernels(log: str) -> list[list[Kernel]]:
 
 
 def _copied_bytes(kernels: Sequence[Kernel], caches: Collection[str]) -> int:
-    """Count the bytes written by kernels that copy a cache or a part of one: they read only a cache
-    or such a copy, and are no matmuls. Unknown dims count as one."""
+    """Count the bytes written by kernels that copy a cache or a part of one: generated kernels
+    (`kgen`) that read only a cache or such a copy, and are no scatter or attention. Unknown dims
+    count as one."""
     sources, total = {*caches, *(f"{c}.next" for c in caches)}, 0
     for name, kind, inputs, outputs in kernels:
         read = {tensor for tensor, _, _ in TENSOR.findall(inputs)}
@@ -80,8 +81,8 @@ def _copied_bytes(kernels: Sequence[Kernel], caches: Collection[str]) -> int:
 def compiled(
     log: str, profiles: Sequence[str], caches: Collection[str]
 ) -> dict[str, CompiledProfile]:
-    """Return the cost of each profile, from the log of one build; `caches`: names of the network's
-    inputs. ValueError if the log does not list the kernels of every profile."""
+    """Return the cost of each profile, from the log of one build; `caches`: names of the KV caches
+    among the network's inputs. ValueError if the log does not list the kernels of every profile."""
     kernels, scratch = _kernels(log), [int(n) for n in SCRATCH.findall(log)]
     names = [*profiles] or ["static"]
     if len(kernels) != len(names) or len(scratch) != len(names):

@@ -54,9 +54,11 @@ class Dialect(OnnxEmitter):
 
     def __init__(self, storage: Any) -> None:
         super().__init__(storage)
-        #: dequantised 4-bit weight -> its codes; codes whose entries are gathered
+        #: name of a dequantised 4-bit weight -> name of its codes
         self._codes: dict[str, str] = {}
+        #: names of codes whose entries are gathered
         self._gathered: set[str] = set()
+        #: the first i64 input, for `_index_range`
         self._integers: Operand | None = None
 
     def input(self, name: str, t: Type) -> Operand:
@@ -196,8 +198,8 @@ class Dialect(OnnxEmitter):
 def emitted(
     graph: Graph, limits: Limits, storage: Any, settings: Mapping[str, str]
 ) -> tuple[Dialect, list[str]]:
-    """Return a graph (primitives/graph.py) in the dialect, and notes for the user. LowerError names
-    the op and the value."""
+    """Return the emitter that holds a graph (primitives/graph.py) in the dialect, and notes for the
+    user. LowerError names the op and the value."""
     e, attention = Dialect(storage), settings["attention"]
     how = lowerings(attention_by_head_size(graph) if attention == AUTO else attention)
     net = Network(e, graph, limits, how)

@@ -80,16 +80,16 @@ def block_rows(chunk: int, top_k: int, count: int) -> int:
 
 
 def sorted_rows(chunk: int, top_k: int, count: int) -> int:
-    """Count the tokens of all blocks of a chunk: one block per expert, and the most spare
-    blocks."""
+    """Count the tokens of all blocks of a chunk: one block per expert, and the maximum number of
+    spare blocks."""
     capacity = block_rows(chunk, top_k, count)
     return capacity * (count + chunk * top_k // capacity)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Indices [B,N,R] of the tokens of N blocks of R, padded with 0; and the weights of each block
-    (gate_up, down)."""
+    """Indices [B,N,R] of the tokens of N blocks of R, padded with 0; and the weights of each
+    block's expert: `first` gate_up, `second` down."""
 
     tokens: Operand
     first: Weight
@@ -118,7 +118,8 @@ class Sorted:
         spare = e.cast(e.binary("max", spare, 0.0), "i32")
         spare = e.cast(e.binary("floor_div", spare, capacity), "f32")
         smaller = e.constant(torch.ones(1, count, count).triu(1))
-        #: [B,1,E]: spare blocks of the experts before it, and with it
+        #: [B,1,E]: number of spare blocks of the experts before this one (`start`), and including
+        #: this one (`end`)
         self.start = e.matmul(spare, smaller)
         self.end = e.add(self.start, spare)
 
@@ -187,8 +188,8 @@ class Sorted:
 
 
 def _token_positions(net: Network, chunk: int) -> tuple[Operand, Operand]:
-    """Return f32[1,S]: the index of each token of a chunk after the first, from 0 on; and
-    f32[1,S,S]: 1 where the token of the last dim is before the other."""
+    """Return f32[1,S]: the indices 0, 1, ... of a chunk's tokens after its first one; and
+    f32[1,S,S]: 1 if the token of the last dim is before that of the middle dim, else 0."""
     e = net.e
     at = e.slice(net.env["positions"], 0, 0, 1)
     position = e.sub(e.block(at, 1, 1, chunk - 1), e.add(e.slice(at, 1, 0, 1), 1))

@@ -133,7 +133,7 @@ def gpu_capability() -> tuple[int, ...]:
 
 def logger(trt: Any, file: Path | None = None) -> Any:
     """Return an ILogger that keeps errors and writes every message to `file` as it comes. TensorRT
-    keeps the first logger of a process: one is for all networks of a build."""
+    keeps the first logger of a process, so all networks of a build share one."""
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
@@ -223,7 +223,7 @@ def stream_writer(trt: Any, file: IO[bytes]) -> Any:
     return Writer()
 
 
-# --- the machine ------------------------------------------------------------------------------
+# --- communicator, capture, stream, host ------------------------------------------------------
 
 #: type name of the PyCapsule; must outlive the capsule
 HANDLE = b"ncclComm_t"

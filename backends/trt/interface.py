@@ -134,7 +134,7 @@ def spans(limits: Limits) -> tuple[int, ...]:
 
 def phases_of(g: Graph) -> tuple[str, ...]:
     """Return the phases for which a network has profiles: the graph's name for a draft step (which
-    only reads caches) or an encoder (which has none); none for a tower."""
+    only reads caches) or an encoder (which has no caches); none for a tower."""
     if g.name in (DRAFT, ENCODE):
         return (g.name,)
     names = {v.name for v in g.inputs}

@@ -24,7 +24,7 @@ from .experts import experts
 
 # --- attention in separate layers -------------------------------------------------------------
 
-#: bytes of an attention score: once in the network's dtype and once in fp32
+#: bytes of an attention score: once in bf16 and once in fp32
 BYTES_PER_SCORE = 6
 #: maximum bytes of scores at a time: queries are computed in blocks within this limit
 MAX_SCORE_BYTES = 2 << 30
@@ -195,8 +195,8 @@ def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
 
 def _has_readers(w: Operand) -> bool:
     """Whether several matmuls may share a weight. For quantised weights the builder would
-    materialise a dense copy, unless each reader has its own scale (weights.py); not for 4 bits,
-    where two readers crashed the builder (SIGSEGV)."""
+    materialise a dense copy, unless each reader has its own scale (weights.py). False for 4-bit
+    ones (the column-major ones here): two readers crashed the builder (SIGSEGV)."""
     return not isinstance(w, weights.QuantizedWeight) or not w.columns
 
 
