@@ -68,9 +68,9 @@ def engine_folder(model: str, config: EngineConfig) -> Path:
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of `--additional-config`: size of the prefix cache in bytes; steps in which a
-    smaller batch bucket suffices before the batch shrinks; whether to run native code that this
-    user did not build on this machine (`g4ir run --trust`)."""
+    """Settings of `--additional-config`. `prefix_bytes`: size of the prefix cache; `patience`:
+    steps in which a smaller batch bucket suffices before the batch shrinks; `trust`: whether to run
+    native code that this user did not build on this machine (`g4ir run --trust`)."""
 
     prefix_bytes: int | None = None
     patience: int = 16

@@ -48,7 +48,7 @@ from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 
 #: maximum and minimum tokens of the texts; tokens of a window, without <bos>
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
-#: name of the text that comes with the package
+#: name of the text that comes with the package, and its file
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
 #: folder of quantised layers, in the cache
 FOLDER = "calibration"
@@ -187,7 +187,7 @@ class Stages:
 
 
 class InputProducts:
-    """Sums of outer products of the inputs of matmuls; weights that read one value share one."""
+    """Sums of outer products of the inputs of matmuls; weights with the same input share a sum."""
 
     def __init__(self, weights: Iterable[str]) -> None:
         self.weights = frozenset(weights)

@@ -3,8 +3,8 @@ model, or a variant.
 
 `NAME-HASH` is an engine directory, and `NAME-HASH.json` its record, which is also its lock file:
 exclusive while it is built or removed, shared while a process uses it. The record's mtime is the
-last use. The hash covers the weights' identity, the options, and the versions of g4ir and the
-compilers. Engines with equal weight files share them by hard links.
+last use. The hash covers spec, weights' identity, options, the versions of g4ir and of the
+backend's packages, and the machine. Engines with equal weight files share them by hard links.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def refusals_of_transformers(name: str) -> Iterator[None]:
 
 
 def load_published(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM") -> Any:
-    """Return a checkpoint as a class of transformers loads it, in eval mode."""
+    """Load a checkpoint directory with the transformers class `kind`; return the model in eval
+    mode. InputError if transformers refuses it."""
     import transformers
     from transformers.utils import logging
 
@@ -213,7 +214,7 @@ class EncoderModule(torch.nn.Module):
         model.dense = torch.nn.ModuleList(torch.nn.ModuleDict({"linear": x}) for x in layers)
 
     def get_decoder(self) -> Any:
-        """Return the layers' model, under transformers' name for it."""
+        """Return the text model; transformers' models have it under this name."""
         return self.model
 
     def get_output_embeddings(self) -> None:

@@ -1,5 +1,5 @@
 """Worker loop of ranks above 0: execute the calls that rank 0 sends (engine/ranks.py) until it
-ends."""
+closes the group."""
 
 from __future__ import annotations
 

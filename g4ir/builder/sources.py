@@ -67,7 +67,8 @@ class Sources:
     side_files: Future[Mapping[str, bytes]]
 
     def absent(self) -> list[Callable[[], object]]:
-        """Return checks that raise if weights are not in the local hub cache."""
+        """Return a check for each model whose weights are not in the local hub cache; it raises
+        with the command that downloads them."""
         checks: list[Callable[[], object]] = []
         if self.seed is None and self.origin is None:
             checks.append(partial(need_snapshot, self.spec))
@@ -248,7 +249,7 @@ def _begin(function: Callable[[], Mapping[str, bytes]]) -> Future[Mapping[str, b
 
 def checked_side_files(spec: Spec, origin: Origin, indexed: bool = False) -> dict[str, bytes]:
     """Return a checkpoint's side files by name (tokenizer, configs), with the tokenizer's index if
-    `indexed`; an error if one is invalid."""
+    `indexed`; raises if one is invalid."""
     side, index = origin.side_files(), None
     if TOKENIZER in side and indexed:
         index = index_file(side[TOKENIZER], spec.text.vocab_size)

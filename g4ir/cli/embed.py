@@ -140,7 +140,8 @@ def _write(path: Path, parts: Iterator[Any], shape: tuple[int, int]) -> None:
 
 
 def _lines(texts: list[Any], rows: list[list[float]]) -> Iterator[str]:
-    """Yield a line per text: the start of its embedding, and its similarity to the first text."""
+    """Yield a line per text: the start of its embedding, and from the second text on its similarity
+    to the first."""
     for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
         start = " ".join(f"{x:+.4f}" for x in row[:PREVIEW])
         text = text[text["type"]] if isinstance(text, dict) else str(text)

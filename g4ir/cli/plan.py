@@ -24,7 +24,7 @@ from .models import Model, named_model, without_quant
 from .verb import ANY_MODEL, PRESET, Counts, Verb, argument, flag, flag_of, json_flag, options
 
 ALL = "all"
-#: a smaller --gpu size in bytes is taken for one without its unit
+#: a smaller --gpu size is refused, since its unit is probably missing
 MIN_GPU_BYTES = 1 << 20
 
 

@@ -183,7 +183,8 @@ class Serve(Verb):
         return parse_pairs(self.adapter, "--adapter", "NAME=DIR")
 
     def _adapter_folders(self) -> tuple[Path, ...]:
-        """Return the folders below which clients may load adapters."""
+        """Return the folders below which clients may load adapters; InputError for adapters with
+        several models."""
         folders = [Adapter.of(path).path.parent for path in self._adapters().values()]
         if len(self.models) > 1 and any(self.slots().values()):
             raise InputError("--adapter is for one model; start a server for each")

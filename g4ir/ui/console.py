@@ -164,8 +164,8 @@ class _Warnings(logging.Handler):
 
 @contextlib.contextmanager
 def logs() -> Iterator[None]:
-    """Context that prints the package's warnings on stderr, except those on legal specs:
-    `spec_warnings` enables these in verbs that read a spec."""
+    """Context that prints the package's warnings on stderr, except those about valid specs
+    (SPEC_RULES), which `spec_warnings` enables in verbs that read a spec."""
     logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
     use_format(None)
@@ -224,7 +224,7 @@ def endings() -> contextlib.AbstractContextManager[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without waiting for threads of libraries."""
+    """Flush the output and exit, without waiting for threads of libraries."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

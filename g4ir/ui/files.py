@@ -67,7 +67,7 @@ def _new_path(parent: Path, prefix: str) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free disk space where a path is, or will be, bytes."""
+    """Return the free bytes of the disk on which a path is, or will be."""
     above = (p for p in path.absolute().parents if p.is_dir())
     return shutil.disk_usage(next(above)).free
 

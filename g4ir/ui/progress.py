@@ -12,5 +12,5 @@ def no_progress(message: str) -> None:
 
 
 def prefixed(progress: Progress, stage: str) -> Progress:
-    """Return a progress whose messages begin with the stage."""
+    """Return a callback that passes messages on to `progress`, with `stage: ` before each."""
     return lambda message: progress(f"{stage}: {message}")

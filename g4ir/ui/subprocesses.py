@@ -6,7 +6,7 @@ import sys
 
 
 def python(module: str, call: str) -> list[str]:
-    """Return the command line of a process that calls a function of a module: `serve(3)`.
+    """Return the command line of a process that makes a call of a module, such as `serve(3)`.
 
     Modules are found on this process's path: `python -m` would look in the current directory first,
     which may contain files of other users.

@@ -26,7 +26,7 @@ COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 def configure_openmp(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set OpenMP's wait policy, and its number of threads if a CPU quota grants fewer cores than
     are visible; hold libraries to the instruction set of `G4IR_ISA`. The user's own variables win.
-    No effect after torch is loaded: OpenMP reads them then."""
+    No effect after torch is loaded: OpenMP reads its variables then."""
     if "torch" in sys.modules:
         return
     hold_libraries(environ)
