@@ -24,8 +24,8 @@ PATIENCE_S = 0.02
 #: CPU seconds of one mask: beyond LOW_S its thread gets a low priority, beyond MAX_S its sequence
 #: fails
 LOW_S, MAX_S = 0.1, 1.0
-#: niceness of a low-priority thread: about a tenth of a normal thread's CPU time. Not less, since
-#: a thread that waits for its CPU time while it holds the GIL stalls all others
+#: niceness of a low-priority thread, which gets about a tenth of a normal thread's CPU time. With
+#: less it would stall all others for longer while it holds the GIL
 NICE = 10
 
 
@@ -38,8 +38,8 @@ def lower_priority(thread: int) -> None:
 
 
 class LogitsMask(Protocol):
-    """The tokens allowed at the next position of one sequence, called before each sampling step;
-    for example a grammar. The sampler of each sequence makes a shallow copy (`copy.copy`)."""
+    """Restricts the next token of one sequence, for example to a grammar; called before each
+    sampling step. The sampler of each sequence makes a shallow copy (`copy.copy`)."""
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return the tokens allowed after the `generated` ones: booleans [vocab], or int32 words

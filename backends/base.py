@@ -129,8 +129,8 @@ class Runtime(Protocol):
     def new_state(self, batch: int) -> State: ...
 
     def run(self, step: GraphRun, state: Any) -> Tensors | None:
-        """Run one graph and update the caches in place. Return its outputs, of a decoder's step
-        `logits` [B, 1 or S, vocab]; None unless `step.logits`."""
+        """Run one graph and update the caches in place. Return its outputs (of a decoder's graphs
+        `logits` [B, 1 or S, vocab]); None unless `step.logits`."""
 
     def embed(self, tokens: torch.Tensor, tables: Mapping[str, Any]) -> Tensors | None:
         """Return the outputs of the embed graph for a few tokens i64[B,S], from its `tables`; None:
@@ -138,7 +138,7 @@ class Runtime(Protocol):
         return None
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
-        """Run the graph `tower` of an image or audio tower; return its soft tokens
+        """Run the graph of the image or audio tower `tower`; return its soft tokens
         [1, N, hidden]."""
 
     def token_loop(
@@ -235,8 +235,9 @@ class Backend(PlannedBackend, ABC):
         return {}
 
     def machine(self, device: str) -> str:
-        """Return the instruction set of this machine for which files are compiled, "ARCHITECTURE
-        FLAG,FLAG..."; machines without it refuse the engine. "any": nothing native is compiled."""
+        """Return the instruction set of compiled files as words, the last of which lists flags:
+        "cuda sm_90". An engine is refused where the other words differ or a flag is missing. "any":
+        engines load on all machines."""
         return "any"
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:

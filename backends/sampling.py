@@ -2,9 +2,9 @@
 
 The order: biases, suppressed tokens and the logits mask; penalties; temperature; min_p; top_k;
 top_p; the draw. Reported log-probabilities are those of the raw logits. The draw's random number is
-a function of the sequence's seed and the token's index in the answer, so a text depends neither on
-the rest of the batch, nor on speculative decoding, nor on whether the host or the device
-samples.
+a function of the sequence's seed and the token's index in the answer, so sampling depends neither
+on the rest of the batch, nor on speculative decoding, nor on whether the host or the device does
+it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
 ALL = 2.0
 #: (min, max, text for errors) of biases and additive penalties
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
-#: (setting, min, max, text for errors); in errors, a colon separates values that may be negative
+#: (setting, min, max, text for errors); a colon after the setting, if its value may be negative, is
+#: for errors
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),
     ("top_k", -1, math.inf, "at least 1, or 0 or -1 for no limit"),

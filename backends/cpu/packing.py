@@ -77,7 +77,8 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
     """Add x^T x to `total` f32[n, n] as `add_products` does, by the C kernel if there is one; bf16
-    inputs are multiplied as bf16. Sums do not depend on the number of threads. MemoryError."""
+    inputs are multiplied as bf16. Sums do not depend on the number of threads. MemoryError if
+    the kernel has no memory for its packed inputs."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)

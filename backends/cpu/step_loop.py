@@ -2,8 +2,8 @@
 sampled tokens, so that several steps are one call.
 
 Steps run on a separate thread, as on a GPU: the host reads the tokens of one call while the next
-one runs. Greedy sequences are sampled within the program; others after each step by the host's
-sampler, one by one, so that a text does not depend on the rest of the batch.
+one runs. Greedy sequences are sampled within the program; others by the functions of sampling.py
+after each step, one by one, so that sampling does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class LoopProgram:
     """A recorded step, and the tensors that the host reads or writes: next input tokens, lengths
     and active sequences, i64 [B]; stops i64 [B, STOPS]; history i64 [HISTORY, B]: tokens of the
     last steps, -1 for logits that are not finite and -2 for an inactive sequence; pace i64 [3]:
-    steps requested, steps done, steps that a reader waits for. The host samples from `logits` [B,
-    1, vocab] into `chosen` i64 [B], before the last instruction, at index `end`, reads it; ids in
-    `suppress` are never sampled."""
+    steps requested, steps done, steps that a reader waits for. Unless all sequences are greedy, the
+    host samples from `logits` [B, 1, vocab] into `chosen` i64 [B] before it runs the last
+    instruction, at index `end`. Ids in `suppress` are never sampled."""
 
     code: Code
     end: int
@@ -146,7 +146,7 @@ class StepLoop:
         self._calls: deque[Future[None]] = deque(maxlen=8)
         #: steps read since `start`, and the time of the last read
         self._read, self._read_at = 0, 0.0
-        #: seconds per step at the last read
+        #: estimate of the seconds per step, updated by each read
         self._step_s = LOOK_S
 
     @property

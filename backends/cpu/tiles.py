@@ -1,7 +1,7 @@
 """Quantised matmul weights in tiles of 16 rows (kernels/layout.h).
 
-Weights of matmuls are tiled, and so is an embedding table that is also the LM head; a table for
-lookups only keeps its row layout.
+Large weights of matmuls are tiled, and so is an embedding table that is also the LM head; a table
+for lookups only keeps its row layout.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ static void formed_queries(const attention *a, int64_t b, int64_t h, char *to) {
     }
 }
 
-/* Scores of keys with up to TOGETHER rows; prefetches the values of these keys. */
+/* Computes the scores of keys with up to TOGETHER query rows; prefetches the values of these keys. */
 static void score_keys(const attention *a, row_run keys, row_run values, const char *q, int64_t here,
                        sums *out) {
     int two = a->as_held && a->dtype == BF16;
@@ -301,8 +301,8 @@ static int64_t attend_keys(const attention *a, int64_t b, int64_t h, keys_left l
     return keys.count;
 }
 
-/* Computes the partial result of one split. Each query reads its keys in the same order as alone, so its result does
- * not depend on the batch. Queries are interleaved block by block, so that keys are read from memory once. */
+/* Computes the partial result of one split. A query reads its keys in an order that does not depend on the other
+ * queries of the sequence. Queries are interleaved block by block, so that keys are read from memory once. */
 static void attend_part(const attention *a, int64_t unit, room *own) {
     int64_t head = unit / a->parts, b = head / a->kv_heads, h = head % a->kv_heads, taken;
     float *out = a->partial + unit * partial_size(a), *most = out + a->rows * a->wide;

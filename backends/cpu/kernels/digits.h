@@ -34,7 +34,7 @@ typedef struct {
         };
         int32_t pairs[BLOCK / 2];
     };
-    /* - bias of the codes * sum of the integers: per half block, and for the block (UINT2: without the factor) */
+    /* corrections for the codes' bias, -bias * sum of the integers (UINT2: the sums): per half block and block */
     int32_t less[2], both;
     float unit, sum; /* scale of the integers; sum of the values */
 } digits;

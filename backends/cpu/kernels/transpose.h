@@ -3,7 +3,8 @@
 #include "common.h"
 
 #ifdef __AVX512F__
-/* Sixteen rows of sixteen words: pairs of rows, then of these, are interleaved, then quarters exchanged. */
+/* Transposes sixteen rows of sixteen words: interleaves the words of pairs of rows, then pairs of words, and
+ * exchanges quarters of vectors. */
 static void transpose_16(const uint32_t *from, int64_t from_row, uint32_t *to, int64_t to_row) {
     __m512i line[16], made[16];
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) line[i] = _mm512_loadu_si512(from + i * from_row);
