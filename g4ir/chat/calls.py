@@ -86,7 +86,7 @@ class CallBody:
         #: stack of open objects and lists: (closing character, schema); None for a redundant pair
         #: of braces
         self._open: list[tuple[str, Schema | None]] = [(_CLOSERS[head[-1]], schema)]
-        self._schema, self._state = schema, KEY  # of the next value
+        self._schema, self._state = schema, KEY  # schema of the next value
         self._raw = list[str]()  # text of an unfinished key or value, or the held tail of a string
         self._quote = ""  # delimiter of the open string
         # after a backslash; after a call's end token in the open string
@@ -128,7 +128,8 @@ class CallBody:
 
     def cut_off(self) -> str:
         """End a truncated call. Return its JSON so far, which is not closed: with all of an open
-        string, but without a partial key, word or number."""
+        string, but without a partial key, word or number; if it is unparsable, with the rest as
+        generated."""
         if self._state == TEXT:
             self._finalise(len("".join(self._raw)))
         return self.as_written(self.raw) if self._state == DEAD else self.json

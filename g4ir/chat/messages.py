@@ -172,7 +172,8 @@ def _texts(message: Message, where: str, *keys: str) -> dict[str, str]:
 
 
 def expect(value: Any, kinds: type | tuple[type, ...], where: str, what: str, fix: str = "") -> Any:
-    """Return the value; InputError unless its type is one of `kinds`: `where` must be `what`."""
+    """Return the value; InputError ("WHERE: must be WHAT, found ...", then `fix`) unless its type
+    is one of `kinds`."""
     if not isinstance(value, kinds):
         raise InputError(f"{where}: must be {what}, found {kind_of(value)}{fix}")
     return value

@@ -328,7 +328,8 @@ class Reader:
 
     def _end_body(self, complete: bool = True) -> str:
         """End a call without an end token, or one cut by the length limit (not `complete`). Return
-        text to parse again: what follows the control token that ended its unclosed string."""
+        the text to parse again: from the control token on that ended its unclosed string, if it
+        did."""
         body, raw = self._body, self._body.raw
         end = body.end
         if body.close():

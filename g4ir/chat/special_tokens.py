@@ -1,4 +1,4 @@
-"""The control tokens of the format, as strings; only a tokenizer knows their ids.
+"""The control tokens of the chat formats, as strings; only a tokenizer knows their ids.
 
 In marked text, the reader's input, each is one character: a lone surrogate, which decoded text
 never contains. Marked text is made from ids, where the id decides what is a control token, or from
@@ -84,8 +84,9 @@ END_MARKS = frozenset(MARKS[text] for text in ENDS)
 
 
 def find_format(declared: str, text: str) -> str:
-    """Return the chat format, of those for specs that declare `declared`, whose marker occurs in
-    `text` (a template, or all control tokens of a tokenizer); if there is none, `declared`."""
+    """Return the name of a chat format that is a variant `of` the one that a spec declares, and
+    whose marker occurs in `text` (a template, a tokenizer.json, or all control tokens of a
+    tokenizer); `declared` if there is none."""
     rows = ((name, row) for name, row in CHAT_FORMATS.items() if row.get("of") == declared)
     return next((name for name, row in rows if row["marker"] in text), declared)
 

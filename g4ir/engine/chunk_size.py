@@ -41,7 +41,7 @@ class ChunkSize:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens between two decode steps."""
+        """The number of prompt tokens to prefill between two decode steps."""
         return int(self._size)
 
     @property

@@ -96,8 +96,8 @@ def shared_length(a: Keys, b: Keys) -> int:
 
 
 class PrefixCache:
-    """LRU cache of one-row session snapshots, keyed by salt and tokens, optionally backed by a
-    cache on disk. `lookup` is thread-safe."""
+    """LRU cache of one-row session snapshots, by salt and prompt keys (`prompt_keys`), optionally
+    backed by a cache on disk. `lookup` is thread-safe."""
 
     def __init__(self, max_bytes: int, disk: PrefixDisk | None = None) -> None:
         self.max_bytes, self.nbytes, self.disk = max_bytes, 0, disk

@@ -5,12 +5,12 @@
     for event in scheduler.run(handle):
         ...
 
-A step drops cancelled requests, decodes all running sequences, and prefills a chunk of one or of
-several short prompts. A sequence whose logits mask is still being computed skips a step
-(background_mask.py). Decode takes
-one of three paths: steps that run ahead on the device, while the batch stays the same and nothing
-needs the host (device_loop.py); verification of draft tokens (speculative.py); one step whose
-tokens the host samples. Not thread-safe, except for `RequestHandle.cancel` and `stop`.
+A step drops cancelled requests, decodes all running sequences, and prefills a chunk of one prompt,
+or several short prompts together. A sequence whose logits mask is still being computed skips a step
+(background_mask.py). Decode takes one of three paths: steps that run ahead on the device, while the
+batch stays the same and nothing needs the host (device_loop.py); verification of draft tokens
+(speculative.py); one step whose tokens the host samples. Not thread-safe, except for `check`,
+`handle`, `RequestHandle.cancel` and `stop`.
 """
 
 from __future__ import annotations

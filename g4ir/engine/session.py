@@ -130,9 +130,9 @@ class Session:
         return logits
 
     def draft(self, newest: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return up to `counts` draft tokens by row, from the draft model. `newest`: each row's
-        newest token, which is not in the KV cache yet. A row gets none if the hidden state of its
-        last cached token is not available (after `truncate` or a device loop)."""
+        """Return up to counts[row] draft tokens for each row, from the draft model. `newest`: each
+        row's newest token, which is not in the KV cache yet. A row gets none if the hidden state of
+        its last cached token is not available, as can be after `truncate` or a device loop."""
         available = self.hidden.available(self.length)
         counts = {row: count if available[row] else 0 for row, count in counts.items()}
         tokens = torch.zeros(self.batch, dtype=torch.int64)

@@ -190,8 +190,8 @@ class Pace:
         return 1 + int(np.argmax(tokens[1:] / costs[1 : affordable + 1]))
 
     def record(self, drafted: int, accepted: int, costs: Sequence[float]) -> None:
-        """Record a verification step: number of draft tokens, 0 for a plain step, and of accepted
-        ones; costs as in `count`."""
+        """Record a step: its number of draft tokens (0: a plain step) and of accepted ones; costs
+        as in `count`."""
         self.record_plain_steps(1)
         if not drafted:
             return

@@ -1,13 +1,14 @@
 """Defines an op: one class that holds everything the program knows about it.
 
-  infer(*types, **attrs)        types in -> types out, or ValueError that names both
-  reference(*tensors, **attrs)  torch; the definition
+  infer(*types, **attrs)        result types from operand types; ValueError names those that do not
+                                fit
+  reference(*tensors, **attrs)  results, computed by torch; the op's definition
 or, for a fused op,
   expand(b, *values, **attrs)   the op in simpler ops. `infer` follows from it; `expand` itself only
                                 rejects operands that the simpler ops would accept
 The parameters of `infer` or `expand` are the op's operands, then, keyword-only with their types as
 annotations, its attributes. A long signature may leave these to
-  operands   "x w bias? *rest", if the function takes `*given`
+  operands   "x w bias? *rest", if the function takes `*inputs`
   attrs      attribute -> its type, if the function takes `**attrs`
 Costs, of types whose dims are all ints:
   flops(ins, outs, **attrs)     multiply and add count as two; default: one per output element
@@ -24,7 +25,7 @@ Other fields; `budget` and `samples` are required:
   cache_range   (first, last + 1): indices of the caches among an attention's inputs, or a function
                 of the attributes; the chunk that is not in them yet follows, and its block ids
   glue          a view, a gather or a collective, which backends run between compiled regions
-  fold          whether it may run in the weight prologue
+  fold          whether it may run in the weight prologue, the graph that packs weights at build
   budget        tolerance between two correct computations of it, with the reason (budgets.py)
   kind          the part of the model that it belongs to wherever it occurs, one of KINDS; by
                 default, the name of a node's first result decides

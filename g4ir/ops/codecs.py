@@ -247,7 +247,7 @@ PAIRS_OF_INTEGERS = {32: (six_bits, in_six_bits), 16: (nibble_pairs, in_nibble_p
 
 
 def steps_of(codes: Any, scales: Any) -> tuple[Any, Any]:
-    """Return step and shift, f32 [.., G], of each group of values with the same ones, for a format
+    """Return step and shift, f32 [.., G], for each group of values that share them, in a format
     without minima: w = step * (value + shift). Steps of 0 become 1."""
     fmt, steps = _format_of(codes), upcast(scales)
     for integers in shared_integers(codes):
