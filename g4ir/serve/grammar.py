@@ -25,7 +25,7 @@ from .tool_grammar import Called, grammar_of
 #: maximum characters: LARGEST of a schema, a regular expression or all choices, MAX_GBNF of a
 #: request's own grammar, MAX_GRAMMAR of any grammar as llguidance gets it
 LARGEST, MAX_GBNF, MAX_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
-#: limits of llguidance's Earley parser: items in a row (Earley set), and items per step; 1,500
+#: limits of llguidance's Earley parser: items in a row (Earley set), and items per mask; 1,500
 #: optional properties take 6,000 items in a row
 MAX_ITEMS, MAX_STEP_ITEMS = 1 << 13, 1 << 20
 
