@@ -36,11 +36,11 @@ class PlanError(G4Error):
 
 
 class WeightsError(G4Error):
-    """A checkpoint is wrong: file and tensor, expected and found."""
+    """A checkpoint or adapter is wrong: file and tensor, expected and found."""
 
 
 class LowerError(G4Error):
-    """A backend cannot lower an op: backend, op, value, and where to add it."""
+    """A backend cannot lower an op, or its compiler refuses a graph: op, value and reason."""
 
 
 class EngineError(G4Error):

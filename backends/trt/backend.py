@@ -123,7 +123,8 @@ class TrtBackend(Backend):
     def scratch_bytes(
         self, program: Program, device: str, settings: Mapping[str, str]
     ) -> Callable[[Limits], int]:
-        """Count the bytes of attention scores, unless attention is one fused layer."""
+        """Return, as a function of the limits, the bytes of attention scores that exist at a time;
+        0 if every attention is one fused layer."""
         graph, attention = text_graph(program), settings["attention"]
         return lambda limits: score_bytes(graph, limits, attention)
 

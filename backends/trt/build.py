@@ -236,8 +236,8 @@ def _keep(timing: Path, cache: Any) -> None:
 
 
 def timing_file(folder: Path, machine: str) -> Path:
-    """Return the timing cache file for this GPU and TensorRT version: the builder refuses
-    others."""
+    """Return the timing cache file of a GPU and TensorRT version (`machine`): the builder refuses
+    the cache of another."""
     return folder / f"{machine.replace(' ', '-')}.timing"
 
 

@@ -29,7 +29,7 @@ from .lowerings import AUTO, attention_by_head_size, lowerings
 
 #: NVIDIA's operator for collectives
 COLLECTIVE = "DistCollective"
-#: root of a symmetric collective
+#: value of `root` for a collective without a root rank
 NO_ROOT = -1
 FP4 = FORMATS["fp4"]
 #: per-tensor scale of codes with per-row scales before a matmul: a scalar scale lets the builder

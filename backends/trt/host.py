@@ -51,7 +51,7 @@ class Api:
 
     @property
     def short(self) -> str:
-        """Major and minor version, as in a manifest."""
+        """Major and minor version, for the identity of a plan (`Host.machine`)."""
         return ".".join(self.version.split(".")[:2])
 
 

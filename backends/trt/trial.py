@@ -40,8 +40,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Fake params: views of one buffer per dtype, of the largest param's size. A plan stores equal
-    weights once. Params of different sizes have different addresses, as the parser requires."""
+    """Fake params: views of one buffer per dtype, which is hardly larger than the largest param. A
+    plan stores equal weights once, so it stays small too. Params of different sizes begin at
+    different addresses, as the parser requires."""
 
     types: Mapping[str, Type]
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -35,7 +35,7 @@ Mask = NDArray[np.bool_]
 
 MAX_CHANNELS = 64
 MAX_RESAMPLED = 1 << 26  # maximum samples of a clip at the model's rate: over an hour at 16 kHz
-MAX_BYTES, MAX_VALUES = 1 << 28, 1 << 26  # bytes of a file; decoded samples x channels
+MAX_BYTES, MAX_VALUES = 1 << 28, 1 << 26  # max bytes of a file; max decoded samples x channels
 
 log = logging.getLogger(__name__)
 

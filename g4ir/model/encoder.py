@@ -10,7 +10,7 @@ from g4ir.spec.parts import Layer
 
 from .decoder import CHUNK, Decoder
 
-#: the graph of an encoder
+#: name of an encoder's graph
 ENCODE = "encode"
 #: its result: f32 [1, B, embedding size], L2-normalised
 EMBEDDING = "embedding"

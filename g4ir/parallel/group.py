@@ -98,7 +98,7 @@ class Group:
         self.on_gpus = on_gpus
         #: whether a call failed or the group was left: no collective may follow
         self.broken = False
-        #: the error of the collective that failed
+        #: the error of a failed collective or an ended rank
         self.lost: RankError | None = None
         #: counter for ids of objects that exist on every rank; ids of objects that rank 0 has
         #: dropped, which go out with the next call

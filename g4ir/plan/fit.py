@@ -29,10 +29,10 @@ QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 
 def fitted(build: Footprint, memory: int, free: bool = False) -> tuple[BuildConfig, str]:
-    """Return the settings, and why the engine needs more than `memory` bytes of its device, with
-    the number short and each single change of a setting that would make it fit; "" if it fits.
-    `free`: no placement of the per-layer embedding table was requested, so it is memory-mapped if
-    not everything fits on the device."""
+    """Return the config, and the message that the engine does not fit into `memory` bytes of its
+    device, with the bytes short and each single change of an option that would make it fit; "" if
+    it fits. `free`: no placement of the per-layer embedding table was requested, so the returned
+    config memory-maps it if not everything fits on the device."""
     capacity = usable(memory)
     if free and build.need > capacity:
         build = build.at(ple_placement=DEFAULT_PLACEMENT)

@@ -94,7 +94,7 @@ def plan_engine(
 def _resolved(
     spec: Spec, options: BuildOptions, stored: QuantConfig | None, backend: PlannedBackend
 ) -> BuildConfig:
-    """Resolve the options with the maximum limits."""
+    """Resolve the options with the upper limits of a plan: MAX_BATCH, and the model's positions."""
     (chunk,) = _positive("--prefill-chunk", options.prefill_chunk)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
     drafted = options.drafter not in resolve.NO_DRAFTER

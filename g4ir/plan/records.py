@@ -69,7 +69,8 @@ class Largest:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and speed of a variant, from `make_plan`; per rank, if there are several."""
+    """Memory and speed of a variant (`make_plan`) or an engine (`plan_engine`); of one rank, if
+    there are several."""
 
     config: BuildConfig  # its limits are the upper bounds of batch and context
     counts: ParameterCounts
