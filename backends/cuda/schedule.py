@@ -96,7 +96,7 @@ class Row:
     use: Pairs
     nodes: int
     starts: int  # launches of our kernels per step
-    nbytes: int = 0  # memory traffic of the nodes, at an op's first kernel
+    nbytes: int = 0  # weights and KV cache that the nodes move; 0 for an op's later kernels
 
 
 def _keys(n: Node, choice: Choice | None) -> list[_Key]:
@@ -108,7 +108,7 @@ def _keys(n: Node, choice: Choice | None) -> list[_Key]:
 
 def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row]:
     """Return the table's rows for nodes that compute, in order of appearance; `moved`: name of a
-    node's first output -> bytes of memory traffic."""
+    node's first output -> bytes of weights and KV cache that it moves."""
     counted: Counter[_Key] = Counter()
     nbytes: Counter[_Key] = Counter()
     for n in s.graph.nodes:

@@ -51,7 +51,7 @@ def codes_and_scales(w: Any) -> tuple[Any, Any, str]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton kernel that replaces nodes of an op on a GPU.
+    """One Triton kernel, or several launched in turn, that replace nodes of an op on a GPU.
 
     starts   kernel name -> launches per call, in launch order
     rule     (graph, node, target) -> shape that the launch settings depend on; None: not replaced

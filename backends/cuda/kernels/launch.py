@@ -28,9 +28,9 @@ _START: ContextVar[Callable[..., None]] = ContextVar("start", default=_traced)
 
 
 def start(kernel: Any, grid: tuple[Any, ...], operands: Iterable[Any], **meta: Any) -> None:
-    """Launch a kernel so that torch's tracers record it. `operands`: all its parameters that are no
-    constexprs, in order; `meta`: constexprs, num_warps and num_stages. ValueError for another
-    number of operands."""
+    """Launch a kernel so that torch's tracers record it (but see `directly` and `recorded`).
+    `operands`: its parameters that are no constexprs, in order; `meta`: constexprs, num_warps and
+    num_stages. ValueError for another number of operands."""
     names = [name for name in kernel.arg_names if name not in meta]
     _START.get()(kernel, grid, dict(zip(names, operands, strict=True)), meta)
 

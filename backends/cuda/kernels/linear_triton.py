@@ -5,7 +5,7 @@ end. 16 to 64, for as many rows: tensor cores, with the weight as the left opera
 be 64 rows and more while x has 16. More rows than `block_m` read the weight again. With `stages`
 above 1 the loads of that many steps are in flight at once, by asynchronous copies.
 
-Tolerance. Every sum is in fp32 and rounded once. For k of some thousand it is within 1e-5
+Tolerance. Every sum is in fp32 and rounded once. Its error, for k of some thousand, is within 1e-5
 of the rms of the sums, far below the rounding of bf16 (2^-9 relative), so a bf16 result is the
 exact sum's nearest neighbour except where that sum is within this tolerance of a tie.
 """
@@ -48,10 +48,10 @@ def _skinny(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Columns of y for BLOCK_M rows.
+    """Compute BLOCK_N columns of y for BLOCK_M rows.
 
     x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORMAT with
-    scales in each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y
+    a scale for each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y
     [rows, N]. Grid: columns, rows.
     """
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -24,7 +24,8 @@ from .base import (
     zeros_of,
 )
 
-#: names of the weights of an MoE block; `g4ir kernels` prints the format of the last one
+#: names of the weights of an MoE block; of weights of one format, the launch shape has the codes
+#: per scale of the last one
 WEIGHTS = ("w_dense", "w_dense_down", "down", "gate_up")
 #: number of inputs of an MoE block whose experts are not sharded over ranks
 ALL_EXPERTS = 10

@@ -458,9 +458,10 @@ def moe_down(
     warps: int,
     stages: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return w_dense @ dense part [..., D], and w[e] @ slot for each slot, [..., top_k, D].
+    """Return the dense MLP's output [..., D], w_dense @ its part of act, and for each slot its
+    expert's w[e] @ slot, [..., top_k, D].
 
-    act: the result of `moe_gate_up`; w_dense [D, Id], w [E, D, I]; other arguments as in it.
+    act: the result of `moe_gate_up`; w_dense [D, Id], w [E, D, I]; other arguments as there.
     """
     lead, top_k, hidden = index.shape[:-1], index.shape[-1], w.shape[1]
     inner, width = columns(w, form), columns(w_dense, dense_form)

@@ -8,8 +8,8 @@ fully visible to all queries are not masked.
 
 Tolerance. Scores, softmax and sums are fp32; probabilities are rounded to the tensors' dtype before
 the second product. fp32: 1e-5 of the result's rms against float64. bf16: the op's reference rounds
-the scores, the capped scores, the probabilities and the result, so that the error against float64
-is about half of the reference's error, and may be at most twice it.
+the scores, the capped scores, the probabilities and the result, so that the rms error against
+float64 is about half of the reference's; tests allow 1.5 times the reference's.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _tile(base, step, row, keys, columns, stop, WIDTH, EVEN):
 
 @triton.jit
 def _weighted(q, rows, columns, real, w, D, PAIRS):
-    """Return the queries against V as K: q times the weight of K's norm, zero on K's rotated dims.
-    Rounded to q's dtype, as the reference rounds a weighted key.
+    """Return the queries whose product with rows of V is that of q with K's unrotated dims (V * w):
+    q * w, and zero on K's rotated dims; rounded to q's dtype, as the reference rounds V * w.
     """
     still = columns < D
     if PAIRS > 0:
@@ -152,8 +152,9 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (tile of tokens, KV head, sequence). LATENT: rows of V are `latent_row`s, whose
-    columns after V are K's rotated dims, used as K; otherwise w is not read."""
+    """Compute a tile of tokens for one KV head of one sequence; grid (tiles, n, B). LATENT: rows of
+    V are `latent_row`s, whose columns after V, K's rotated dims, are used as K; otherwise w is not
+    read."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     begin = tl.load(positions + b * tokens).to(tl.int32)
     old = tl.load(written + b).to(tl.int32)
@@ -226,7 +227,7 @@ def _attend(
 
 
 def _sizes(d: int, group: int, pairs: int, latent: bool) -> dict[str, int]:
-    """Return the constexprs that depend on sizes; a latent cache has two more dims per rotated
+    """Return the constexprs that depend on sizes; a latent row has, after V, two dims per rotated
     pair."""
     dims = max(16, power_of_2(d))
     keys = max(16, power_of_2(2 * pairs)) if latent else dims
