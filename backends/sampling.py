@@ -67,8 +67,8 @@ INTEGERS = ("top_k", "seed", "min_tokens", "logprobs")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one sequence; None: not set. InputError for a value out of its range.
-    temperature 0 is greedy; `suppress` are token ids that are never chosen.
+    """Sampling settings of one sequence; None: not set. InputError for a value of another type or
+    out of range. temperature 0 is greedy; `suppress` are token ids that are never chosen.
 
     presence_penalty is subtracted from the logits of generated tokens, frequency_penalty once for
     each occurrence; repetition_penalty divides positive logits of tokens of prompt and answer, and
