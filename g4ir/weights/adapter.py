@@ -1,8 +1,8 @@
 """PEFT's LoRA adapters, merged into a checkpoint's weights: W + scale * B @ A. Other methods, and
 modules stored in full (`modules_to_save`), are refused.
 
-The sum is computed in float32 when a weight is read, before it is packed, quantised or sharded; a K
-projection that is also V's (`k_eq_v`) changes both.
+The sum is computed in float32 when a weight is read, before it is packed, quantised or sharded. If
+a layer's K projection is V's too (`k_eq_v`), its LoRA changes both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MERGE = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's directory, and the user's factor of its LoRA scale."""
+    """An adapter's directory, and the factor by which its LoRA scale is multiplied."""
 
     path: Path
     factor: float = 1.0
@@ -115,8 +115,8 @@ class Adapter:
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _number(self, key: str, patterns: str, module: str) -> float:
-        """Return the value of the first of `patterns` that matches an end of a module's name, else
-        that of `key`; WeightsError unless it is a number above 0."""
+        """Return the value of the first pattern under the config's key `patterns` that matches the
+        end of a module's name, else the value of `key`; WeightsError unless it is above 0."""
         by_pattern, path = self.config.get(patterns) or {}, self.path / CONFIG
         if not isinstance(by_pattern, dict):
             raise broken(path, f"{patterns}: expected a table, found {quoted(by_pattern)}")
@@ -195,7 +195,8 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Factors:
-    """An adapter's term of one weight, by its checkpoint name: scale * b [N, r] @ a [r, K]."""
+    """The product that an adapter adds to one weight: scale * b [N, r] @ a [r, K]; `bare`: the
+    weight's checkpoint name."""
 
     bare: str
     a: torch.Tensor
@@ -226,8 +227,9 @@ _Factors = tuple[TensorRef, TensorRef]  # B and A
 
 @dataclass(frozen=True)
 class _Change:
-    """An adapter's change of one weight: the checkpoint name; `why`: the reason if it is skipped;
-    the adapter's tensors, and the function that applies them to the weight or rows of it."""
+    """An adapter's change of the weight `bare` (checkpoint name). `why`: the reason if it is
+    skipped, else ""; `parts`: the adapter's A and B; `values`: function of the weight's reader and
+    of row indices (or None) that returns changed values."""
 
     bare: str
     why: str

@@ -77,7 +77,7 @@ def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 
 
 
 class Closes(Protocol):
-    """Protocol of a source of tensors that can be closed; returned tensors stay valid."""
+    """Protocol of a source of tensors that can be closed; tensors it returned stay valid."""
 
     def close(self) -> None: ...
 
@@ -88,7 +88,7 @@ class Checkpoint:
     model/names.py: text tensors have no prefix."""
 
     directory: Path
-    weights: Mapping[str, StoredWeight]  # tensors that the model uses, stored ones only
+    weights: Mapping[str, StoredWeight]  # stored tensors that the model uses
     #: dtype of the embedding table; of the final norm if the table is quantised
     dtype: torch.dtype
     headers: tuple[Header, ...] = ()
@@ -239,7 +239,8 @@ def _tied_table(files: Files, table: TensorRef, head: TensorRef) -> StoredWeight
 
 
 def _check_order(files: Files, order: TensorRef) -> None:
-    """Raise WeightsError unless a draft model's clusters, in `order`, have every token id once."""
+    """Raise WeightsError unless `order`, a draft model's token ids by cluster, has every id
+    once."""
     ids = files.rows(order).long().sort().values
     missing = (ids != torch.arange(len(ids))).nonzero()
     if len(missing):
@@ -366,7 +367,8 @@ SIDE_FILES = {name: mib << 20 for name, mib in tensorfile.TABLES["side_files"].i
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """Read the existing side files, by name; WeightsError for an invalid one."""
+    """Return name -> content of the side files (SIDE_FILES) that exist; WeightsError for one that
+    is too large or invalid."""
     paths = {name: directory / name for name in (CONFIG, *SIDE_FILES)}
     present = {n: _inside(directory, n, p) for n, p in paths.items() if os.path.lexists(p)}
     return {n: _side_file(path, SIDE_FILES[n]) for n, path in present.items() if n != CONFIG}
@@ -383,7 +385,7 @@ def _side_file(path: Path, limit: int) -> bytes:
     return raw
 
 
-#: file with the audio feature extractor's settings -> their key in it; None: they are all of it
+#: file with the audio feature extractor's settings -> key of them in it; None: the whole file
 EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
 
 

@@ -1,4 +1,4 @@
-"""Matches the tensors of a checkpoint with its spec before any data is read."""
+"""Matches the tensors of a checkpoint with its spec before weights are read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tower_names(spec: Spec, bare: str) -> list[str]:
 
 
 def tower_of(spec: Spec, name: str) -> str | None:
-    """Return the tower that a tensor belongs to; None for text."""
+    """Return the tower (a field of Prefixes) that a tensor belongs to; None for other tensors."""
     parts = asdict(spec.prefixes)
     towers = (part for part in parts if part not in ("text", "head", DRAFTER))
     return next((part for part in towers if name.startswith(parts[part])), None)

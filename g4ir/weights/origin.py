@@ -107,7 +107,8 @@ class CheckpointDirectory:
         return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        """Open its weights, for an engine of this dtype; WeightsError if they do not fit."""
+        """Open the weights, for an engine of this dtype, with the towers of these media kinds;
+        WeightsError if they do not fit the spec."""
         return Checkpoint.open(self.path, spec, kinds, dtype)
 
 
@@ -255,7 +256,8 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
 
 
 class AbsentWeights(InputError):
-    """Weights of the hub that are not in the local cache."""
+    """Error: weights of the hub are not in the local cache; has the id and revision to
+    download."""
 
     def __init__(self, message: str, hub_id: str, revision: str | None) -> None:
         super().__init__(message)
@@ -296,7 +298,7 @@ def find_model(
     if revision:
         raise InputError(f"--revision {revision} is for a model of the hub, and {model} is a path")
     if not path.exists() and path.name == str(model) and path.suffix != GGUF:
-        need_model(load_spec(path.name))  # raises: a drafter, or no variant of this name
+        need_model(load_spec(path.name))  # raises: a draft model, or no variant of this name
     return None, path
 
 

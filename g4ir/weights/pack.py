@@ -199,7 +199,7 @@ class MadeParams:
         return tuple(self._part(name, t) for t in self.calibrated[full])
 
     def _part(self, param: str, t: torch.Tensor) -> torch.Tensor:
-        """Return a rank's part of the codes or scales of a param."""
+        """Return a rank's part of `t`, the full codes or scales of a param."""
         return self.share.read_part(param, lambda _: t) if self.share else t
 
     def _full_name(self, param: str) -> str | None:
@@ -238,7 +238,7 @@ class MadeParams:
         return cast(tensor, v.type.dtype, name)
 
     def _source(self, v: Value) -> str | None:
-        """Return the checkpoint tensor from which a param is computed; None if it exists on this
+        """Return the name of a prologue param's checkpoint tensor; None if the param exists on this
         rank only."""
         param = self._full_name(v.name)
         return param and checkpoint_name(param)
@@ -335,7 +335,7 @@ def local_params(packing: Packing, share: Share) -> set[str]:
 
 
 def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
-    """Return the engine files that a rank reads: its shard and the shared files."""
+    """Return the engine files that a rank reads: those of the rank, and those of all ranks."""
     named = [(f, _OF_RANK.match(f.name)) for f in files]
     return sorted(f for f, match in named if match is None or int(match[1]) == rank)
 

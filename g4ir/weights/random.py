@@ -101,7 +101,7 @@ def random_rows(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Compute rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns],
-    bit-identical to `random_tensor`."""
+    bit-identical to `random_tensor` without a shift."""
     centre, scale = _scale(name, shape, 0.0)
     columns = shape[1]
     ids = row_ids.reshape(-1).to(device=device, dtype=torch.int64)

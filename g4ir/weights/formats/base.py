@@ -77,8 +77,9 @@ Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A weight of `shape`. `parts`: readers of its values (""), and of canonical codes and scales
-    if quantised, by suffix; `release` drops its pages; `fault`: why it must not be used."""
+    """A weight of `shape`. `parts`: readers by suffix, of its values ("") and, if it is quantised,
+    of codes and scales as in ops/codecs.py; `release` drops its pages; `fault`: why it must not be
+    used, or ""."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, Part]
@@ -272,7 +273,7 @@ def checked_scales(ref: TensorRef, stored: torch.Tensor, signed: bool = False) -
 def _stored_scales(
     files: Files, ref: TensorRef, shape: tuple[int, ...], grid: ScaleBlocks, signed: bool
 ) -> Part:
-    """Return a reader of scales of rows; one number (not a matrix) may scale the whole weight.
+    """Return a reader of row scales [n, G]; a file may have one number for the whole weight.
     `signed`: they may be negative, since codes have a larger range on one side of 0 (int4, as in
     GGUF)."""
     flat = math.prod(grid.shape(shape)) == 1 and ref[1].shape in ((), (1,))

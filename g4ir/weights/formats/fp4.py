@@ -230,7 +230,8 @@ def _take(
 
 
 def _fp8(files: Files, weight: TensorRef, scales: TensorRef) -> StoredWeight:
-    """Return an e4m3 weight with a scale for all of it, for each row, or for each 128 x 128."""
+    """Return an e4m3 weight with one scale, a scale for each row, or for each block of 128 x
+    128."""
     shape, stored = weight[1].shape, scales[1].shape
     one, row, block = ScaleBlocks(0, 0), ScaleBlocks(1, 0), ScaleBlocks(128, 128)
     sizes = [size for size in stored if size > 1]

@@ -3,8 +3,8 @@
 fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is a
 multiplier, in spite of its name.
 
-The mobile format (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row, in
-tables for each row or group of one. Codes are stored along K, low bits first, as code + 2^(b-1) in
+The mobile format (`quant_method` gemma): 2, 4 or 8 bits for each module; a scale for each row, in
+tables also for each group of a row. Codes are stored along K, low bits first, as code + 2^(b-1) in
 bytes; 8-bit codes unchanged. Scales are rounded to the engine's dtype before they are multiplied.
 
 MLX: w = scale * q + bias, with one scale and one bias for a group of a row; `quantization` of
@@ -213,7 +213,8 @@ MLX_OTHER += "GGUF file of it"
 
 
 def is_mlx(values: Any) -> bool:
-    """Whether a config is MLX's; mlx-lm also writes it under the usual key."""
+    """Whether a value is MLX's quantisation config; mlx-lm writes it under `quantization_config`
+    too."""
     return isinstance(values, dict) and values.keys() >= NEEDED and "quant_method" not in values
 
 

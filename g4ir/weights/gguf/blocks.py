@@ -1,8 +1,8 @@
 """Dequantises the blocks of GGUF files (ops/layouts.py), and repacks them as codes and scales if
 that is lossless.
 
-A block is a row of bytes. Every product is exact in float32. Types with tables of vectors or
-ternary values are dequantised by the package `gguf`, and quantised again.
+A block is a row of bytes. The product of a code and its scale is exact in float32. Types with
+tables of vectors or ternary values are dequantised by the package `gguf`, and quantised again.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor, codes: bool) -> torch.Tensor:
-    """Return fp4 codes, or their scales, of pairs of blocks with a power of two each: exact for
-    powers up to 17 apart, the range of e4m3 below the larger one."""
+    """Return fp4 codes, or without `codes` their scales, of pairs of blocks, each of which has a
+    power of two: exact for powers up to 17 apart, the range of e4m3 below the larger one."""
     pairs = blocks.unflatten(-1, (2, -1))
     layout = LAYOUTS["MXFP4"]
     powers = layout.split(pairs)["scales"].squeeze(-1).int()
@@ -140,7 +140,7 @@ CODED = {
 }
 
 
-#: types that no format of ours represents exactly -> format and group with the smallest error (on
+#: types that no format here represents exactly -> format and group with the smallest error (on
 #: random blocks) among those with at most one more bit per weight
 _REQUANTISED = {
     "IQ1_S": ("int2", 32),
@@ -156,7 +156,7 @@ _REQUANTISED = {
 
 
 def _dense(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Dequantise blocks by ggml's own package; MissingError without it."""
+    """Dequantise blocks with the package `gguf`; MissingError if it is not installed."""
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError:

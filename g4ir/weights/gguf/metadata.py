@@ -447,7 +447,7 @@ GENERATION_KEYS = {
 }
 #: settings that imply sampling if one is present
 DRAWN = {"temperature", "top_k", "top_p", "min_p"}
-#: llama.cpp reads top_k as int32: from here on it is disabled
+#: llama.cpp reads top_k as int32: from this value on it is negative, and top-k is off
 NO_TOP_K = 1 << 31
 #: token types of added tokens, matched before any merge
 CONTROL, USER_DEFINED = 3, 4

@@ -312,7 +312,8 @@ def _ids(values: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _stops(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, int]:
-    """Return stop token ids by key, from generation_config.json, else from the spec."""
+    """Return key of tokenizer.ggml -> stop token id, from generation_config.json, else from the
+    spec."""
     values = _json(side_files, GENERATION)
     stated = _ids(values, "eos_token_id")
     stops = spec.tokens.eos if values.get("eos_token_id") is None else stated
@@ -377,7 +378,8 @@ def _type(text: str, ids: Mapping[str, int], added: Mapping[str, Any], unknown: 
 
 
 def _scores(tokens: list[str], merges: list[list[str]], kind: str) -> list[float]:
-    """Return token scores: for SentencePiece minus the merge rank, lowest for other tokens."""
+    """Return a score for each token: minus the rank of its merge, if `kind` is SentencePiece's;
+    minus the number of tokens for all others."""
     rank: dict[str, int] = {}
     for one, two in merges if kind == SCORED else ():
         rank.setdefault(one + two, len(rank))
