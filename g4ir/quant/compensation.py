@@ -25,7 +25,7 @@ DAMPING = 0.1
 #: minimum second moment of a column, relative to the mean: other texts may use columns that the
 #: calibration text does not
 FLOOR = 1e-3
-#: columns whose errors are passed on to the remaining ones at a time
+#: columns whose errors are passed on to later columns in one matrix product
 BLOCK = 128
 #: maximum columns whose errors are compensated together: longer rows are cut into equal parts
 COLUMNS = 2048
@@ -64,8 +64,9 @@ class Grid:
 
 
 def quantize_columns(x: Tensor, by: Tensor, grid: Grid, start: Tensor) -> None:
-    """Round columns x [K, N] to a grid, one after another. `by` [i, j] times the difference of
-    column j from `start` is added to column i > j. Differences replace x."""
+    """Round columns x [K, N] to a grid, one after another, and replace each by its difference from
+    `start`. Before column i is rounded, `by` [i, j] times the difference of each column j < i is
+    added to it."""
     for j in range(len(x)):
         x[j].addmv_(x[:j].T, by[j, :j])
         x[j] = grid.part(slice(j, j + 1)).round(x[j]) - start[j]

@@ -72,7 +72,7 @@ class Scheme:
 
     @property
     def row_multiple(self) -> int:
-        """Number of values of which the rows that can be quantised are multiples."""
+        """Rows can be quantised if their length is a multiple of this number of values."""
         return math.lcm(self.group or 1, FORMATS[self.form].block_values)
 
 
@@ -90,7 +90,7 @@ SCHEMES = {
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _FormatName = Annotated[str, OneOf(tuple(SCHEMES))]
-#: scales in the engine's dtype
+#: `scale` of a rule for scales in the engine's dtype
 ENGINE = "engine"
 _Scale = Annotated[str, OneOf(("bf16", "f16", "f32", ENGINE))]
 
@@ -133,8 +133,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Quantisation config: weights and their schemes; `name`: a built-in name or the user's
-    file."""
+    """Quantisation config: rules from weights to formats; `name`: a built-in name, the user's file,
+    FROM_CHECKPOINT or MEASURED."""
 
     rules: Annotated[tuple[Rule, ...], Length(1, 64)]
     name: str = ""
@@ -195,8 +195,8 @@ def _weight_kinds(weights: Iterable[str]) -> str:
 def choose_config(
     requested: QuantConfig | None, stored: QuantConfig | None, source: object
 ) -> QuantConfig | None:
-    """Return the requested config or that of an already quantised checkpoint; InputError if there
-    are both."""
+    """Return the requested config or the `stored` one of an already quantised checkpoint; None
+    without either, InputError, which names the `source`, with both."""
     if stored and requested:
         why = f"{source} is quantised already"
         fix = "leave --quant out, or give the checkpoint that it was made from"
@@ -212,8 +212,8 @@ def built_in_names() -> tuple[str, ...]:
 
 
 def find_quant_config(name_or_path: str | Path | None) -> QuantConfig | None:
-    """Read a built-in config or a file; None for `none` or None. InputError lists the names,
-    SpecError has file, line and key."""
+    """Read a built-in config or a file; None for `none` or None. InputError for an unknown name,
+    SpecError, with line and key, for an invalid file."""
     if name_or_path is None or str(name_or_path) == NONE:
         return None
     name = str(name_or_path)

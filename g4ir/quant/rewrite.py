@@ -24,7 +24,7 @@ from .recipe import ENGINE, FROM_CHECKPOINT, QuantConfig, Rule, Scheme
 WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
 #: ops with codes and scales as inputs
 QUANTISED_OPS = ("dequantize", "embedding_quantized")
-#: suffixes of converted weights
+#: suffixes of weights that are dequantised, and converted to int8
 DENSE, BYTES = ".dense", ".bytes"
 
 

@@ -24,8 +24,8 @@ from .parts import (
 
 
 def config_of(spec: Variant) -> dict[str, Any]:
-    """Return the config.json of a spec: see `Spec.to_hf`. Without towers and media ids, and of no
-    draft model, it is a text-only config."""
+    """Return the config.json of a spec: see `Spec.to_hf`. A spec without towers, media ids and
+    `drafter` has a text-only config."""
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot express {why}")
     media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in hf.MEDIA.items()}

@@ -358,7 +358,7 @@ class Prefixes:
     """Alternative prefixes of each part's tensor names in a checkpoint: for text, the one with the
     most tensors is used; for other parts, the first one present."""
 
-    #: prefixes of the decoder's tensors; tried on embed_tokens.weight
+    #: prefixes of the decoder's tensors
     text: TensorPrefixes = ("model.language_model.", "language_model.", "model.", "")
     #: names of the untied output matrix
     head: TensorPrefixes = ("lm_head.weight",)
@@ -366,8 +366,8 @@ class Prefixes:
     vision: TensorPrefixes = ("model.vision_tower.", "vision_tower.")
     #: prefixes of the audio tower
     audio: TensorPrefixes = ("model.audio_tower.", "audio_tower.")
-    # the last two of these are the module names of transformers 5.17
-    #: prefixes of a unified model's patch embedder
+    #: prefixes of a unified model's patch embedder; the last two are the module names of
+    #: transformers 5.17
     vision_embedder: TensorPrefixes = (
         "model.vision_embedder.",
         "vision_embedder.",
@@ -389,7 +389,8 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Layer:
-    """A resolved decoder layer; `donor` is the layer whose KV cache it reads."""
+    """A resolved decoder layer; `donor`: the layer whose KV cache it reads, or None if that is its
+    own."""
 
     index: int
     kind: str

@@ -78,7 +78,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Length:
-    """lo <= number of items <= hi."""
+    """lo <= number of items, or of characters of a text, <= hi."""
 
     lo: int
     hi: float = math.inf
@@ -195,7 +195,8 @@ def read_tree(path: Path) -> Map:
 
 
 def read_bytes(path: Path, max_bytes: int, advice: str) -> bytes:
-    """Return up to `max_bytes` + 1 bytes of a file; SpecError if it cannot be read."""
+    """Return up to `max_bytes` + 1 bytes of a file; SpecError, which ends with `advice`, if it
+    cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(max_bytes + 1)
@@ -231,7 +232,7 @@ def parse_tree(data: bytes, file: str) -> Map:
 
 
 def _check_events(events: Iterable[Any], file: str) -> None:
-    """Refuse YAML features and sizes that are not supported, before a tree is built."""
+    """Raise SpecError for unsupported YAML features and sizes, before a tree is built."""
     depth = documents = 0
     for count, event in enumerate(events, 1):
         where = Where(file, event.start_mark.line + 1)

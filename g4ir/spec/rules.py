@@ -223,7 +223,8 @@ def canonical(spec: V) -> V:
     """Return the spec with the shortest `pattern`, and with `moe.layers` None if every layer has
     experts, so that equal variants compare equal.
 
-    Logs a warning if the last layer was sliding: the reference makes it a full one.
+    Logs a warning if `last_layer_full` makes a sliding last layer a full one, as the reference
+    does.
     """
     text = spec.text
     moe = text.moe
