@@ -41,9 +41,9 @@ Tensor = torch.Tensor
 Operand = Callable[[Value], Any]
 #: calls `prefill`, `decode` or `verify` of a session
 Step = Callable[[Session], Any]
-#: a value out of tolerance is accepted up to this many times its own rounding error, measured
-#: against float64 on the same inputs. Each of the two computations has such an error; rounding
-#: errors are random, and vary where they are amplified (softmax over large scores)
+#: an error out of tolerance is accepted up to this many times the expected value's rounding error,
+#: measured against float64 on the same inputs. Each of the two computations has such an error;
+#: rounding errors are random, and vary where they are amplified (softmax over large scores)
 MEASURED = 4.0
 #: relative distance of the probabilities of two experts below which either may be chosen. In bf16
 #: four times the rounding of a score of 8 (2^-4): compiled regions round scores where fused ops of
@@ -218,7 +218,8 @@ class ForcedRuntime:
             watch_cache(state, name, positions, partial(self.watch_cache, positions))
 
     def watch(self, rank: int, name: str, got: Tensor) -> None:
-        """Compare one value of a rank's runtime; KV caches are compared after the step."""
+        """Compare one value of a rank's runtime, and replace it by the interpreter's; KV caches are
+        compared after the step."""
         recording = self.trace.recording
         name = _joint_name(name, rank, recording.makers)
         if name not in recording.cached:
@@ -227,7 +228,7 @@ class ForcedRuntime:
             self.names.add(name)
 
     def watch_cache(self, positions: range, rank: int, name: str, got: Tensor) -> None:
-        """Compare these positions of a rank's cache."""
+        """Compare these positions of a rank's cache, and replace them by the interpreter's."""
         name = _joint_name(name, rank, self.trace.after)
         cache = self.trace.after[name]
         slots = slots_of(positions, cache)

@@ -166,7 +166,8 @@ def _embeddings(engine: Engine, company: bool = True, towered: bool = False) -> 
 
 
 def _peer_modes(peer: Peer) -> tuple[Embed, ...]:
-    """Return functions that embed texts by the reference, by its other mode, and in float64."""
+    """Return functions that embed texts by the reference, by the reference in another mode (each
+    text alone; for transformers another attention), and by the reference in float64."""
     if isinstance(peer, EnginePeer):
         engine = peer.engine
         return _embeddings(engine), _embeddings(engine, False), _embeddings(float64_engine(engine))

@@ -19,11 +19,11 @@ from .tokens import random_ids
 
 #: depths of the needles, as fractions of the document
 DEPTHS = tuple((2 * i + 1) / 20 for i in range(10))
-#: words of the sentences between them, and what needles are about
+#: words of the sentences between needles; cities, of which each needle has the pass code
 WORDS, CITIES = read_table(Path(__file__).with_suffix(".yaml")).values()
 #: tokens of a key, of a value and of a sentence, for engines without a tokenizer
 RANDOM_KEY, RANDOM_VALUE, RANDOM_SENTENCE = 6, 3, 12
-#: minimum length of a context, as a multiple of its needles' length
+#: minimum length of a document, as a multiple of its needles' length
 CAPACITY = 2
 
 
@@ -74,7 +74,7 @@ def text_of(engine: Engine, size: int) -> list[int]:
 
 
 def _parts(engine: Engine) -> tuple[tuple[Needle, ...], Iterator[list[int]]]:
-    """Return ten needles, and the sentences between them."""
+    """Return ten needles, and an endless iterator of sentences to put between them."""
     if not (engine.path / TOKENIZER).is_file():
         ids = random_ids(engine, (len(DEPTHS), RANDOM_KEY + RANDOM_VALUE)).tolist()
         pairs = [(row[:RANDOM_KEY], row[RANDOM_KEY:]) for row in ids]

@@ -46,7 +46,8 @@ Tensor = torch.Tensor
 
 
 class HfSession:
-    """A transformers model with a KV cache; `forward`: of single tokens, by default the model's."""
+    """A transformers model with a KV cache; `forward`: function for steps of one token, by default
+    the model's."""
 
     def __init__(
         self, model: Any, new_cache: Callable[[], Any], forward: Callable[..., Any] | None = None

@@ -6,7 +6,7 @@ are out of tolerance, up to four times the interpreter's own rounding error on t
 allowed; in 16 bits the reference's own rounding is the tolerance (ir/distance.py). That hides small
 faults, so against transformers the graphs are also compared in float64, and intermediate values
 with the interpreter's. On a failure the report names the first intermediate value that differs.
-Media are compared with the interpreter's (media.py)."""
+Towers and a prompt with media are compared with the interpreter (media.py)."""
 
 from __future__ import annotations
 

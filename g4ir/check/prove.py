@@ -148,7 +148,7 @@ class Prover:
 
 
 def proof_cache() -> Path:
-    """Return the folder of parts that were computed before."""
+    """Return the folder of earlier parts that passed."""
     return cache_root() / "prove"
 
 
@@ -164,8 +164,9 @@ def check_contexts(engine: Engine, contexts: Sequence[int]) -> None:
 
 
 def check_logits(engine: Engine, progress: Progress = no_progress) -> Result:
-    """Compare logits with the interpreter's at every position of a text that is, up to LOGITS
-    values, longer than the sliding window: in chunks, single steps and verification steps."""
+    """Compare logits with the interpreter's at every position of a text, in chunks, single steps
+    and verification steps. It is longer than the sliding window, unless that takes more than
+    max_seq tokens or LOGITS logits."""
     vocab, max_seq = engine.spec.text.vocab_size, engine.limits.max_seq
     count = min(max_seq, window_of(engine) + 2 * STEPS, max(LOGITS // vocab, 64))
     ids = text_of(engine, count)

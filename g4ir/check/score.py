@@ -160,7 +160,7 @@ def score_windows(
 
 
 def window_chunk(engines: Sequence[Engine]) -> int:
-    """Return the tokens of a window that engines of one vocabulary compute together."""
+    """Return how many tokens of a window engines of one vocabulary compute in one chunk."""
     max_rows = max(1, CHUNK_LOGITS // engines[0].spec.text.vocab_size)
     return min(max_rows, *(e.limits.prefill_chunk for e in engines))
 

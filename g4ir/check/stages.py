@@ -68,7 +68,7 @@ class PlainParams:
 
     @property
     def unpacked(self) -> UnpackedWeights | None:
-        """The unpacked weights, if params come from those of an engine."""
+        """The unpacked weights of the engine, if params come from them; else None."""
         return self.read if isinstance(self.read, UnpackedWeights) else None
 
     def __call__(self, v: Value) -> Tensor:
@@ -200,7 +200,7 @@ class Stage:
         recordings = {}
         for name in self.params.keys() - {"embed"}:
             embed, tables = graphs["embed"], self.params.get("embed")
-            if name in DIMS:  # values of both graphs have one type by name
+            if name in DIMS:  # a value has the same type in both graphs
                 embed = bind(embed, **DIMS[name])
             if is_tower(name) or name == DRAFT or tables is None:
                 embed, tables = NO_EMBEDDING, {}
