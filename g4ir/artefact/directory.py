@@ -192,12 +192,12 @@ class Manifest:
         return self.weights.adapters if isinstance(self.weights, MergedWeights) else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values of the file without its digest."""
+        """Return the values of manifest.json, except `digest`."""
         values = {k: v for k, v in asdict(self).items() if k != "config"}
         return {"format": FORMAT, "g4ir": values.pop("g4ir"), **self.config.to_dict(), **values}
 
     def text(self) -> str:
-        """Return the content of the file."""
+        """Return the content of manifest.json."""
         return manifest_text(self.to_dict())
 
     @cached_property

@@ -179,8 +179,8 @@ def find_anchor(
     engine: Engine, peer: Peer, turns: Turns, want: Tensor, progress: Progress = no_progress
 ) -> Anchor | None:
     """Return the anchor from which distances are measured: the reference's logits in float64; if
-    float64 does not fit in memory, its own rows `want` and those of its other mode. None for the
-    interpreter without float64: its modes round almost alike."""
+    float64 does not fit in memory, the reference's logits `want`, with those of its other mode.
+    None for the interpreter if float64 does not fit: its modes round almost alike."""
     tokens, rows = len(turns.ids), len(turns.where)
     refusal = float64_refusal(engine, tokens, rows, peer.device)
     progress(f"{tokens} tokens through {peer.name} {'again' if refusal else 'in float64'}")

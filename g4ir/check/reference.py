@@ -41,7 +41,8 @@ def reference_engine(engine: Engine, resident: bool = False, run: Run | None = N
 
 
 def with_run(engine: Engine, run: Callable[..., Tensors | None]) -> Engine:
-    """Return the engine with `run` as the runner of its text graphs."""
+    """Return the engine with `run` (GraphRun, state -> outputs) in place of the function that runs
+    its text graphs."""
     inner = engine.runtime
     runtime: Any = SimpleNamespace(run=run, new_state=inner.new_state, embed=inner.embed)
     return replace(engine, runtime=runtime)
@@ -140,8 +141,8 @@ def refusal(text: str, needed: int, device: str, used: int) -> str | None:
 
 def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str | None:
     """Return why a forward pass in float64 over `tokens` tokens and `rows` rows of logits does not
-    fit on a device in addition to the weights of engine and peer, or None. It is an estimate from
-    the spec, before a peer is loaded."""
+    fit on a device in addition to the weights of engine and reference, or None. The bytes are
+    estimated from the spec, before a reference is loaded."""
     types = cache_types(engine.program, 1, engine.limits.max_seq).values()
     caches = sum(t.numel() * (8 if t.dtype in FLOATS else ITEMSIZE[t.dtype]) for t in types)
     needed = float64_bytes(engine.spec, tokens, rows) + caches

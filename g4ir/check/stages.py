@@ -136,8 +136,8 @@ class StageWeights:
 
 @dataclass(frozen=True)
 class Recording:
-    """The graphs of one phase: the embedding (none before a tower), then the text's graph or the
-    tower; `params` are those of both."""
+    """The graphs of one phase: the embedding (empty if the phase takes no token ids), then the
+    phase's graph; `params` are those of both."""
 
     embed: Graph
     graph: Graph

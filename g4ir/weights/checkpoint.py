@@ -160,7 +160,7 @@ class Checkpoint:
         return replace(self, weights={**self.weights, **plain}, stated=None)
 
     def with_drafter(self, drafter: Checkpoint) -> Checkpoint:
-        """Return the weights of both: `draft.NAME` is the drafter's tensor NAME."""
+        """Return the weights of both: `draft.NAME` is the draft model's tensor NAME."""
         parts: dict[str, Any] = {}
         for part in ("weights", "ignored", "defaults"):
             scoped = {f"{DRAFTER_PREFIX}{name}": x for name, x in getattr(drafter, part).items()}

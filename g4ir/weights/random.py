@@ -5,9 +5,9 @@ int32 operations that wrap (add, multiply, xor, shift), which are exact everywhe
 bits, an integer in [-2^23, 2^23), are exact in float32; then follow a multiply by spread / 2^23,
 an add of the centre if it is not zero, and a cast, each correctly rounded on every device.
 
-Flat index = block * 2^18 + offset, block < 2^30. Each block has two 32-bit keys, hashed from the
-tensor's keys; the offset goes through two multiply-xorshift rounds with them
-(constants: https://github.com/skeeto/hash-prospector, lowbias32).
+Flat index = block * 2^18 + offset, block < 2^30. Each block has two 32-bit keys, hashed from its
+index and four words of the SHA-256 of seed and name; the offset goes through two multiply-xorshift
+rounds with them (constants: https://github.com/skeeto/hash-prospector, lowbias32).
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def random_weights(
     device: torch.device | str = "cpu",
     drafter: Spec | None = None,
 ) -> Checkpoint:
-    """Return a checkpoint with random values for every tensor of a spec, and of its drafter if
-    there is one. Values are computed on each read, not stored."""
+    """Return a checkpoint with random values for every tensor of a spec, and of its draft model's
+    spec `drafter` if there is one. Values are computed on each read, not stored."""
     weights = {
         name: StoredWeight(shape, {"": partial(_values, spec, seed, name, shape, dtype, device)})
         for name, shape in (text_tensors(spec) | media_tensors(spec, KINDS)).items()

@@ -1,4 +1,5 @@
-"""Reads and writes safetensors files: the library checks headers, our own code maps and writes.
+"""Reads and writes safetensors files: the library `safetensors` checks headers, this module maps
+and writes files.
 
 Layout (https://github.com/huggingface/safetensors#format): 8 bytes little-endian length N,
 N bytes of JSON (name -> dtype, shape, data_offsets), then the data.
@@ -59,7 +60,7 @@ else:
     PRIVATE = {"flags": mmap.MAP_PRIVATE | _NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
 #: bytes of a huge page
 HUGE_PAGE = 1 << 21
-#: of uapi/asm-generic/mman-common.h; the second from Linux 5.14 on
+#: Linux's advice for madvise (uapi/asm-generic/mman-common.h); the second from 5.14 on
 MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22
 
 _T = TypeVar("_T")
@@ -226,7 +227,7 @@ def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
     page = mmap.PAGESIZE
     first = -(-entry.start // page) * page
     length = entry.end // page * page - first
-    if length > 0 and sys.platform != "win32":  # Windows drops them itself
+    if length > 0 and sys.platform != "win32":  # Windows drops pages itself
         mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
@@ -249,7 +250,7 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, tensor.nbytes + HUGE_PAGE, flags=private)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     start = -buffer.data_ptr() % HUGE_PAGE

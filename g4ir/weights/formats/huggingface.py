@@ -132,7 +132,8 @@ class MobileConfig:
     modules_to_not_convert: NameList | None = None
 
     def bits(self, module: str, where: str) -> int:
-        """Return the bits of a module; the first pattern that matches in its name counts."""
+        """Return the bits of a module: of the first pattern that matches in the module's name, else
+        the default."""
         for pattern, module_config in (self.module_quant_configs or {}).items():
             if compiled(pattern, where).search(module):
                 return module_config.num_bits or self.num_bits

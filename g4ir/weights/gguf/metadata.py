@@ -415,7 +415,8 @@ def _rotated(keys: _Keys, pairs: int) -> float:
 
 
 def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
-    """Return the number of rotated pairs: the tensor has 1 for each of them, then 1e30."""
+    """Return the number of rotated pairs: the tensor has 1 for each of them, then 1e30. SpecError
+    for other values."""
     tensor = keys.file.tensors[ROPE]
     if tensor.stored.dtype != "F32" or tensor.shape != (pairs,):
         actual = f"{tensor.stored} {list(tensor.shape)}"
