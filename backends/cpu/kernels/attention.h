@@ -407,7 +407,8 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                    .padded = (heads / kv_heads + TOGETHER - 1) / TOGETHER * TOGETHER,
                    .wide = (d + PAIR - 1) / PAIR * PAIR, .as_held = held == dtype && d % PAIR == 0};
     int64_t shared = batch * kv_heads, units;
-    a.parts = least((threads + shared - 1) / shared, slots / KEYS_LEAST + 1);
+    /* Not fewer for a larger batch: sums of a sequence must not depend on the others. */
+    a.parts = least((threads + kv_heads - 1) / kv_heads, slots / KEYS_LEAST + 1);
     units = shared * a.parts;
     int64_t partial = (units * partial_size(&a) + 15) / 16 * LINE;
     a.partial = take_lines(partial + (shared * sizeof *a.made + LINE - 1) / LINE * LINE);
