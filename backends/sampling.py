@@ -61,6 +61,8 @@ LIMITS: tuple[tuple[Any, ...], ...] = (
     ("min_tokens", 0, math.inf, "0 or more"),
     ("logprobs", 0, math.inf, "0 or more"),
 )
+#: values with which a setting limits nothing, as if it were not set
+UNLIMITED = {"top_k": (0, -1), "top_p": (1,)}
 #: settings that are whole numbers
 INTEGERS = ("top_k", "seed", "min_tokens", "logprobs")
 
@@ -106,8 +108,9 @@ class SamplingParams:
                 raise InputError(f"{name} {value!r:.20}: expected {text}")
             if not low <= value <= high:
                 raise InputError(f"{name} {str(value)[:20]}: expected {expected}")
-        if self.top_k in (0, -1):
-            object.__setattr__(self, "top_k", None)
+        for name, values in UNLIMITED.items():
+            if getattr(self, name) in values:
+                object.__setattr__(self, name, None)
 
     @property
     def penalises(self) -> bool:

@@ -111,6 +111,12 @@ def test_shortcuts_draw_the_same(monkeypatch: pytest.MonkeyPatch, settings: dict
     assert torch.equal(chosen(logits, uniforms, **settings), got)
 
 
+@pytest.mark.parametrize("given", [{"top_p": 1}, {"top_p": 1.0, "top_k": 0}, {"top_k": -1}])
+def test_no_limits_are_as_if_not_set(given: dict[str, Any]) -> None:
+    """As many clients send them: the same draw, and no sort of the vocabulary."""
+    assert SamplingParams(temperature=0.7, **given) == SamplingParams(temperature=0.7)
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}])
 def test_random_numbers_next_to_the_ends(settings: dict[str, Any]) -> None:
     """The last token that can be drawn, not one that cannot."""
