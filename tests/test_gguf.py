@@ -69,6 +69,11 @@ def test_blocks_to_the_bit(kind: str) -> None:
         raw[:, at : at + 2] = d.astype(np.uint16).view(np.uint8).reshape(600, 2)
     if kind == "MXFP4":  # powers of blocks that are at most 17 apart
         raw[:, 0] = rng.integers(110, 128, 600)
+        far = torch.zeros(2, 17, dtype=torch.uint8)
+        far[:, 0] = torch.tensor([110, 128])
+        assert CODED[kind].scales(far.flatten()[None]).isfinite().all()  # the codes are zeros
+        far[0, 5] = 1
+        assert CODED[kind].scales(far.flatten()[None]).isnan().all()
     if kind == "NVFP4":  # unsigned scales
         assert CODED[kind].scales(torch.full((1, 36), 0x80, dtype=torch.uint8)).isnan().all()
         raw[:, :4] &= 0x7F

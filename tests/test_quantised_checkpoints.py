@@ -19,11 +19,12 @@ import g4ir
 from g4ir import Engine, load_spec
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.errors import EngineError
+from g4ir.errors import EngineError, WeightsError
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import pack_codes, unpack_codes
 from g4ir.quant.rewrite import weights_of
 from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.gguf.write import write_gguf
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
@@ -548,6 +549,22 @@ def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:
         assert torch.equal(engine.param(param), want), name
         dense = find_origin(folder).open(engine.spec, (), engine.dtype)
         assert torch.equal(dense.tensor(name).to(torch.bfloat16), want), name
+
+
+def test_scales_beyond_float16_in_a_gguf_file(tmp_path: Path) -> None:
+    """Codes are copied to a GGUF file, whose scales are float16."""
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES["int4 in rows"].write(oracle, tmp_path / "c")
+
+    def change(tensors: Tensors) -> None:
+        name = next(n for n in tensors if n.endswith("layers.1.self_attn.q_proj.weight_scale"))
+        tensors[name] *= 1e9
+
+    spec = find_origin(folder).spec()
+    source = Checkpoint.open(rewrite(folder, change), spec)
+    with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.q_proj.* does not fit float16"):
+        write_gguf(tmp_path / "m.gguf", spec, source, "Q4_0", {})
+    assert not (tmp_path / "m.gguf").exists()
 
 
 def test_grids_of_a_tower_that_is_left_out(tmp_path: Path) -> None:

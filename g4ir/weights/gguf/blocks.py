@@ -103,13 +103,16 @@ def _nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
 
 def _mxfp4(blocks: torch.Tensor, codes: bool) -> torch.Tensor:
     """Return fp4 codes, or without `codes` their scales, of pairs of blocks, each of which has a
-    power of two: exact for powers up to 17 apart, the range of e4m3 below the larger one."""
+    power of two. Powers may be up to 17 apart, the range of e4m3 below the larger one: the scale is
+    NaN, which readers refuse, if they are further apart and the smaller block is not zero."""
     pairs = blocks.unflatten(-1, (2, -1))
     layout = LAYOUTS["MXFP4"]
     powers = layout.split(pairs)["scales"].squeeze(-1).int()
     max_power = powers.amax(-1, keepdim=True)
     if not codes:
-        return torch.ldexp(torch.ones(max_power.shape), max_power - 136)
+        nonzero = (layout.read(pairs) & 7).bool().any(-1)
+        lost = (nonzero & (max_power - powers > 17)).any(-1, keepdim=True)
+        return torch.ldexp(torch.ones(max_power.shape), max_power - 136).where(~lost, torch.nan)
     shared = torch.ldexp(torch.ones(powers.shape), powers - max_power + 8).to(torch.float8_e4m3fn)
     shared = shared.view(torch.uint8).repeat_interleave(2, -1)
     return pack_codes(layout.read(pairs).flatten(-2), "fp4", shared)

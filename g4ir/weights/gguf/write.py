@@ -190,7 +190,7 @@ def _rows(
         for codes, scales in zip(*(t.split(_count(parts[0])) for t in parts), strict=True):
             codes = unpack_codes(codes)
             each = codes.shape[-1] // block.group // scales.shape[-1]
-            yield _blocks(codes, scales.repeat_interleave(each, -1), kind)
+            yield _blocks(codes, scales.repeat_interleave(each, -1), kind, bare)
         source.release(bare)
         return
     for piece in in_pieces(source, bare, shape):
@@ -205,18 +205,19 @@ def _stored(x: torch.Tensor, kind: str, added: float, name: str) -> torch.Tensor
         return cast(x.float() + added if added else x, dtype_name(_DENSE[kind]), name)
     block = _BLOCKS[kind]
     codes, scales = quantize_values(x.float(), block.form, block.group, "f16")
-    return _blocks(unpack_codes(codes), scales, kind)
+    return _blocks(unpack_codes(codes), scales, kind, name)
 
 
 def _count(t: torch.Tensor) -> int:
     return max(1, PIECE // t.shape[-1])
 
 
-def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str) -> torch.Tensor:
-    """Pack codes i8 [n, K] and scales [n, K/32] into blocks u8 [n * K/32, bytes]."""
+def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    """Pack codes i8 [n, K] and scales [n, K/32] into blocks u8 [n * K/32, bytes]. WeightsError,
+    which begins with the tensor's `name`, for a scale that overflows float16."""
     layout = LAYOUTS[kind]
     data = (codes.reshape(-1, layout.values) + layout.zero).view(torch.uint8)
-    scale_bytes = scales.half().reshape(-1, 1).contiguous().view(torch.uint8)
+    scale_bytes = cast(scales, "f16", name).reshape(-1, 1).contiguous().view(torch.uint8)
     return layout.write(data, scales=scale_bytes)
 
 
