@@ -21,7 +21,7 @@ from g4ir.builder.build import prepare
 from g4ir.errors import MissingError
 from g4ir.model.tensors import numel, text_tensors
 from g4ir.ops.codecs import FORMATS
-from g4ir.ops.layouts import LAYOUTS, in_order
+from g4ir.ops.layouts import LAYOUTS, in_order, unpack_dense
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import ITEMSIZE
 from g4ir.plan.options import BuildOptions
@@ -220,3 +220,14 @@ def test_values_in_order(width: int) -> None:
     want = [[n >> at & (1 << width) - 1 for at in range(0, 96, width)] for n in numbers]
     assert in_order(width).read(data).tolist() == want
     assert torch.equal(in_order(width).write(in_order(width).read(data)), data)
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("count", [8, 20, 64])
+def test_dense_values(width: int, count: int) -> None:
+    """Packed into words, as compressed-tensors packs rows: also where the last word is not full."""
+    values = torch.randint(0, 1 << width, (3, count), generator=torch.Generator().manual_seed(width))
+    numbers = [sum(v << width * i for i, v in enumerate(row)) for row in values.tolist()]
+    nbytes = -(-count * width // 32) * 4
+    data = torch.tensor([list(n.to_bytes(nbytes, "little")) for n in numbers], dtype=torch.uint8)
+    assert torch.equal(unpack_dense(data, width)[:, :count].long(), values)

@@ -134,11 +134,12 @@ def in_order(width: int) -> Bits:
 
 def unpack_dense(data: Any, width: int) -> Any:
     """Unpack values of `width` (1 to 8) bits that follow each other without padding, low bits
-    first, also across bytes: u8 [.., bytes] to u8 [.., values]. Widths that do not divide 8 are
-    unpacked in groups of `width` bytes (8 values); bytes of a partial group are dropped."""
+    first, also across bytes: u8 [.., bytes] to u8 [.., values]. For widths that do not divide 8 the
+    bytes are padded to a multiple of `width` (8 values), and the values with zeros."""
     if 8 % width == 0:
         return in_order(width).read(data)
-    words = data[..., : data.shape[-1] // width * width].unflatten(-1, (-1, width)).to(torch.int16)
+    data = torch.nn.functional.pad(data, (0, -data.shape[-1] % width))
+    words = data.unflatten(-1, (-1, width)).to(torch.int16)
     after = torch.nn.functional.pad(words[..., 1:], (0, 1))
     pairs, starts = words | after << 8, range(0, 8 * width, width)
     values = [pairs[..., at // 8] >> at % 8 & (1 << width) - 1 for at in starts]
