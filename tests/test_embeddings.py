@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,8 @@ from tokenizers.processors import TemplateProcessing
 import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.engine.embeddings import PACKED_TOKENS, pack
-from g4ir.errors import CheckError, G4Error, InputError, SpecError
+from g4ir.engine.embeddings import PACKED_TOKENS, pack, read_prompts
+from g4ir.errors import CheckError, EngineError, G4Error, InputError, SpecError
 from g4ir.media.audio import read_audio
 from g4ir.media.prompt import marks
 from g4ir.model.media import KINDS, placeholders
@@ -29,6 +30,7 @@ from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.parts import FULL, SLIDING, Ple, Tokens
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.rules import canonical
+from g4ir.spec.sentence_transformers import PROMPTS
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf.container import read_container
 from g4ir.weights.gguf.metadata import read_spec
@@ -344,6 +346,22 @@ def test_texts_tasks_and_sizes(model: Any) -> None:
         assert cut.shape == (2, size)
         assert torch.allclose(cut[0], torch.nn.functional.normalize(whole[0, :size], dim=-1))
     assert torch.equal(model.embed(ids), whole)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("{", "is no JSON object"),
+        ("[]", "found a list"),
+        ('{"prompts": {"query": 3}}', "prompts must map names to texts"),
+        ('{"prompts": {}, "default_prompt_name": "q"}', "'q' is none of its prompts"),
+    ],
+)
+def test_invalid_prompts_of_tasks(prompts: str, message: str, model: Any, tmp_path: Path) -> None:
+    path = tmp_path / PROMPTS
+    path.write_text(prompts)
+    with pytest.raises(EngineError, match=re.escape(f"{path}: ") + f".*{message}"):
+        read_prompts(tmp_path, model.spec)
 
 
 def test_long_texts(model: Any) -> None:

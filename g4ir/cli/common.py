@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,9 +50,8 @@ FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill
 
 
 def emit(value: Any, indent: int | None = None) -> None:
-    """Print JSON on stdout; dataclasses become objects, and NaN and infinities outside of them
-    null."""
-    print(json.dumps(strict(value), indent=indent, default=vars), flush=True)
+    """Print JSON on stdout: a value as `strict` returns it."""
+    print(json.dumps(strict(value), indent=indent), flush=True)
 
 
 def output(as_json: bool, value: Any, text: str) -> int:
@@ -68,7 +67,9 @@ def print_facts(as_json: bool, values: Mapping[str, Any], width: int = 0) -> int
 
 
 def strict(value: Any) -> Any:
-    """Return a value with NaN and infinities in its dicts and lists replaced by None."""
+    """Return a value as JSON can have it: dataclasses as dicts; NaN and infinities as None."""
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, dict):
         return {k: strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -7,7 +7,6 @@ depend on its neighbours.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +26,7 @@ from g4ir.media.soft import Soft
 from g4ir.model.encoder import EMBEDDING, ENCODE
 from g4ir.model.media import check_supported, encode_options, placeholders
 from g4ir.spec.parts import FAMILIES, Variant
-from g4ir.spec.reader import did_you_mean
+from g4ir.spec.reader import did_you_mean, json_object
 from g4ir.spec.sentence_transformers import PROMPTS
 
 from .multimodal import read_local
@@ -70,8 +69,11 @@ def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | 
     path = folder / PROMPTS
     if not path.is_file():
         return FAMILIES[spec.model_type]["prompts"], None
-    values = json.loads(path.read_bytes())
-    prompts = values.get("prompts") if isinstance(values, dict) else None
+    try:
+        values = json_object(path.read_bytes())
+    except ValueError as e:
+        raise EngineError(f"{path}: {e}; restore the file") from None
+    prompts = values.get("prompts")
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise EngineError(f"{path}: prompts must map names to texts; restore the file")
     default = values.get("default_prompt_name")

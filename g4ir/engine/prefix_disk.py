@@ -74,7 +74,7 @@ class PrefixDisk:
         self._engine = f"{__version__}\0{engine.facts.digest}\0{machine}"
         #: `too_large`: number of snapshots not written, since they exceed max_bytes or TOKEN_BYTES
         #: per token
-        self.restored = self.too_large = 0
+        self.too_large = 0
         #: why writing has stopped; empty: it has not
         self.failed = ""
         self._pending = deque[tuple[str, Keys, Snapshot, int]]()
