@@ -226,7 +226,8 @@ def test_values_in_order(width: int) -> None:
 @pytest.mark.parametrize("count", [8, 20, 64])
 def test_dense_values(width: int, count: int) -> None:
     """Packed into words, as compressed-tensors packs rows: also where the last word is not full."""
-    values = torch.randint(0, 1 << width, (3, count), generator=torch.Generator().manual_seed(width))
+    generator = torch.Generator().manual_seed(width)
+    values = torch.randint(0, 1 << width, (3, count), generator=generator)
     numbers = [sum(v << width * i for i, v in enumerate(row)) for row in values.tolist()]
     nbytes = -(-count * width // 32) * 4
     data = torch.tensor([list(n.to_bytes(nbytes, "little")) for n in numbers], dtype=torch.uint8)

@@ -29,7 +29,8 @@ REPEATS = 10
 COLUMNS = 4096
 #: rows and columns of the matrices of a product
 SIDES = {"cpu": 2048, "cuda": 8192}
-#: those of the products that choose the dtype: torch computes 0.4 GFLOP/s in bf16 on a CPU with AVX2
+#: those of the products that choose the dtype, since torch computes 0.4 GFLOP/s in bf16 on a CPU
+#: with AVX2
 TRIED_SIDE = 256
 
 
