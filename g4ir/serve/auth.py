@@ -68,7 +68,8 @@ class Auth:
         host = (host or "").lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name not in self.hosts and not is_loopback(name):
-            raise Refused(403, "the Host of the request is not this server's", code="wrong_host")
+            why = "the Host header does not name this server; --allow-host NAME accepts another"
+            raise Refused(403, why, code="wrong_host")
 
     async def body(self, request: Request, content_type: str | None = JSON) -> bytes:
         """Read a request's body; Refused if it is too large, too slow or not of `content_type`
@@ -128,7 +129,7 @@ def read_keys(path: str | Path) -> dict[bytes, KeyLimits]:
         for word in words:
             match = re.fullmatch(r"(requests|tokens)=([1-9][0-9]{0,11})", word)
             if not match or match[1] in limits:
-                fix = "expected requests=N or tokens=N after it, each once"
+                fix = "expected requests=N or tokens=N after the key, N above 0, each once"
                 raise InputError(f"{path}: key {number}: {fix}")
             limits[match[1]] = int(match[2])
         keys[key.encode()] = KeyLimits(**limits)

@@ -103,8 +103,9 @@ class Grammars:
         if c.kind == JSON:
             return str(library.LLMatcher.grammar_from_json_schema(self._schema(c)))
         texts = c.value if c.kind == CHOICE else [c.value]
-        if sum(map(len, texts)) > (MAX_GBNF if c.kind == GRAMMAR else LARGEST):
-            raise bad(c.field, "is too long")
+        limit = MAX_GBNF if c.kind == GRAMMAR else LARGEST
+        if sum(map(len, texts)) > limit:
+            raise bad(c.field, f"has more than {limit} characters")
         if c.kind == CHOICE:
             return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
         if c.kind == REGEX:  # the full text is matched, so outer anchors are redundant

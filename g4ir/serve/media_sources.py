@@ -112,7 +112,7 @@ def _read_bytes(
     InputError for anything but a data URL or a file of the folder, and for too many media or
     bytes."""
     if len(media) > MAX_MEDIA:
-        raise InputError(f"{field}: have {len(media)} media, at most {MAX_MEDIA} are read")
+        raise InputError(f"{field}: {len(media)} media, and a request may have {MAX_MEDIA}")
     for medium in media:
         if medium.kind not in engine.media.kinds:
             raise missing(field, f"this engine takes no {medium.kind} ({medium.where})")
@@ -134,7 +134,7 @@ def setting(engine: Engine, medium: Medium, fields: Mapping[str, Any]) -> dict[s
     outer = medium.part.get("image_url")
     detail = outer.get("detail") if isinstance(outer, dict) else None
     if detail not in (None, "auto", *DETAILS):
-        raise bad(f"{medium.where}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
+        raise bad(f"{medium.where}.image_url.detail", f"must be one of auto, {', '.join(DETAILS)}")
     names = (k for k in MEDIA_SETTINGS[medium.kind] if medium.part.get(k) is not None)
     of_part = {k: CHAT[k](medium.part[k], f"{medium.where}.{k}") for k in names}
     options = encode_options(medium.kind, {**fields, **of_part})

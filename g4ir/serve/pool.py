@@ -169,10 +169,9 @@ class ModelPool:
         if now - ticket.blocked >= self.wait_s and not ticket.granted.done():
             model = ticket.model
             busy = ", ".join(f"{m.name!r}" for m in victims)
-            message = (
-                f"model: {model.name!r} needs {size_text(model.need)}, in place of {busy} with "
-            )
-            message += f"running requests; {self._loaded()}"
+            why = f"running requests keep {busy} loaded"
+            message = f"model: {model.name!r} needs {size_text(model.need)}, and {why}"
+            message += f"; {self._loaded()}"
             ticket.granted.set_exception(later(503, "does_not_fit", message))
 
     def _loaded(self) -> str:
@@ -181,7 +180,7 @@ class ModelPool:
         free = [m.name for m in self.models if not m.resident and self._fits(m, resident)]
         names = ", ".join(f"{m.name!r}" for m in resident) or "nothing"
         fits = ", ".join(map(repr, free)) or "no other model"
-        return f"loaded: {names}; {fits} would fit beside that"
+        return f"loaded: {names}; {fits} would fit in addition"
 
     def _begin(self, model: PooledModel, state: str, work: Any) -> None:
         model.state = state

@@ -211,7 +211,7 @@ def _options(value: Any, name: str) -> dict[str, Any]:
     reserved = {"messages", "tools", "form", "continued", "add_generation_prompt"}
     options = listed(MAX_OPTIONS, reader=OBJECT)(value, name)
     if wrong := next((k for k in options if k in reserved or not k.isidentifier()), None):
-        raise bad(name, f"{shown(wrong)} is no option of a template")
+        raise bad(name, f"{shown(wrong)} cannot be set as an option of the template")
     FLAG(options.get("enable_thinking", False), name)
     return dict(options)
 
@@ -300,7 +300,7 @@ def _schema(value: Any, name: str) -> dict[str, Any]:
     try:
         decoded = parsed(value.encode()) if isinstance(value, str) else value
     except UnicodeError:
-        raise bad(name, "no UTF-8") from None
+        raise bad(name, "is not valid UTF-8") from None
     except Refused as e:
         raise bad(name, e.message.replace("the body", "the text")) from None
     return OBJECT(decoded, name)
@@ -430,11 +430,11 @@ def _check_choice(fields: Fields) -> None:
         raise bad("tool_choice", f"names {shown(choice.name)}, which is not one of the tools")
     forced, formed = choice.mode == "required", constraint_of(fields)
     if forced and not tools:
-        raise bad("tool_choice", "needs tools, of which one can be called")
+        raise bad("tool_choice", "requires a call, and the request has no tools")
     if forced and formed:
         raise bad(formed.field, "cannot be combined with a tool_choice that forces a call")
     if formed and fields.get("continue_final_message"):
-        raise bad(formed.field, "constrains full answers, and so does not continue a message")
+        raise bad(formed.field, "cannot be combined with continue_final_message")
     if formed and formed.kind != JSON and tools and choice.mode != "none":
         raise bad(formed.field, 'cannot be combined with tools; give tool_choice "none"')
     for name in ("ignore_eos", "min_tokens"):

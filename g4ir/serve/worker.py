@@ -49,7 +49,7 @@ class WorkerAuth(Auth):
 
     def check(self, request: Request, path: str) -> str:
         if not hmac.compare_digest(request.headers.get(SECRET, ""), self.secret):
-            raise Refused(403, "this port is the router's", code="wrong_key")
+            raise Refused(403, "only the router may send requests to this port", code="wrong_key")
         return request.headers.get(SALT, "")
 
 

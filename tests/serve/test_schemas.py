@@ -397,7 +397,7 @@ def said(tokens: list[int]) -> str:
 WRONG: list[tuple[dict[str, Any], str]] = [
     *TABLE["wrong"],
     ({"grammar": "root ::= " + "(" * 5000}, "Lark or GBNF"),
-    ({"grammar": "x" * 70_000}, "too long"),
+    ({"grammar": "x" * 70_000}, "more than 16384 characters"),
     ({"guided_json": '{"a":' * 5000}, "levels"),
     ({"json_schema": {"enum": ["x" * 70_000]}}, "more than 65536 characters"),
 ]

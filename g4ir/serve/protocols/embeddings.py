@@ -32,8 +32,9 @@ INPUTS = "a text, token ids or an object with `content`, or a list of these or o
 class EmbeddingRequest:
     """Texts, token ids or lists of parts (texts and media) to embed. `field`: their field in the
     body, for errors; `tasks`: one for all inputs, or one for the first and one for the others;
-    `dims`: size of the embeddings; `top_n`, `returned`: number of documents in an answer of rerank,
-    and whether it has their texts; `settings`: options of media."""
+    `dims`: size of the embeddings; `truncate`: whether texts beyond the context are cut, not
+    refused; `top_n`, `returned`: number of documents in an answer of rerank, and whether it has
+    their texts; `base64`: whether embeddings are returned so; `settings`: options of media."""
 
     texts: list[Any]
     field: str
@@ -146,7 +147,7 @@ def _input(value: Any, where: str) -> Any:
 
 def _bounded(texts: list[Any], name: str) -> list[Any]:
     if len(texts) > MAX_TEXTS:
-        message = f"{len(texts)} texts, and a request may have {MAX_TEXTS}; send several"
+        message = f"{len(texts)} texts, and a request may have {MAX_TEXTS}; split it"
         raise bad(name, message)
     return texts
 
