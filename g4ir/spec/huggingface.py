@@ -203,7 +203,8 @@ def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
     section.only("model_type", (f"{base}_text", None), f"expected {base}_text")
     tied = keys.take("tie_word_embeddings", bool, True)
     if section.take("tie_word_embeddings", bool, tied) != tied:
-        log.warning("%s: tie_word_embeddings of the top level is used: %s", keys.where, tied)
+        note = "%s: tie_word_embeddings differs in text_config; that of the top level is used: %s"
+        log.warning(note, keys.where, tied)
     dtypes = [_dtype(keys), _dtype(section), "f32"]
     text = replace(_text(section, base), tie_word_embeddings=tied)
     return section, text, next(d for d in dtypes if d is not None)
@@ -377,7 +378,7 @@ def _per_layer(keys: Keys, kinds: tuple[str, ...]) -> dict[str, dict[str, int]] 
     by_layer: dict[int, dict[str, int]] = {i: {} for i in range(len(kinds))}
     for key in section.values:
         if not str(key).isdecimal() or len(str(key)) > 8 or int(key) not in by_layer:
-            raise section.fail(str(key), f"is not a layer; 0..{len(kinds) - 1}")
+            raise section.fail(str(key), f"is not a layer; expected 0..{len(kinds) - 1}")
         by_layer[int(key)] = _overrides(section, key)
     resolved = (*kinds[:-1], FULL)  # the reference makes the last layer a full one
     out: dict[str, dict[str, int]] = {SLIDING: {}, FULL: {}}
@@ -385,7 +386,7 @@ def _per_layer(keys: Keys, kinds: tuple[str, ...]) -> dict[str, dict[str, int]] 
         layers = [by_layer[i] for i, k in enumerate(resolved) if k == kind]
         if any(layer != layers[0] for layer in layers):
             raise keys.fail(
-                "per_layer_config", f"{kind} layers differ from each other; one geometry per kind"
+                "per_layer_config", f"{kind} layers differ; expected one geometry per layer kind"
             )
         out[kind] = layers[0]
     return out
@@ -537,7 +538,8 @@ def _unified_vision_extras(part: Keys) -> dict[str, Any]:
     sizes = [part.values.get(k, d) for k, d in (("patch_size", 16), ("pooling_kernel_size", 3))]
     if all(type(s) is int and 0 < s < 2**15 for s in sizes):
         side = sizes[0] * sizes[1]
-        part.only("model_patch_size", (side, None), f"expected patch_size * pooling {side}")
+        why = f"expected patch_size * pooling_kernel_size, {side}"
+        part.only("model_patch_size", (side, None), why)
     return {}
 
 

@@ -161,8 +161,8 @@ def fail(where: Where, path: str, message: str) -> SpecError:
 
 
 def together(errors: Iterable[SpecError]) -> SpecError:
-    """Return one error with the messages of several, on at most MAX_ERRORS lines and one with the
-    number of the others."""
+    """Return one error with the messages of several: their first MAX_ERRORS lines, and a line with
+    the number of those left out."""
     lines = [line for error in errors for line in str(error).splitlines()]
     if len(lines) > MAX_ERRORS:
         lines[MAX_ERRORS:] = [f"and {len(lines) - MAX_ERRORS} more"]
@@ -227,7 +227,7 @@ def parse_tree(data: bytes, file: str) -> Map:
         raise fail(start, "", f"is not valid YAML ({err}); fix it") from None
     root = None if composed is None else _tree(composed, file)
     if not isinstance(root, Map):
-        raise fail(start, "", "must be a mapping of keys; begin with `schema: 1`")
+        raise fail(start, "", "must be a mapping: lines of `key: value`")
     return root
 
 

@@ -90,19 +90,20 @@ def _drafter_problems(spec: Variant) -> Iterator[Problem]:
     if shared != text.num_hidden_layers:
         yield Problem(
             "text.num_kv_shared_layers",
-            f"{shared} of {text.num_hidden_layers} layers: a drafter has no K and V; share all",
+            f"is {shared}, expected {text.num_hidden_layers}: all layers of a drafter read the "
+            f"target's K and V",
         )
     for name in ("moe", "ple"):
         if getattr(text, name) is not None:
             yield Problem(f"text.{name}", "a drafter has none; leave it out")
     if text.use_double_wide_mlp:
-        yield Problem("text.use_double_wide_mlp", "a drafter's MLPs are alike; leave it out")
+        yield Problem("text.use_double_wide_mlp", "a drafter's MLPs have one size; leave it out")
     centroids = spec.drafter.centroids if spec.drafter else None
     if centroids and text.vocab_size % centroids.count:
         vocab = ("text.vocab_size", text.vocab_size)
         yield _no_divisor("drafter.centroids.count", centroids.count, *vocab)
     if centroids and centroids.top_k > centroids.count:
-        message = f"{centroids.top_k} of {centroids.count} clusters; at most count"
+        message = f"{centroids.top_k} is more than the count of clusters, {centroids.count}"
         yield Problem("drafter.centroids.top_k", message)
 
 
@@ -143,13 +144,13 @@ def _feed_forward_problems(text: Text) -> Iterator[Problem]:
     if moe is None:
         return
     if moe.top_k_experts > moe.num_experts:
-        message = f"{moe.top_k_experts} of {moe.num_experts} experts; at most num_experts"
+        message = f"{moe.top_k_experts} is more than num_experts, {moe.num_experts}"
         yield Problem("text.moe.top_k_experts", message)
     if moe.layers is None:
         return
     outside = [i for i in moe.layers if i >= text.num_hidden_layers]
     if outside:
-        message = f"{outside[0]} is not a layer; 0..{text.num_hidden_layers - 1}"
+        message = f"{outside[0]} is not a layer; expected 0..{text.num_hidden_layers - 1}"
         yield Problem("text.moe.layers", message)
     if not moe.layers or list(moe.layers) != sorted(set(moe.layers)):
         yield Problem(
@@ -163,7 +164,7 @@ def _token_problems(spec: Variant) -> Iterator[Problem]:
         value = getattr(spec.tokens, f.name)
         ids = value if isinstance(value, tuple) else () if value is None else (value,)
         for i in (i for i in ids if i >= vocab):
-            message = f"{i} is outside the vocabulary; 0..{vocab - 1}"
+            message = f"{i} is outside the vocabulary; expected 0..{vocab - 1}"
             yield Problem(f"tokens.{f.name}", message)
 
 
@@ -199,8 +200,8 @@ def _embedding_problems(spec: Variant) -> Iterator[Problem]:
         )
         yield Problem("embedding.dims", message)
     if (head.projection is not None) != ("projection" in rule):
-        number = "one" if "projection" in rule else "none"
-        yield Problem("embedding.projection", f"{spec.model_type} has {number}")
+        need = "is missing; {} needs it" if "projection" in rule else "{} has none; leave it out"
+        yield Problem("embedding.projection", need.format(spec.model_type))
     for name in ("num_kv_shared_layers", "final_logit_softcapping", "moe"):
         if getattr(spec.text, name):
             yield Problem(f"text.{name}", "an encoder has none; leave it out")
@@ -223,8 +224,8 @@ def canonical(spec: V) -> V:
     """Return the spec with the shortest `pattern`, and with `moe.layers` None if every layer has
     experts, so that equal variants compare equal.
 
-    Logs a warning if `last_layer_full` makes a sliding last layer a full one, as the reference
-    does.
+    Logs a warning if the pattern's last layer is sliding and `last_layer_full` makes it full, as
+    the reference does.
     """
     text = spec.text
     moe = text.moe
@@ -233,7 +234,8 @@ def canonical(spec: V) -> V:
     last = text.pattern[(text.num_hidden_layers - 1) % len(text.pattern)]
     if last != FULL and text.last_layer_full:
         log.warning(
-            "%s: the last of %d layers is %s; it becomes a full one, as in the reference",
+            "%s: the last of %d layers is %s in the pattern; it gets full attention, as in the "
+            "reference",
             spec.name,
             text.num_hidden_layers,
             last,

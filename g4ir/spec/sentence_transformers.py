@@ -48,7 +48,7 @@ def read_modules(folder: Path) -> tuple[DenseLayer, ...] | None:
 def _inside(path: Path, module: dict[str, Any]) -> str:
     name = module.get("path")
     if not isinstance(name, str) or name in ("", ".", "..") or {*name} & {"/", "\\"}:
-        raise SpecError(f"{path}: path {quote(str(name))}: expected the name of a folder in it")
+        raise SpecError(f"{path}: path {quote(str(name))}: expected the name of a folder beside it")
     return name
 
 
@@ -69,7 +69,7 @@ def _dense(folder: Path, name: str) -> DenseLayer:
     width = config.get("out_features")
     activation = str(config.get("activation_function", "Identity"))
     if type(width) is not int or width < 1:
-        raise SpecError(f"{path}: out_features {quote(str(width))}: expected a number above 0")
+        raise SpecError(f"{path}: out_features {quote(str(width))}: expected a positive integer")
     if config.get("bias", True) or not activation.endswith("Identity"):
         why = "a dense layer with bias or activation is not supported"
         raise SpecError(f"{path}: bias {config.get('bias', True)}, {activation[:80]}: {why}")
