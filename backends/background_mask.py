@@ -129,8 +129,8 @@ class BackgroundMask:
             pass
         if (took := newest.cpu_s()) > MAX_S:
             raise InputError(
-                f"{self.named}: the mask of the next token took {took:.1f} s of CPU time after "
-                f"{len(generated)} tokens, at most {MAX_S:g} are allowed; simplify the constraint"
+                f"{self.named}: the mask of the next token, after {len(generated)} tokens, took "
+                f"{took:.1f} s of CPU time; at most {MAX_S:g} s is allowed: simplify the constraint"
             )
         if newest.error is not None:
             raise newest.error

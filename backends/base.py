@@ -254,8 +254,8 @@ class Backend(PlannedBackend, ABC):
         (`takes_adapters`)."""
         if not self.takes_adapters(device, settings):
             why = f"programs that {self.name} compiles for {device} take no adapters at load"
-            fix = "use --backend torch --device cpu, or merge one adapter: g4ir build --adapter DIR"
-            raise MissingError(f"{model}: {why}; {fix}")
+            fix = "use --backend torch --device cpu without --set programs=inductor, or merge one"
+            raise MissingError(f"{model}: {why}; {fix} (g4ir build --adapter DIR)")
 
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:
         """Whether a record names native code, which runs with the user's permissions."""

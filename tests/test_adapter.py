@@ -475,4 +475,4 @@ def test_other_backends_say_so(tmp_path: Path) -> None:
     for words in ("onnx",), ("torch", "--device", "cuda"), ("torch", "--set", "programs=inductor"):
         message = refused(*serve, "--backend", *words, code=3)
         assert f"programs that {words[0]} compiles for" in message
-        assert "use --backend torch --device cpu, or merge one adapter" in message
+        assert "--device cpu without --set programs=inductor, or merge one (g4ir build" in message

@@ -104,7 +104,7 @@ class Library:
         raise MissingError(
             f"the CPU kernels need a C compiler: {READY} has no {self.file}, and there is no "
             f"{named or ', '.join(COMPILERS)}: install a wheel of g4ir for this machine, or a "
-            f"compiler, for example with `apt-get install g++`"
+            f"compiler, for example with `apt-get install g++` (if CC or CXX is set, that compiler)"
         )
 
     @contextmanager

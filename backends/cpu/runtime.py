@@ -161,7 +161,7 @@ class CpuRuntime(ProgramRuntime):
             feeds = {ADAPTERS: state.adapters}
             program = record_loop(self.program, mapped, self.weights, views, feeds, suppress)
         except NoInstruction as e:
-            log.info("the host embeds and samples tokens: %s", e)
+            log.info("the host embeds and samples tokens: no instruction for %s", e)
             return None
         return StepLoop(program, self.worker)
 

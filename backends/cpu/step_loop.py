@@ -95,7 +95,7 @@ def record_loop(
     never = torch.tensor(suppress, dtype=torch.int64)
     chosen, flaws = r.greedy(logits, never)
     if r.torch_ops:
-        raise NoInstruction("an op without an instruction, which torch runs")
+        raise NoInstruction("an op that torch runs")
     end = len(r.instructions)
     r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, history, pace)
     code = r.code(())  # owns weights and tables: steps may outlive their engine

@@ -88,6 +88,6 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     except RuntimeError as e:
         raise EngineError(
             f"the decode step cannot be recorded as a CUDA graph: {str(e)[:300]}; load the engine "
-            f"with cuda_graph=False (--set cuda_graph=off) to run it launch by launch"
+            f"with cuda_graph=False (--set cuda_graph=off) to skip the attempt and this warning"
         ) from e
     return graph.replay

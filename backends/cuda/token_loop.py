@@ -97,7 +97,7 @@ class TokenLoop:
     def advance(self, count: int = 1, uniforms: Tensor | None = None) -> None:
         """Start one step, after `start`, and the copy of its tokens to the host; `uniforms`
         f64[1, B] are its random numbers, None if all sequences are greedy."""
-        assert self._replay and count == 1, "start comes first; a call is one step"
+        assert self._replay and count == 1, "expected `start` before `advance`, and a count of 1"
         if uniforms is not None:
             pinned = uniforms[0].pin_memory() if self.uniforms.is_cuda else uniforms[0]
             self.uniforms.copy_(pinned, non_blocking=True)

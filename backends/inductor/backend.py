@@ -41,7 +41,9 @@ class TorchBackend(Backend):
     record = Programs
     settings = {
         "programs": Setting(
-            ("auto", "inductor"), "auto", "inductor: compile for the CPU too, without our kernels"
+            ("auto", "inductor"),
+            "auto",
+            "inductor: on the CPU too, programs of torch's compiler instead of g4ir's C kernels",
         )
     }
 
@@ -124,8 +126,8 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Prog
     texts = {name: [s.text for s in many] for name, many in steps.items()}
     if files.keys() != texts.keys():
         raise EngineError(
-            f"{folder}: the manifest has programs of {', '.join(files)}, expected "
-            f"{', '.join(texts)}; build the engine again"
+            f"{folder}: the manifest has programs of the graphs {', '.join(files) or 'none'}; "
+            f"expected {', '.join(texts)}; build the engine again"
         )
     checked: set[tuple[str, str]] = set()
     for name, many in texts.items():

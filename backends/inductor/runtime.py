@@ -191,9 +191,9 @@ def reason(error: Exception) -> str:
     """Return the first line of an error's text, with advice for noexec and full folders."""
     text = str(error).splitlines()[0][:300]
     if "failed to map segment" in text:
-        return f"{text}: that folder is mounted noexec; give XDG_CACHE_HOME another one"
+        return f"{text}: that folder is mounted noexec; set TMPDIR to another one"
     if "extract" in text or "temporary" in text:
-        return f"{text}: make room there, or give XDG_CACHE_HOME another folder"
+        return f"{text}: make room in the temporary folder, or set TMPDIR to another one"
     return text
 
 

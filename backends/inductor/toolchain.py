@@ -19,7 +19,7 @@ def cpp_compiler() -> str:
         )
     if not shutil.which(compiler := setting("CXX", "g++")):
         raise MissingError(
-            "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
-            "install one, for example with `apt-get install g++`"
+            f"the torch backend needs a C++ compiler, and there is no {compiler}: install g++ 10 "
+            f"or newer (`apt-get install g++`), or set CXX to another compiler, such as clang++"
         )
     return compiler

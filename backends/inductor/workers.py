@@ -93,7 +93,7 @@ def _output(printed: IO[bytes]) -> Exception:
 def _end_of_worker(status: int) -> str:
     """Return why a worker ended before its share was compiled."""
     if status == -signal.SIGKILL:
-        why = "it was killed, most likely for memory: build again with fewer other programs running"
+        why = "it was killed, most likely because memory ran out: build again with more free memory"
     else:
         why = "run again with --trace to see what it printed"
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"

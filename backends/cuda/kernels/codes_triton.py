@@ -313,7 +313,7 @@ def format_constants(
     """Return the constexprs FORMAT and GROUP of a weight; ValueError if it is not contiguous."""
     for t in (w, scales):
         if t is not None and not t.is_contiguous():
-            raise ValueError(f"weight of strides {t.stride()}: it must be contiguous")
+            raise ValueError(f"weight or scales: strides {t.stride()}, expected contiguous")
     groups = 1 if scales is None else scales.shape[-1] // FORMATS[form].scales
     group = columns(w, form) // groups if groups > 1 else 0
     return {f"{prefix}FORMAT": record(form), f"{prefix}GROUP": group}

@@ -357,7 +357,7 @@ def decode_attention(
     parts, stats, sums = workspace(out, n, splits)
     keys, values = caches if len(caches) == 2 else (caches[0], None)
     if values is not None and values.stride() != keys.stride():
-        raise ValueError(f"caches of strides {keys.stride()} and {values.stride()}: not equal")
+        raise ValueError(f"K and V caches: unequal strides {keys.stride()}, {values.stride()}")
     operands: list[Any] = [q.contiguous(), end, w, keys, values, arrivals, parts, stats, out]
     operands += [slots, *keys.stride()[:3], *factors(scale, softcap)]
     start(

@@ -271,7 +271,7 @@ def prefill_attention(
     slots, _, n, _ = cache_k.shape
     out = q.new_empty(b, s, heads, d)
     if cache_k.stride() != cache_v.stride():
-        raise ValueError(f"caches of strides {cache_k.stride()}, {cache_v.stride()}: not equal")
+        raise ValueError(f"K and V caches: unequal strides {cache_k.stride()}, {cache_v.stride()}")
     operands: list[Any] = [t.contiguous() for t in (q, positions, written)]
     operands.append(q if w is None else w)
     operands += [cache_k, cache_v, k.contiguous(), v.contiguous(), out]
