@@ -161,9 +161,10 @@ class attention:
     ) -> Type:
         cache_k, cache_v, *chunk = caches
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
-        require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap}")
+        bounds = f"attention: window {window}, softcap {softcap}: expected 0 or more"
+        require(window >= 0 and softcap >= 0, bounds)
         b, s, heads, d = q.shape
-        require(positions == Type("i64", (b, s)), f"attention: positions {positions}, q {q}")
+        require(positions == Type("i64", (b, s)), f"attention: {positions} does not fit q {q}")
         require(written == Type("i64", (b,)), f"attention: written {written} does not fit q {q}")
         require(cache_k == cache_v, f"attention: caches {cache_k} and {cache_v} differ")
         n, read = cache_k.shape[2], dequantized_type(cache_k, q.dtype)

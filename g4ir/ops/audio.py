@@ -97,7 +97,8 @@ class sigmoid_glu:
     @staticmethod
     def infer(x: Type) -> Type:
         size = x.shape[-1]
-        require(isinstance(size, int) and size % 2 == 0, f"sigmoid_glu: {x} has no two halves")
+        fits = isinstance(size, int) and size % 2 == 0
+        require(fits, f"sigmoid_glu: last dim of {x} is not even")
         return x.with_shape(*x.shape[:-1], int(size) // 2)
 
     @staticmethod
@@ -147,7 +148,8 @@ class relative_keys:
     def infer(w: Type, *, count: int) -> Type:
         require(w.rank == 2 and count > 0, f"relative_keys: {w} is no matrix, or count {count} < 1")
         size = w.shape[1]
-        require(isinstance(size, int) and size % 2 == 0, f"relative_keys: {w} has no two halves")
+        fits = isinstance(size, int) and size % 2 == 0
+        require(fits, f"relative_keys: last dim of {w} is not even")
         return w.with_shape(count, w.shape[0])
 
     @staticmethod
@@ -222,7 +224,9 @@ class chunked_attention:
         require(fits, f"chunked_attention: {relative}, {dim_scale} do not fit q {q}")
         require(mask == Type("bool", (b, t)), f"chunked_attention: mask {mask} does not fit q {q}")
         fits = chunk > 0 and left > 1 and right >= 0 and cap > 0
-        require(fits, f"chunked_attention: chunk {chunk}, left {left}, right {right}, cap {cap}")
+        values = f"chunk {chunk}, left {left}, right {right}, cap {cap}"
+        expected = "expected chunk and cap above 0, left above 1, right 0 or more"
+        require(fits, f"chunked_attention: {values}: {expected}")
         return q
 
     @staticmethod

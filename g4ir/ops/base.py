@@ -135,11 +135,12 @@ class Op:
     def infer_types(self, types: Types, attrs: Mapping[str, Any]) -> Types:
         """Return the result types as a tuple; ValueError for attributes or operands that do not
         fit."""
-        expected = f"one of {', '.join(self.attrs)}" if self.attrs else "none"
+        unknown = f"unknown; the op has {', '.join(self.attrs) or 'none'}"
         for name, value in attrs.items():
             kind = self.attrs.get(name)
             fits = kind is not None and _KINDS[kind](value)
-            require(fits, f"attribute {name}={value!r}: expected {kind or expected}")
+            why = f"expected {kind}" if kind else unknown
+            require(fits, f"attribute {name}={value!r}: {why}")
         self._require_count(len(types))
         assert self.infer
         return as_tuple(self.infer(*types, **attrs))
@@ -162,7 +163,7 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-#: annotation of an attribute -> whether a value is one
+#: kind of an attribute, as annotated -> whether a value is of that kind
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "float": lambda x: _is_int(x) or (isinstance(x, float) and math.isfinite(x)),

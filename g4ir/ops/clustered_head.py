@@ -22,7 +22,8 @@ class by_cluster:
         size, width = table.shape
         fits = isinstance(size, int) and order == Type("i64", (size,))
         require(fits, f"by_cluster: order {order} does not fit {table}")
-        require(count > 0 and int(size) % count == 0, f"by_cluster: {table} in {count} clusters")
+        fits = count > 0 and int(size) % count == 0
+        require(fits, f"by_cluster: rows of {table} do not divide into {count} clusters")
         return table.with_shape(count, int(size) // count, width)
 
     @staticmethod

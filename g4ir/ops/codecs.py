@@ -353,7 +353,8 @@ def _tile_parts(x: Any) -> Any:
 def quantize_values(
     w: Any, fmt: str, group: int, scale: str, moments: Any = None, fit: Any = fit_groups
 ) -> tuple[Any, Any]:
-    """Quantise rows [.., K] to codes and scales. For float64, scales and fp8 codes stay float64.
+    """Quantise rows [.., K] to codes and scales: `group` values share a scale of IR dtype `scale`.
+    For float64, scales are rounded to that dtype too, but they and fp8 codes stay float64.
     `moments` [K] weight the squared error of each column in int4, nl4, nl3 and nl2; other formats
     ignore them. `fit`: an implementation of `fit_groups`."""
     x = upcast(w).unflatten(-1, (-1, group))

@@ -33,7 +33,7 @@ class all_reduce:
     @staticmethod
     def infer(*xs: Type, ranks: int) -> Types:
         types = ", ".join(map(str, xs))
-        require(ranks > 0, f"all_reduce: {ranks} ranks; {types}")
+        require(ranks > 0, f"all_reduce: ranks {ranks}: expected 1 or more; {types}")
         require(all(x.dtype == xs[0].dtype for x in xs), f"all_reduce: {types} differ in dtype")
         return xs
 

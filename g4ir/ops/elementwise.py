@@ -141,7 +141,7 @@ class cast:
 
     @staticmethod
     def infer(x: Type, *, dtype: str) -> Type:
-        require(x.dtype in FLOATS and dtype in FLOATS, f"cast: {x} to {dtype}: no floats")
+        require(x.dtype in FLOATS and dtype in FLOATS, f"cast: {x} to {dtype}: expected floats")
         return Type(dtype, x.shape)
 
     @staticmethod

@@ -25,7 +25,7 @@ def text_of_tokens(ends: Any, count: int) -> Any:
 
 def _require_packed(name: str, x: Type, ends: Type, rank: int) -> None:
     fits = x.rank == rank and x.shape[0] == 1 and x.dtype in FLOATS
-    require(fits, f"{name}: {x} has no tokens [1, S, ...] of rank {rank}")
+    require(fits, f"{name}: expected floats [1, S, ...] of rank {rank}, found {x}")
     require(ends == Type("i64", ends.shape) and ends.rank == 1, f"{name}: ends {ends}: not i64[B]")
 
 

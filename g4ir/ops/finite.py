@@ -10,7 +10,7 @@ from .types import TORCH_NAMES, torch, torch_dtype
 def advice(dtype: str) -> str:
     """Return the last part of an error about values that are not finite. It suspects the weights,
     not overflow, since engines compute in dtypes with the range of float32."""
-    return f"{TORCH_NAMES[dtype]} has the range of float32: look for damaged weights"
+    return f"{TORCH_NAMES[dtype]} rarely overflows: look for damaged weights"
 
 
 def require_finite(value: torch.Tensor, name: str, dtype: str) -> torch.Tensor:

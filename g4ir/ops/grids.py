@@ -43,7 +43,8 @@ def _index_table(levels: tuple[int, ...]) -> Any:
 
 
 def level_indices(values: Any, levels: tuple[int, ...]) -> Any:
-    """Return the indices u8 of levels, which are integers in the range of int8, of any dtype."""
+    """Return the index u8 of each value in `levels`. The values are levels, which are integers in
+    the range of int8, in any dtype."""
     entries = values.to(torch.int16).clamp_(-128, 127).to(torch.int32).add_(128)
     table = _index_table(levels).to(values.device)
     return table.index_select(0, entries.flatten()).view_as(entries)

@@ -67,7 +67,8 @@ class narrow_row:
     def infer(x: Type, *, to: str) -> Type:
         require(to in NARROW, f"narrow_row: to {to!r}: one of {', '.join(NARROW)}")
         fits = x.dtype in FLOATS and x.rank > 0 and isinstance(x.shape[-1], int)
-        require(fits and ITEMSIZE[to] < ITEMSIZE[x.dtype], f"narrow_row: {x} to {to}")
+        expected = f"expected floats with a known last dim, wider than {to}, found {x}"
+        require(fits and ITEMSIZE[to] < ITEMSIZE[x.dtype], f"narrow_row: {expected}")
         return quantized_type(x, to)
 
     @staticmethod

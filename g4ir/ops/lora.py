@@ -28,7 +28,8 @@ class lora:
         fits = y.rank == x.rank == 3 and x.shape[:2] == y.shape[:2]
         require(fits, f"lora: x {x} does not fit y {y}")
         require(index == Type("i64", y.shape[:1]), f"lora: index {index} does not fit y {y}")
-        require(a.rank == b.rank == 3 and sum(sizes) == y.shape[2], f"lora: {sizes} of y {y}")
+        fits = a.rank == b.rank == 3 and sum(sizes) == y.shape[2]
+        require(fits, f"lora: sizes {sizes} do not add up to y {y}, or a {a}, b {b} are not rank 3")
         slots, rank, _ = b.shape
         want = [(slots, len(sizes) * int(rank), x.shape[2]), (slots, rank, y.shape[2])]
         fits = [a.shape, b.shape] == want and a.dtype == b.dtype == x.dtype == y.dtype

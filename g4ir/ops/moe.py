@@ -40,7 +40,8 @@ class router:
         for w in (scale, proj):
             require(w.dtype == x.dtype, f"router: {w} and {x} differ in dtype")
         require(per_expert.shape == (experts,), f"router: {per_expert} does not fit {proj}")
-        require(isinstance(experts, int) and 0 < top_k <= experts, f"router: top_k {top_k}")
+        fits = isinstance(experts, int) and 0 < top_k <= experts
+        require(fits, f"router: top_k {top_k}: expected 1 to {experts}")
         lead = x.shape[:-1]
         out_dtype = "f64" if x.dtype == "f64" else "f32"
         return Type(out_dtype, (*lead, top_k)), Type("i64", (*lead, top_k))
@@ -175,10 +176,11 @@ def _every_expert(x: Any, slots: Any, gate_up: Any, down: Any, act: str) -> Any:
 def _require_part(gate_up: Type, first: list[Type], total: int) -> None:
     count = gate_up.shape[0]
     if not first:
-        require(total == 0, f"experts: {total} in all need an operand first; {gate_up}")
+        require(total == 0, f"experts: total {total} needs the operand `first`; {gate_up}")
     else:
         fits = first == [Type("i64", (1,))] and isinstance(count, int) and count <= total
-        require(fits, f"experts: gate_up {gate_up} is no part of {total}; first {first[0]}")
+        why = f"expected at most {total} experts and first i64[1]"
+        require(fits, f"experts: {why}, found gate_up {gate_up}, first {first[0]}")
 
 
 @op

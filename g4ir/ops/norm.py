@@ -126,7 +126,7 @@ class layer_norm:
     @staticmethod
     def infer(x: Type, w: Type, b: Type | None = None, *, eps: float) -> Type:
         fits = w == x.with_shape(x.shape[-1]) and b in (None, w)
-        require(fits, f"layer_norm: weight {w}, bias {b} of {x}")
+        require(fits, f"layer_norm: weight {w}, bias {b} do not fit {x}")
         return x
 
     @staticmethod

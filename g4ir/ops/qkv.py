@@ -43,7 +43,7 @@ class qkv_write:
         qkv, norm_q, norm_k, cos, sin, start, lengths, *caches = inputs
         require(form in CACHE_FORMS, f"form {form!r}: one of {', '.join(CACHE_FORMS)}")
         separate = form in SEPARATE_CACHES
-        require(separate or not values, f"form {form} has K and V of one projection")
+        require(separate or not values, f"form {form} takes no V projection; give values=False")
         require(form == "value" or pairs == 0, f"form {form} takes no pairs; give 0")
         norms = (norm_q.type, norm_k.type)
         require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]} differ")

@@ -68,7 +68,7 @@ class quantize:
     def infer(w: Type, *, form: str, group: int, scale: str) -> tuple[Type, Type]:
         require(form in FORMATS, f"quantize: form {form!r}: one of {', '.join(FORMATS)}")
         size = w.shape[-1]
-        require(isinstance(size, int), f"quantize: rows of {w} have no size")
+        require(isinstance(size, int), f"quantize: rows of {w} have no known size")
         each = group or int(size)
         fits = group >= 0 and int(size) % each == 0 and int(size) % FORMATS[form].block_values == 0
         fits = fits and each % FORMATS[form].share == 0
@@ -181,7 +181,8 @@ class as_bytes:
     def infer(codes: Type, scales: Type) -> tuple[Type, Type]:
         _require_fit("as_bytes", codes, scales)
         fmt, size = FORMAT_OF[codes.dtype], _values(codes)
-        require(fmt in AS_BYTES, f"as_bytes: codes {codes} are {fmt}")
+        expected = f"expected one of {', '.join(AS_BYTES)}"
+        require(fmt in AS_BYTES, f"as_bytes: codes {codes} are {fmt}: {expected}")
         *lead, _ = codes.shape
         shared = FORMATS[fmt].shared
         return Type("i8", (*lead, size)), Type("f32", (*lead, size // shared)) if shared else scales
@@ -327,7 +328,8 @@ class embedding_quantized:
     @staticmethod
     def infer(codes: Type, scales: Type, ids: Type, *, scale: float, to: str) -> Type:
         _require_fit("embedding_quantized", codes, scales)
-        require(codes.rank == 2 and ids.dtype == "i64", f"embedding_quantized: {codes}, ids {ids}")
+        why = f"expected codes of rank 2 and ids i64, found {codes}, ids {ids}"
+        require(codes.rank == 2 and ids.dtype == "i64", f"embedding_quantized: {why}")
         return Type(to, (*ids.shape, _values(codes)))
 
     @staticmethod

@@ -46,7 +46,8 @@ class rope_table:
         )
         require(kind in ("default", "proportional"), f"rope_table: unknown kind {kind!r}")
         require(dim > 0 and dim % 2 == 0, f"rope_table: dim {dim} is not even and positive")
-        require(theta > 0 and factor > 0, f"rope_table: theta {theta}, factor {factor}")
+        bounds = f"rope_table: theta {theta}, factor {factor}: expected more than 0"
+        require(theta > 0 and factor > 0, bounds)
         table = Type(dtype, (*positions.shape, dim))
         return table, table
 

@@ -30,7 +30,8 @@ class centre_pixels:
 
     @staticmethod
     def infer(x: Type, *, dtype: str) -> Type:
-        require(x.dtype in FLOATS and dtype in FLOATS, f"centre_pixels: {x} to {dtype}: no floats")
+        fits = x.dtype in FLOATS and dtype in FLOATS
+        require(fits, f"centre_pixels: {x} to {dtype}: expected floats")
         return Type(dtype, x.shape)
 
     @staticmethod
@@ -106,7 +107,7 @@ class axial_rope_table:
     @staticmethod
     def infer(positions: Type, *, theta: float, dim: int, dtype: str) -> tuple[Type, Type]:
         _require_positions("axial_rope_table", positions)
-        require(dim > 0 and dim % 4 == 0, f"axial_rope_table: dim {dim} is not made of 4 quarters")
+        require(dim > 0 and dim % 4 == 0, f"axial_rope_table: dim {dim}: expected a multiple of 4")
         require(theta > 0, f"axial_rope_table: theta {theta} is not positive")
         table = Type(dtype, (*positions.shape[:2], dim))
         return table, table
