@@ -449,7 +449,7 @@ def test_what_is_refused(lora: Lora, tmp_path: Path) -> None:
     assert all(torch.equal(t, before[n]) for n, t in adapters.slots.tensors.items())
     for name in ("b0", "b1"):
         adapters.load(name, lora.folder / "a0")
-    with pytest.raises(InputError, match="no slot of 5 is free"):
+    with pytest.raises(InputError, match="none of the 5 slots is free"):
         adapters.load("b2", lora.folder / "a0")
     assert adapters.load("b1", lora.folder / "a2", replace=True) == adapters.loaded["b1"]
     replaced = adapters.loaded["b0"]

@@ -619,7 +619,7 @@ def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
     few = made("tiny-ple")
     with pytest.raises(InputError, match="10 tokens; an engine of --draft-tokens 8 takes 9"):
         few.session(2).verify(some_tokens(2, 10))
-    with pytest.raises(InputError, match="build it again with --draft-tokens 9 for more"):
+    with pytest.raises(InputError, match="build it again with a larger --draft-tokens for more"):
         few.generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
     with pytest.raises(InputError, match=r"has no draft model; .* with --drafter"):
         few.generate([2, 5, 7], 4, draft="mtp")

@@ -68,9 +68,10 @@ class Adapters:
                 slot = replaced.slot  # no request uses it
             if slot is None:
                 names = ", ".join(sorted(self._loaded)) or "none, but requests still use some"
-                fix = "unload one, or load the engine with more adapter_slots"
+                fix = "unload one, let its requests end, or load the engine with more adapter_slots"
+                count = self.slots.count
                 raise InputError(
-                    f"adapter {name!r}: no slot of {self.slots.count} is free ({names}); {fix}"
+                    f"adapter {name!r}: none of the {count} slots is free (loaded: {names}); {fix}"
                 )
             self.slots.fill(slot, adapter)
             if replaced:

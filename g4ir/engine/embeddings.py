@@ -118,15 +118,18 @@ class Embedder:
         if name not in self.prompts:
             near = did_you_mean(name, self.prompts)
             tasks = ", ".join(("none", *self.prompts))
-            raise InputError(f"task {name[:80]!r}{near}: {self.engine.spec.name} has {tasks}")
+            model = self.engine.spec.name
+            raise InputError(f"task {name[:80]!r}{near}; the tasks of {model} are {tasks}")
         return self.prompts[name]
 
     def size(self, dims: int | None) -> int:
-        """Return the size of embeddings; InputError for one that the model was not trained for."""
+        """Return `dims`, or the full size of embeddings if it is None; InputError for a size that
+        the model was not trained for."""
         spec = self.engine.spec
         if dims is not None and (type(dims) is not int or dims not in spec.embedding.dims):
             trained = ", ".join(map(str, spec.embedding.dims))
-            raise InputError(f"dims {dims}: {spec.name} was trained for {trained}")
+            expected = f"expected a size that {spec.name} was trained for: {trained}"
+            raise InputError(f"dims {dims}: {expected}")
         return dims or int(spec.embedding.dims[0])
 
     def embed(
@@ -194,7 +197,7 @@ class Embedder:
         name, limit, soft = f"text {number}", self.engine.limits.max_seq, tuple[Soft, ...]()
         if not isinstance(text, str):
             if not isinstance(text, Sequence | Mapping) or not text:
-                why = "expected a text or a list of token ids or parts, not empty"
+                why = "expected a text, or a list of token ids or of parts that is not empty"
                 raise InputError(f"{name}: {why}")
             if not isinstance(text, Mapping) and not isinstance(text[0], str | Mapping | Soft):
                 return None, ()
@@ -251,7 +254,7 @@ class Embedder:
             vectors = self._run([ids[row] for row in rows])
             if not bool(vectors.isfinite().all()):
                 row = rows[int((~vectors.isfinite().all(-1)).nonzero()[0, 0])]
-                why = "its embedding is NaN or infinite: weights are, or a value exceeds the dtype"
+                why = "its embedding is NaN or infinite: a weight is, or a value exceeds the dtype"
                 raise CheckError(
                     f"text {first + row} ({len(ids[row])} tokens): {why}; try --dtype float32"
                 )
@@ -284,8 +287,8 @@ class Embedder:
 
 def packed_inputs(texts: Sequence[Sequence[int]], batch: int) -> dict[str, Tensor]:
     """Return the inputs of a chunk of texts, one after another: `tokens` and `positions` i64 [1,
-    S], padded to MIN_TOKENS, and `ends` i64 [batch], the offset of each text's end, repeated for
-    the texts that are missing from the batch."""
+    S], padded to MIN_TOKENS, and `ends` i64 [batch], the offset of each text's end; if there are
+    fewer texts than `batch`, the last offset is repeated."""
     lengths = [len(x) for x in texts]
     padding = [0] * (MIN_TOKENS - sum(lengths))
     positions = [i for n in lengths for i in range(n)] + padding

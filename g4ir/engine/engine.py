@@ -160,7 +160,7 @@ class Engine(EngineParts):
         towers: Any = TowerValues(self, names)
         prompts, _ = _prompts(tokens)
         if len(prompts) != 1 or not prompts[0]:
-            raise InputError(f"values: {len(prompts)} prompts: expected one sequence of token ids")
+            raise InputError("values: expected one sequence of token ids that is not empty")
         items = list_media(self.media, self.spec, **media)
         prompts, soft = _with_media(replace(self, runtime=towers), prompts, items)
         return inspect_values(towers, prompts[0], phase, soft)
@@ -261,6 +261,8 @@ class Refusing:
 
 
 def _prompts(prompt: Any) -> tuple[list[list[int]], bool]:
+    """Return prompts as lists of ids, and whether `prompt` is a single one, not a list of them."""
+
     def plain(x: Any) -> Any:
         if isinstance(x, torch.Tensor | np.ndarray | np.integer):
             return x.tolist()

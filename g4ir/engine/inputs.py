@@ -49,7 +49,7 @@ class SessionInputs:
         (bool [batch]) have none."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
         if tokens.shape != (self.batch,):
-            raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
+            raise InputError(f"decode: expected tokens [{self.batch}], found {list(tokens.shape)}")
         if active is not None:
             lengths = _tensor(active, "decode: active")
             if lengths.shape != (self.batch,) or lengths.dtype != torch.bool:
@@ -77,10 +77,12 @@ class SessionInputs:
         """Return the number of tokens each row keeps, int64 [batch]; at most `length`."""
         keep = _integers(n, "truncate")
         if keep.shape not in ((), (self.batch,)):
-            raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
+            expected = f"expected a length, or {self.batch}: one per row"
+            raise InputError(f"truncate to {keep.tolist()}: {expected}")
         keep = keep.expand(self.batch).clone()
         if bool((keep < 0).any()) or bool((keep > length).any()):
-            raise InputError(f"truncate to {keep.tolist()}: rows hold {length.tolist()} tokens")
+            expected = f"expected 0 to the lengths of the rows, {length.tolist()}"
+            raise InputError(f"truncate to {keep.tolist()}: {expected}")
         return keep
 
     def rows(self, rows: Any, call: str) -> torch.Tensor:

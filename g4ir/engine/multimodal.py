@@ -145,8 +145,8 @@ def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 def _checked(item: Any, kind: type, name: str) -> Any:
     if not isinstance(item, kind):
-        fix = f"give a path, {kind.__name__} or a preprocessed one"
-        raise InputError(f"{name}: found {type(item).__name__}; {fix}")
+        expected = f"expected a path, a {kind.__name__} or the result of prepare_{name}"
+        raise InputError(f"{name}: {expected}, found {type(item).__name__}")
     return item
 
 

@@ -40,7 +40,8 @@ from .session import Session, Snapshot
 #: min and max default size of the prefix cache; number of prompts of LONG tokens that it should
 #: hold, memory permitting: agents resend 10,000 to 20,000 tokens with each step
 MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
-#: minimum shared prefix, in tokens, of two prompts for the end of it to be cached
+#: minimum tokens that two prompts share beyond the longest cached prefix, for the end of the shared
+#: part to be cached
 MIN_FORK = 64
 #: (prompt, keys, adapter slot)
 Prompt = tuple[Request, Keys, int]

@@ -178,7 +178,8 @@ class PrefixDisk:
             except Exception as e:
                 reason = e.strerror if isinstance(e, OSError) and e.strerror else e
                 self.failed = str(reason) or type(e).__name__
-                log.warning("prefix cache on disk: %s: %s; nothing more is kept", self.root, reason)
+                message = "prefix cache on disk: %s: %s; nothing more is written"
+                log.warning(message, self.root, reason)
 
     def _write(self, scope: Path, keys: Keys, snapshot: Snapshot, size: int) -> None:
         (_, digest), *_ = key_digests(keys, {len(keys)})

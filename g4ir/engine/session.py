@@ -184,7 +184,8 @@ class Session:
         self._inputs.rows(row, "copy to")
         source._inputs.rows(start, "copy from")
         if source.engine is not self.engine:
-            raise InputError(f"copy_row: engine {source.engine!r} is not {self.engine!r}")
+            engines = f"from a session of {source.engine!r} to one of {self.engine!r}"
+            raise InputError(f"copy_row: {engines}; expected one engine")
         length = int(source.length[start])
         if length and (source is not self or start != row):
             self.state.copy(source.state, start, row, length)
@@ -211,7 +212,8 @@ class Session:
             if {n: (t.dtype, t.shape) for n, t in views.items()} != {
                 n: (t.dtype, t.shape) for n, t in tensors.items()
             }:
-                raise InputError(f"restore: a snapshot of other caches than {self.engine.label}")
+                why = "the snapshot's KV caches have other shapes or dtypes than those of"
+                raise InputError(f"restore: {why} {self.engine.label}")
             self.state.restore(snapshot.caches)
         self.length, self._written = snapshot.length.clone(), snapshot.written.clone()
         self.hidden = snapshot.hidden.copy(snapshot.length)

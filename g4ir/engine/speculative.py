@@ -80,7 +80,7 @@ def resolve_draft(
     if tokens is not None and not 1 <= tokens <= max_tokens:
         raise InputError(
             f"--draft-tokens {tokens}: expected 1 to {max_tokens}, which this engine was built "
-            f"for; build it again with --draft-tokens {max(tokens, 1)} for more"
+            "for; build it again with a larger --draft-tokens for more"
         )
     return SpeculativeConfig(source, tokens or max_tokens)
 
@@ -166,7 +166,7 @@ class Pace:
         #: credit: steps saved minus the cost of drafts, in steps; and the maximum that plain steps
         #: may earn
         self._credit, self._most_earned = CREDIT, CREDIT
-        #: steps until the next draft
+        #: steps until the next draft, and the length of the next pause
         self.pause, self._next_pause = 0, FIRST_PAUSE
 
     def record_plain_steps(self, steps: int) -> None:

@@ -304,4 +304,4 @@ def _check(arrays: Mapping[str, np.ndarray]) -> None:
         },
     }
     if wrong := next((name for name, holds in rules.items() if not holds), None):
-        raise ValueError(f"{wrong} of the index does not fit its other arrays")
+        raise ValueError(f"array {wrong!r} is invalid, or inconsistent with the others")

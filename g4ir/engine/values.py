@@ -148,7 +148,7 @@ def inspect_values(
     chunks |= {VERIFY: engine.draft_tokens + 1} if engine.draft_tokens else {}
     if phase not in chunks or (soft and chunks[phase]):
         names = ", ".join(chunks)
-        raise InputError(f"values: phase {phase!r}: this engine has {names}; with media, prefill")
+        raise InputError(f"values: phase {phase!r}: expected one of {names}; with media, prefill")
     graphs = _plain_graphs(engine, phase)
     values = {p: _named_values(g, len(ids), engine.draft_tokens) for p, g in graphs.items()}
     types = {name: t for named in values.values() for name, (_, t) in named.items()} | towers.types
