@@ -80,7 +80,8 @@ def _open_library(library: Library, progress: Progress) -> ctypes.CDLL:
 
 
 def takes_width(codes: Tensor, scales: int) -> bool:
-    """Whether the kernels take codes [.., k] with `scales` scales (minima included) per row."""
+    """Whether the kernels support a weight: rows of a multiple of 32 values, in groups that are a
+    multiple of the format's minimum. `scales`: number of scales per row, minima included."""
     (min_group, per_group), k = _GROUPS[codes.dtype], values_per_row(codes)
     groups = scales // per_group
     return (

@@ -112,7 +112,7 @@ class CpuRuntime(ProgramRuntime):
         def follows() -> StepProgram:
             return of_tokens(recorded(2), recorded(3), tokens)
 
-        # not cached for chunks: each prompt has another length
+        # not cached for chunks (each prompt has another length), nor for more than ROWS sequences
         return follows() if max_tokens else captured.get(StepProgram, (phase, tokens), follows)
 
     def encode(self, tower: str, feeds: Tensors) -> Tensor:

@@ -186,6 +186,7 @@ class Recorder:
         self.ends: list[tuple[Position, Tensors]] = []
         #: position after the last cache write, where a step without results may end
         self.state_end: Position = (0, 0)
+        #: whether the graph is one of CHUNKS
         self.chunk = False
 
     def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ ALWAYS unpack_block(const int form, const strip *of, int64_t i, row_words *to) {
     UNROLLED for (int j = 0; j < 8; j++) to[j] = code_word(form, w, b, j);
 }
 
-/* Multiplies two strips with `rows` rows of x; `a`: their digits, [blocks][rows][parts][BLOCK]. */
+/* Multiplies two strips with `rows` rows of x; `a`: the digits of x, [blocks][rows][parts][BLOCK]. */
 ALWAYS amx_product(const int form, const int rows, const int parts, const coded *p, const strip *of,
                    const digits *const *x, const int8_t *a) {
     const int minima = MINIMA(form), dtype = p->scales_dtype;

@@ -5,8 +5,8 @@
 #pragma once
 #include "amx_registers.h"
 
-/* Lanes of a vector; rows of C per micro kernel; its maximum vectors per row; DEPTH: words along k of a row of A that
- * are contiguous (k is padded to a multiple). */
+/* LANE: lanes of a vector. ROWS: rows of C per micro kernel. VECTORS_MAX: maximum vectors per row of C. DEPTH: words
+ * along k of a row of A that are contiguous (k is padded to a multiple). */
 #if defined(PANELS_BF16) && defined(__AMX_BF16__)
 #define PANELS_AMX
 enum { LANE = 16, ROWS = 32, VECTORS_MAX = 2, DEPTH = 16 };

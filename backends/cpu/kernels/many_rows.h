@@ -7,9 +7,9 @@
 #define PANEL 256
 /* Distance, in rows of y, at which lines are prefetched before a store. */
 #define STORES_AHEAD 8
-/* Rows of x per unit of work: maximum (of fp32 panels; twice as many of narrower ones), and minimum when units are
- * split to occupy all threads; maximum columns of all strips of a unit. A panel of x is read from memory once for
- * all of them. */
+/* UNIT_MAX: maximum rows of x per unit of work (fp32 panels; twice as many of narrower ones). UNIT_MIN: minimum when
+ * units are split to occupy all threads. WIDTH_MAX: maximum columns of all strips of a unit, for which together a panel
+ * of x is read from memory once. */
 enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
 
 /* A set of micro kernels and its panel layout. */

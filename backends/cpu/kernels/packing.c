@@ -13,7 +13,8 @@
 #include <immintrin.h>
 #endif
 
-/* Groups per vector, values of the largest group, vectors of groups per unit of work; torch's partial sums. */
+/* SIDE: groups per vector. GROUP_MOST: maximum values of a group. UNIT: vectors of groups per unit of work.
+ * ACCUMULATORS x SUMS: torch's partial sums. */
 enum { SIDE = 16, GROUP_MOST = 512, UNIT = 64, SUMS = 8, ACCUMULATORS = 4 };
 /* Larger weights, infinities and NaN fall back to the Python definition, so that no sum here overflows. */
 #define WEIGHT_MOST 4096.0f

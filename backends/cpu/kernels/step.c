@@ -12,7 +12,7 @@
 /* PIECE: elements of a unit of work (by_pieces). SHARED: min elements of an instruction that threads share. */
 #define PIECE 2048
 #define SHARED 16384
-/* Max bytes to prefetch of each of the first two parts of a weight. */
+/* Max bytes of a weight to prefetch for each of the first two units of work. */
 #define READ_AHEAD (1 << 20)
 /* Nanoseconds after which a thread that waits for steps looks again. */
 #define LOOK_NS 50000000
@@ -1070,7 +1070,7 @@ static int run_one(const running *a) {
 
 static int is_product(const instruction *i) { return i->kind == LINEAR || i->kind == LINEAR_CODED; }
 
-/* Lets idle threads prefetch the start of the first two parts of the next matmul's weight. */
+/* Lets idle threads prefetch the start of the next matmul's weight, for its first two units of work. */
 static void read_ahead(const instruction *i, const instruction *end, const operand *operands,
                        int threads) {
     if (!is_product(i++)) return;

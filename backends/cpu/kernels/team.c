@@ -20,8 +20,8 @@
 #define ROUNDS_PER_LOOK 32
 /* Bytes that a waiting thread prefetches between two polls of the gate. */
 #define READ_TOGETHER 1024
-/* Window over which the caller samples the workers' CPU time (less than half of it on a CPU: preempted), and
- * the interval between two samplings. */
+/* MOMENT_NS: window over which the caller samples the workers' CPU time (less than half of it on a CPU: preempted).
+ * LOOK_NS: interval between two samplings. */
 #define MOMENT_NS 20000
 #define LOOK_NS 500000
 #define NOBODY -1

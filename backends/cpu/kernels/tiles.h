@@ -253,8 +253,8 @@ static inline strip strip_of(const coded *p, int64_t tile, int lane, float *out)
 }
 #define EACH_STRIP UNROLLED for (int s = 0; s < strips; s++)
 
-/* Decodes e4m3 code t of each word. It is subnormal below 2^-6: decoded as if normal it gives `high`, the true
- * value is smaller. */
+/* Decodes e4m3 code t of each word. Below 2^-6 a code is subnormal: decoded as if normal it gives `high`; its value,
+ * `low`, is smaller. */
 INLINED row_floats fp8_number(row_words codes, int t) {
     row_words c = codes << (24 - 8 * t);
     row_floats high = (row_floats)((c >> 4 & 0x07f00000u) + (120u << 23));
