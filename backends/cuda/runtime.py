@@ -34,7 +34,7 @@ class CudaRuntime(ProgramRuntime):
         decode, rows = task.program.graphs.get("decode"), task.limits.max_batch
         #: captures a decode step as a CUDA graph; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
-        #: whether a step over views of all slots costs no more (schedule.any_length)
+        #: whether a step costs no more over all slots than over those in use (schedule.any_length)
         self.any_length = bool(decode and any_length(schedule(decode, find_target(rows))))
         self.device_index = torch.cuda.current_device()
         super().__init__(task, steps)

@@ -27,7 +27,8 @@ class TokenLoop:
     device: the host drops tokens after a sequence's end.
     """
 
-    #: whether no prefill chunk should run at the same time; steps of one `advance`
+    #: exclusive: whether no prefill chunk should run at the same time as a step. steps_per_call:
+    #: steps that one `advance` runs
     exclusive, steps_per_call = False, 1
 
     def __init__(

@@ -26,7 +26,9 @@ SKINNY = 64
 #: values of a weight that 128 threads decode at once
 DECODED = 8192
 
+#: sizes that the launch settings of a kernel depend on, by name
 Shape = Mapping[str, int]
+#: launch settings of a kernel, by name (`block_n`, `warps`, `stages`)
 Use = Mapping[str, int]
 
 
@@ -54,7 +56,8 @@ class Kernel:
     """One Triton kernel, or several launched in turn, that replace nodes of an op on a GPU.
 
     starts   kernel name -> launches per call, in launch order
-    rule     (graph, node, target) -> shape that the launch settings depend on; None: not replaced
+    rule     (graph, node, target) -> shape that the launch settings depend on; None: the kernel
+             does not replace this node
     call     (node, choice, *tensors) -> the node's outputs; writes caches in place
     uses     kernel name -> launch settings, or a function from the shape to them: estimates from
              the size of a Hopper GPU, none measured; kernels without an entry have none

@@ -12,7 +12,7 @@ top of the mantissa, below the exponent of 2^width, they are 2^width + value, ex
 is taken off with the format's zero point, in the multiply-add with the scale.
 
 Products with one row of x keep code * scale exact; where tensor cores multiply, a weight is
-rounded to x's dtype, which is the definition, unless its scale is the row's.
+rounded to x's dtype, which is the definition. One scale per row multiplies the row's sum instead.
 """
 
 from __future__ import annotations

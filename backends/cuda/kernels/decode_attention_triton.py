@@ -32,7 +32,7 @@ from .launch import is_last, power_of_2, start, takes, tanh
 
 Tensor = torch.Tensor
 
-#: Prefetch depth of the reduction: bytes of partial results in flight, and their maximum number.
+#: Limits of the partial results that the reduction has in flight (prefetches): bytes, number.
 IN_FLIGHT_BYTES, AHEAD = 64 * 1024, 8
 
 #: EACH: codes per scale of int8 cache rows. CODED_KEYS: maximum int8 latent rows per tile, which

@@ -384,7 +384,7 @@ def _pointers(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _max_experts(listed: Tensor, index: Tensor) -> Any:
-    """Return the maximum number of experts in use: all, or one per slot of every row."""
+    """Return the maximum number of experts in use: all, or if fewer, one per slot of all rows."""
     return torch.sym_min(listed.shape[0], index.numel())
 
 

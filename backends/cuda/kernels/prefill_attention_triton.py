@@ -53,7 +53,7 @@ def _runs(first, last, begin, old, slots, WINDOW):
 
 @triton.jit
 def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N):
-    """Return for block i of the runs (`_runs`): whether it is in the cache or in the chunk, its
+    """Return for block i of the runs (`_runs`): whether it is in the cache (else in the chunk), its
     first row there, the end row of its run, and position minus row."""
     wraps = tl.cdiv(run, BLOCK_N)
     new = wraps + tl.cdiv(wrapped, BLOCK_N)
