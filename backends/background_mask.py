@@ -25,7 +25,7 @@ PATIENCE_S = 0.02
 #: fails
 LOW_S, MAX_S = 0.1, 1.0
 #: niceness of a low-priority thread, which gets about a tenth of a normal thread's CPU time. With
-#: less it would stall all others for longer while it holds the GIL
+#: less CPU time it would hold the GIL, for which all others wait, for longer
 NICE = 10
 
 

@@ -55,7 +55,7 @@ class GraphRun:
 @dataclass(frozen=True)
 class DeviceChoice:
     """Settings of a loop that samples on the device: the methods that its sequences need
-    (sampling.METHODS), and token ids that none of them chooses."""
+    (sampling.METHODS), and token ids that are never sampled (`suppress`)."""
 
     methods: tuple[str, ...]
     suppress: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ class Runtime(Protocol):
         self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, tables: Mapping[str, Any]
     ) -> Any:
         """Return a decode loop that samples on the device (cuda/token_loop.py, cpu/step_loop.py),
-        or None if the runtime has none. `tables`: the tables of `embed`."""
+        or None if the runtime has none. `tables`: params of the embed graph, by name."""
         return None
 
     def resident(self, param: str) -> torch.Tensor | None:
@@ -236,8 +236,8 @@ class Backend(PlannedBackend, ABC):
 
     def machine(self, device: str) -> str:
         """Return the instruction set of compiled files as words, the last of which lists flags:
-        "cuda sm_90". An engine is refused where the other words differ or a flag is missing. "any":
-        engines load on all machines."""
+        "cuda sm_90", "x86_64 AVX2 avx2,fma". A machine refuses an engine if the other words differ
+        or it lacks a flag. "any": engines load on all machines."""
         return "any"
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:

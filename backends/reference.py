@@ -204,7 +204,8 @@ def text_graphs(program: Program) -> Program:
     return Program({name: g for name, g in program.graphs.items() if not is_tower(name)})
 
 
-#: interpreters of another runtime's program: on params from its source, or on its resident ones
+#: kind of interpreter -> its class, and a function from the engine's runtime to the params that it
+#: reads: those of the engine's files, or those in the runtime's memory
 INTERPRETERS: dict[str, tuple[type[ReferenceRuntime], Callable[[Any], ParamSource]]] = {
     "stored": (ReferenceRuntime, lambda runtime: runtime.source),
     "resident": (ReferenceRuntime, Resident),

@@ -47,8 +47,8 @@ TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
 ALL = 2.0
 #: (min, max, text for errors) of biases and additive penalties
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
-#: (setting, min, max, text for errors); a colon after the setting, if its value may be negative, is
-#: for errors
+#: (setting, min, max, text for errors). A setting that may be negative has a colon after its name,
+#: as the error prints it: `presence_penalty: -2e9`
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, f"0 (greedy) to {sys.float_info.max:.1e}"),
     ("top_k", -1, math.inf, "at least 1, or 0 or -1 for no limit"),
@@ -196,6 +196,7 @@ class Sampler:
         #: count of each token in the answer, [vocab] on the device of the logits; set with `_seen`
         #: (bool [vocab]: whether a token is in prompt or answer) when penalties are first applied
         self._counts: torch.Tensor | None = None
+        #: number of generated tokens that `_counts` and `_seen` include
         self._followed = 0
         #: whether only `suppress`, temperature, top_k and top_p matter, so that a device can sample
         plain = not params.changes and params.logprobs is None and not params.min_p

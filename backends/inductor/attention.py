@@ -124,8 +124,9 @@ def _split(x: Tensor, pairs: int) -> tuple[Tensor, ...]:
 
 
 def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Return the queries for V [..., d] and for K's rotated dims [..., 2p]. K's unrotated dims are
-    V * w; w is multiplied into the query instead."""
+    """Split the query of a latent cache: [..., d] for the stored V, [..., 2p] for K's stored
+    rotated dims. K's unrotated dims are V * w (`w`: weight of K's norm): w is multiplied into the
+    query instead."""
     low, _, high, _ = _split(q, pairs)
     _, rest1, _, rest2 = _split(q * w, pairs)
     nothing = torch.zeros_like(low)

@@ -86,7 +86,8 @@ class ProgramRuntime:
             return {name: _load_program(folder / name, device, index) for name in names}
 
     def _call(self, step: Step, file: str | None) -> Call:
-        """Return the function that runs a step: its program, or its node by torch."""
+        """Return the function that runs a step: its compiled program; or its node in torch, with
+        several ranks by the rank group."""
         if step.node is None:
             return self.calls[str(file)]
         return partial(self.group.run_node if self.group else run_node, step.node)
