@@ -93,7 +93,8 @@ class PackedWeights:
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """A LoRA adapter that was merged into the weights, and its scale."""
+    """A LoRA adapter that was merged into the weights; `scale`: the user's factor (`--adapter
+    DIR=SCALE`), not the config's alpha / r."""
 
     path: Line
     scale: float
@@ -418,7 +419,7 @@ def _check_files(
     path: Path, files: Mapping[str, StoredFile], weights: bool, rank: int | None
 ) -> None:
     """Raise EngineError unless exactly the manifest's files exist, regular, with its sizes and
-    digests: of weight files only if `weights`, with `rank` not of other ranks' files."""
+    digests. Digests of weight files are checked if `weights`; with `rank`, of its files only."""
     for folder, folders, names in os.walk(path, onerror=_raised):
         for entry in map(Path(folder).joinpath, (*folders, *names)):
             kind, at = entry.lstat().st_mode, entry.relative_to(path).as_posix()
@@ -470,7 +471,7 @@ def _check_config(file: Path, m: Manifest) -> None:
     if placement != c.ple_placement:
         raise _altered(file, "ple_placement: is missing")
     if c.drafter and not c.draft_tokens:
-        raise _altered(file, "options.plan_cache.slack: is missing")
+        raise _altered(file, "options.plan_cache.slack: must be above 0 with a draft model")
     if c.options.of(LatentOptions).keep != layers_read(c.spec, c.drafter):
         raise _altered(file, "options.latent_kv.keep: is not the layers that the draft model reads")
 
@@ -517,7 +518,7 @@ def _stored_params(
     packed = isinstance(m.weights, PackedWeights)
     if packed != bool(files):
         count = f"{len(files)} weight files are named"
-        raise _altered(path / MANIFEST, f"weights are {m.weights.kind}, and {count}")
+        raise _altered(path / MANIFEST, f"weights are {m.weights.kind}, but {count}")
     params = []
     for rank in range(m.config.ranks if packed else 0):
         params.append(packings.StoredParams.open(packings.rank_files(files, rank)))
