@@ -265,7 +265,7 @@ def test_a_quantised_file_is_the_baseline(tmp_path: Path, monkeypatch: pytest.Mo
     with g4ir.build(None, tmp_path / "engine", checkpoint=file, **limits) as engine:
         _, summary, data = compare_weights(engine, "tiny.gguf")
         assert summary.endswith(f"against the values of {file}") and abs(data["kl"]) < 1e-9
-        assert "give --checkpoint DIR, the original" in compare_weights(engine, None)[1]
+        assert "give --checkpoint DIR with the original" in compare_weights(engine, None)[1]
 
 
 def test_the_weights_of_a_hub_id_are_its_snapshot(

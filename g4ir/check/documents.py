@@ -105,7 +105,8 @@ class Reader:
         check_no_media(self.engine, ids, where)
         labels = fields.get("labels", ids)
         if len(labels) != len(ids):
-            raise InputError(f"{where}: {len(labels)} labels of {len(ids)} tokens")
+            expected = f"expected {len(ids)}, one for each token"
+            raise InputError(f"{where}: {len(labels)} labels, {expected}")
         checked_ids([i for i in labels if i != IGNORED], text.vocab_size, f"{where}: labels")
         return self._windows(name, where, iter([(ids, [*labels])]))
 

@@ -42,8 +42,8 @@ AROUND = 5
 
 @dataclass(frozen=True)
 class EmbeddingsReport(VerifyReport):
-    """An encoder's engine against a reference; positions are texts, each computed in a chunk with
-    others and alone."""
+    """Report on an encoder's engine against a reference. `positions` has two entries per text, with
+    `at` the text's index: embedded in one chunk with the others, and alone."""
 
     ROWS: ClassVar = ("embeddings", "text", "texts")
     #: kinds of media, of which the last texts have one each

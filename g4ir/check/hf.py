@@ -105,8 +105,8 @@ def hf_origin(engine: Engine, checkpoint: str | Path | None, caller: str) -> Ori
     weights = engine.facts.weights
     linked = weights.path if isinstance(weights, LinkedWeights) else None
     if not (path := checkpoint or linked or snapshot_of(engine.spec)):
-        fix = "give --checkpoint DIR, or build it again if its weights were random"
-        raise InputError(f"{caller}: {engine.label} does not say where its checkpoint is; {fix}")
+        problem = f"{engine.label} does not say where its checkpoint is"
+        raise InputError(f"{caller}: {problem}; give --checkpoint DIR")
     origin = find_origin(path)
     agreed_spec(engine.spec, origin, bool(engine.media.kinds))
     return origin

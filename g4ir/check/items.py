@@ -28,7 +28,7 @@ SIDES = (48, 72)
 @dataclass(frozen=True, eq=False)
 class Item:
     """One image, video or audio clip as its tower's inputs `feeds`. The first `rows` of the `size`
-    soft tokens are valid, the others padding; `times` are those of frames."""
+    soft tokens are valid, the others padding; `times`: timestamps of a video's frames."""
 
     tower: str
     kind: str

@@ -49,10 +49,9 @@ def gguf_file(engine: Engine, checkpoint: str | Path | None) -> Path:
     origin = hf_origin(engine, checkpoint, f"bench --peer {LLAMA}")
     if isinstance(origin, GgufFile):
         return origin.path
-    source = origin.path if origin else f"{engine.label} has random weights, which"
-    raise InputError(
-        f"--peer {LLAMA}: {source} is no GGUF file; bench one as MODEL, or give --checkpoint FILE"
-    )
+    problem = f"{origin.path} is" if origin else f"{engine.label} has random weights,"
+    fix = "bench one as MODEL, or give --checkpoint FILE"
+    raise InputError(f"--peer {LLAMA}: {problem} no GGUF file; {fix}")
 
 
 class LlamaSession:

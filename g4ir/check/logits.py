@@ -81,7 +81,8 @@ def verify_engine(
 def check_against(name: str) -> None:
     """Raise InputError for an unknown reference."""
     if name not in AGAINST:
-        raise InputError(f"--against {name!r}: expected {' or '.join(AGAINST)}, or --text")
+        fix = "to compare the scores of texts give --text instead"
+        raise InputError(f"--against {name!r}: expected {' or '.join(AGAINST)}; {fix}")
 
 
 def _compare(engine: Engine, peer: Peer, turns: Turns, progress: Progress) -> VerifyReport:

@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 NEW, DROPPED = 24, 4
 #: requests that run together
 COMPANY = 3
-#: no prefix cache
+#: scheduler without a prefix cache
 ALONE = SchedulerConfig(prefix_bytes=0)
 #: generated tokens, each with its log-probability
 Answer = list[tuple[int, float]]
@@ -79,8 +79,9 @@ class Baseline:
             if token != want:
                 close = float(row[want] - row[token]) <= gap
                 return None if close else f"new token {at} is {token}, alone {want}"
-            if not abs(float(row.log_softmax(-1)[token]) - logprob) <= gap:
-                return f"log-probability of new token {at} is {logprob:.4f}, not that alone"
+            expected = float(row.log_softmax(-1)[token])
+            if not abs(expected - logprob) <= gap:
+                return f"log-probability of new token {at} is {logprob:.4f}, alone {expected:.4f}"
         return None if len(answer) == len(self.tokens) else f"{len(answer)} tokens, not {NEW}"
 
 
@@ -136,7 +137,8 @@ def with_drafts(base: Baseline) -> str | None:
 
 
 def after_truncation(base: Baseline) -> str | None:
-    """Prefill part of the prompt and other tokens, truncate those, prefill the remainder."""
+    """Prefill part of the prompt and some other tokens, truncate to that part, prefill the
+    remainder; compare logits."""
     slots = min((s for _, s in base.engine.rings), default=len(base.prompt))
     cut = max(1, min(len(base.prompt) // 2, slots - DROPPED))
     session = base.engine.session()

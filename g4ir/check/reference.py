@@ -112,7 +112,7 @@ def unquantised(
     source = original_weights(engine, checkpoint)
     try:
         if source is None or (source.forms and not dequantise):
-            yield "give --checkpoint DIR, the original weights, which are not quantised"
+            yield "give --checkpoint DIR with the original weights, not quantised"
             return
         source = source.dequantised()
         packing = plain_packing(engine)

@@ -32,8 +32,8 @@ BLOCK = 1 << 19
 
 def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tensor:
     """Return f64[1, N]: the log-probability (nats) of each label i64[N] by a row of logits
-    [N, vocab]. With the logits `want` of a baseline f64[4, N]: also its log-probability,
-    KL(baseline || engine), and 1.0 where both have the same best token."""
+    [N, vocab]. With `want`, a baseline's logits: f64[4, N], also the baseline's log-probability,
+    KL(baseline || engine), and 1.0 where both have the same top token."""
     parts = [torch.zeros(1 if want is None else 4, 0).double()]
     size = max(1, BLOCK // got.shape[-1])
     for start in range(0, len(labels), size):
@@ -50,8 +50,9 @@ def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tenso
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over scored tokens: negative log-likelihood; `against`, with a baseline: the baseline's,
-    the KL divergence, and the tokens at which both have the same best token."""
+    """Sums over `tokens` scored tokens. `nll`: negative log-likelihood (nats); `against`: with a
+    baseline, (the baseline's NLL, KL(baseline || engine), number of tokens at which both have the
+    same top token)."""
 
     tokens: int = 0
     nll: float = 0.0
@@ -171,7 +172,7 @@ def require_same_tokens(engine: Engine, other: Engine, name: str) -> None:
         problem = "vocabularies of {} and {} tokens, which must be the same".format(*sizes)
         raise InputError(f"{name}: {problem}")
     if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
-        raise InputError(f"{name}: its tokenizer has other tokens")
+        raise InputError(f"{name}: its tokenizer has other tokens than that of {engine.label}")
 
 
 def score_sessions(

@@ -56,8 +56,9 @@ class Difference(OpError):
 
 @dataclass
 class StageReport:
-    """One pass, or the backend: the tensors compared, and the worst of each op. A pass that changes
-    values by design (`meant`) is not compared; later passes are compared with its output.
+    """One pass, or the backend: the number of compared tensors (`values`), and the largest error of
+    each op (`worst`). A pass that changes values by design (`meant`) is not compared; later passes
+    are compared with its output.
     `excused`: rows out of tolerance after a near tie of a router. `phases`: graph that ran in a
     session -> whether the backend exposed its intermediate values."""
 

@@ -46,6 +46,7 @@ from .tokens import draft_rounds, turn_sizes
 Tensor = torch.Tensor
 #: empty embedding graph, for steps without one
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
+#: names of stages that no pass makes
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 #: phase -> dims of the embedding graph that the phase renames or fixes
 DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B": 1}}
