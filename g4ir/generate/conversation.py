@@ -329,7 +329,9 @@ class ChatSession:
             handle.cancel()
 
     def _add_answer(self, answer: AnswerStream, handle: RequestHandle) -> Turn:
-        """Append an answer to the conversation, without incomplete tool calls."""
+        """Append an answer to the conversation, without truncated or invalid tool calls, and
+        return it; one that was cancelled before its first token is not appended. After a cancelled
+        answer its tool calls are answered with NOT_RUN."""
         counts, message = handle.counts, answer.message()
         cancelled, reason = handle.state == CANCELLED, answer.finish or ""
         self.held = counts.prompt + counts.generated
@@ -354,7 +356,7 @@ class ChatSession:
         remaining = max_seq + 1 - len(tokens)  # the last one is never in the KV cache
         if remaining < 1:
             raise InputError(
-                f"the context is full: this would be {len(tokens)} tokens, of at most {max_seq}; "
+                f"the context is full: the prompt has {len(tokens)} tokens, of at most {max_seq}; "
                 f"nothing was dropped: start a new conversation, shorten the message, or build "
                 f"with a larger --max-seq"
             )
