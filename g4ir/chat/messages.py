@@ -186,7 +186,7 @@ def an_object(value: Any, where: str) -> dict[str, Any]:
 
 def kind_of(value: Any) -> str:
     """Return the JSON type of a value for error messages, such as `an object`."""
-    return KINDS.get(type(value), "no JSON")
+    return KINDS.get(type(value), "a value that is not JSON")
 
 
 def shown(value: Any) -> str:
@@ -301,8 +301,9 @@ def _called(answer: Message, waiting: list[Message], where: str) -> Message:
     if len(candidates) == 1:
         return candidates[0]
     ids = ", ".join(shown(c.get("id")) for c in waiting)
-    problem = f"{shown(call_id)} is not the id of one call without a result ({ids})"
-    raise InputError(f"{where}.tool_call_id: {problem}; give the id of the call")
+    problem = f"must be the id of one call without a result ({ids}), found {shown(call_id)}"
+    fix = "give each call an id, and each result that of its call"
+    raise InputError(f"{where}.tool_call_id: {problem}; {fix}")
 
 
 #: the media type is optional in RFC 2397; some clients write image/*

@@ -218,8 +218,8 @@ class Vocabulary:
         if each token were as long as the longest. Texts of up to `cheap` characters pass:
         tokenising them costs little. `label`: begins the message."""
         if characters > cheap and characters > (limit + 1) * self.longest:
-            excess = f"more than {limit} tokens can have, the length of the context"
-            longest_is = f"its longest token has {self.longest} characters"
+            excess = f"more than the context of {limit} tokens can have"
+            longest_is = f"the tokenizer's longest token has {self.longest} characters"
             raise InputError(f"{label}: {characters} characters are {excess}: {longest_is}")
 
     @property

@@ -47,7 +47,7 @@ from .tools import lower, read_tools
 
 FILE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 BUILT_IN = "built-in"
-#: `large` closes an empty reasoning channel in the generation prompt if thinking is off
+#: `large`: the generation prompt has an empty reasoning channel if thinking is off; `small`: none
 SMALL, LARGE = CHAT_FORMS[0], "large"
 #: options of the built-in template
 OPTIONS = ("enable_thinking", "preserve_thinking", "add_generation_prompt")
@@ -84,9 +84,10 @@ class Template:
 
     @staticmethod
     def open(folder: str | Path, otherwise: str = SMALL) -> Template:
-        """Read the template of a checkpoint or an engine directory; if it has none, return the
-        built-in one of chat format `otherwise`, with a note, or of a format that the tokenizer
-        reveals (`find_format`), without. InputError for one that is no template."""
+        """Read the template of a checkpoint or an engine directory; if it has none, return a
+        built-in one: of the variant of chat format `otherwise` that the tokenizer reveals
+        (`find_format`), else of `otherwise` itself, with a note. InputError for one that is no
+        template."""
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such directory, so no chat template")
@@ -220,7 +221,8 @@ def _of_config(value: Any, path: Path) -> str:
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
         value = named.get("default")
     if not isinstance(value, str) or len(value) > LARGEST:
-        raise InputError(f"{path}: chat_template must be a text, or a list with one named default")
+        expected = f"a text of at most {LARGEST} characters, or a list with one named default"
+        raise InputError(f"{path}: chat_template must be {expected}")
     return value
 
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from g4ir.errors import InputError
 
-from .messages import MAX_DEPTH, an_object, expect, function_of, json_value, kind_of, shown
+from .messages import KINDS, MAX_DEPTH, an_object, expect, function_of, json_value, kind_of, shown
 
 TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 NAME = re.compile(r"[\w.-]{1,128}")
@@ -94,13 +94,15 @@ def check_schema(schema: Any, where: str) -> None:
         return
     for kind in _list(an_object(schema, where).get("type", [])):
         if not isinstance(kind, str) or kind.lower() not in TYPES:
-            raise InputError(f"{where}.type: must be of {', '.join(TYPES)}, found {shown(kind)}")
+            allowed = ", ".join(TYPES)
+            raise InputError(f"{where}.type: must be one of {allowed}, found {shown(kind)}")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(k, str) for k in required):
         raise InputError(f"{where}.required: must be a list of names")
     for key, expected in (("enum", list), ("description", str), ("properties", dict)):
         if key in schema and not isinstance(schema[key], expected):
-            raise InputError(f"{where}.{key}: must not be {kind_of(schema[key])}")
+            problem = f"must be {KINDS[expected]}, found {kind_of(schema[key])}"
+            raise InputError(f"{where}.{key}: {problem}")
     inner = {f"properties.{key}": value for key, value in schema.get("properties", {}).items()}
     for key in ("anyOf", "oneOf", "allOf"):
         if not isinstance(branches := schema.get(key, []), list):
