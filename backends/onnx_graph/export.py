@@ -66,7 +66,8 @@ class Directory:
             raise EngineError(f"{self.folder}: no safetensors file holds {v}; build it again")
         file, entry = self.weights[v.name]
         if entry.nbytes != v.type.nbytes():
-            raise EngineError(f"{self.folder / file}: {v}: not the size of {v.type}: {entry.dtype}")
+            size = f"{entry.nbytes} bytes of {entry.dtype}, expected {v.type}; build it again"
+            raise EngineError(f"{self.folder / file}: {v} has {size}")
         return DataLocation(file, entry.start, entry.nbytes)
 
     def constant(self, data: bytes) -> DataLocation:

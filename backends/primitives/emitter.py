@@ -96,12 +96,12 @@ class Emitter(ABC):
         return None
 
     def unary(self, kind: str, x: Operand) -> Operand:
-        """Apply neg, exp, log, tanh, sqrt, erf, or not."""
+        """Apply `neg`, `exp`, `log`, `tanh`, `sqrt`, `erf` or `not`."""
         return self._unary(kind, x, x.type)
 
     def binary(self, kind: str, a: Operand, b: Operand | float) -> Operand:
-        """Apply a binary op: add, sub, mul, div, pow, max, min, floor_div, eq, gt, lt, and, or. A
-        Python number becomes a constant of the first operand's dtype."""
+        """Apply `add`, `sub`, `mul`, `div`, `pow`, `max`, `min`, `floor_div`, `eq`, `gt`, `lt`,
+        `and` or `or`. A Python number becomes a constant of the first operand's dtype."""
         other = b if isinstance(b, Operand) else self._number(b, a)
         _need(a.dtype == other.dtype, f"{kind}: {a.type} and {other.type} differ in dtype")
         shape = broadcast(kind, a.type, other.type)
@@ -138,7 +138,7 @@ class Emitter(ABC):
     # --------------------------------------------------------------------
 
     def linear(self, x: Operand, w: Operand, columns: bool = False) -> Operand:
-        """Return x w^T for a weight w [out, in], or its column-major `columns` [in, out]."""
+        """Return x w^T for a weight w [out, in]; if `columns`, w is stored as [in, out]."""
         out, inner = w.shape[::-1] if columns else w.shape
         fits = w.rank == 2 and x.shape[-1] == inner and x.dtype == w.dtype
         _need(fits, f"linear: {x.type} does not fit {w.type}")
@@ -146,7 +146,8 @@ class Emitter(ABC):
 
     def matmul(self, a: Operand, b: Operand, transpose_b: bool = False) -> Operand:
         """Return a b, or a b^T, over the last two dims; leading dims broadcast as in `binary`."""
-        _need(a.rank == b.rank >= 2 and a.dtype == b.dtype, f"matmul: {a.type} and {b.type}")
+        fits = a.rank == b.rank >= 2 and a.dtype == b.dtype
+        _need(fits, f"matmul: {a.type} does not fit {b.type}")
         inner, out = b.shape[-2:] if not transpose_b else b.shape[:-3:-1]
         _need(a.shape[-1] == inner, f"matmul: {a.type} and {b.type} differ in the inner dim")
         lead = broadcast(
@@ -219,7 +220,8 @@ class Emitter(ABC):
     def concat(self, xs: Sequence[Operand], axis: int) -> Operand:
         first = xs[0]
         outer = {(x.dtype, x.shape[:axis], x.shape[axis + 1 :]) for x in xs}
-        _need(len(outer) == 1, f"concat: unlike {', '.join(str(x.type) for x in xs)} along {axis}")
+        types = ", ".join(str(x.type) for x in xs)
+        _need(len(outer) == 1, f"concat: {types} differ in dtype or in more than axis {axis}")
         sizes = [x.shape[axis] for x in xs]
         names = [d for d in sizes if isinstance(d, str)]
         count = sum(d for d in sizes if isinstance(d, int))
@@ -270,7 +272,7 @@ class Emitter(ABC):
     def gather_rows(self, x: Operand, index: Operand) -> Operand:
         """Return y[b, j] = x[b, index[b, j]]."""
         fits = index.rank == 2 and x.rank >= 2 and index.shape[0] == x.shape[0]
-        _need(fits, f"gather_rows: index of {x.type} is {index.type}")
+        _need(fits, f"gather_rows: index {index.type} does not fit {x.type}")
         return self._gather_rows(x, index, x.type.with_shape(*index.shape, *x.shape[2:]))
 
     def append(self, cache: Operand, new: Operand, start: Operand) -> Operand:

@@ -38,7 +38,8 @@ Bytes = Annotated[int, Range(0, 1 << 60)]
 
 @dataclass(frozen=True)
 class Plans:
-    """The manifest's record of a TensorRT build. `settings`: those of the final attempt."""
+    """The manifest's record of a TensorRT build. `settings`: those of the attempt that succeeded,
+    of which `attention` may be simpler than requested (make.py)."""
 
     #: `--target`; empty: the GPU of the build
     target: Annotated[str, OneOf(("", *TARGETS))]
@@ -183,7 +184,7 @@ class TrtBackend(Backend):
         TensorRT version; patch versions count too."""
         folder, settings = task.folder, manifest["settings"]
         if any(settings.get(n) not in s.choices for n, s in self.settings.items()):
-            why = "settings of its compiled files are not those of this backend; build it again"
+            why = "a build setting in its manifest is unknown to this backend; build it again"
             raise EngineError(f"{folder}: {why}")
         if not self.has_device(task.device):
             raise EngineError(
@@ -198,8 +199,8 @@ class TrtBackend(Backend):
             )
         if manifest["gpu"] and manifest["gpu"] != self.host.gpu():
             raise EngineError(
-                f"the plan was built on {manifest['gpu']}, this is {self.host.gpu()}: build it "
-                f"again here"
+                f"the plan was built on {manifest['gpu']}, this is {self.host.gpu()}: build the "
+                f"engine again here"
             )
 
 

@@ -98,7 +98,7 @@ def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER)
         # fp32 ops stay fp32: no TF32 (10-bit mantissa).
         config.clear_flag(trt.BuilderFlag.TF32)
         if memory is not None:
-            # The device memory that weights leave is workspace.
+            # All device memory beyond the weights is workspace.
             workspace = max(memory - weight_bytes(w.graph), MIN_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target.ahead_of_time:

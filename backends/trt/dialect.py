@@ -145,8 +145,8 @@ class Dialect(OnnxEmitter):
         def size() -> str:
             stop = self._min(self._length(x, axis), first + count)
             remaining = self._node("Sub", [stop, begin], Type("i64", (1,)))
-            # A builder bounds each of these alone: without an explicit bound, it would assume that
-            # the size is `stop`.
+            # A builder bounds `stop` and `begin` separately: without an explicit bound it would
+            # assume that the size may be as large as `stop`.
             return self._min(remaining, count)
 
         begin = self._once(("start", t.shape[axis]), start)
@@ -190,8 +190,8 @@ class Dialect(OnnxEmitter):
     ) -> Operand:
         """Raise LowerError: a step with a conditional cannot be recorded as a CUDA graph."""
         raise LowerError(
-            f"{self.scope}: a conditional, whose step could not be recorded as a CUDA graph; give "
-            f"the op one form for every number of tokens (backends/trt/lowerings.py)"
+            f"{self.scope}: a conditional in a lowering prevents recording steps as a CUDA graph; "
+            f"give the op a lowering without one (backends/trt/lowerings.py)"
         )
 
 

@@ -163,8 +163,8 @@ def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
 
 
 def _verified(g: Graph, limits: Limits) -> int:
-    """Return the maximum tokens of a verification step: the slots of ring caches beyond the window,
-    plus one, or MAX_VERIFIED; at most a chunk."""
+    """Return the maximum tokens of a verification step: one more than the slots of ring caches
+    beyond their window, or MAX_VERIFIED without ring caches; at most a chunk."""
     rings = (
         int(v.type.shape[0]) - n.integer("window")
         for n in g.nodes

@@ -28,10 +28,11 @@ from .experts import experts
 BYTES_PER_SCORE = 6
 #: maximum bytes of scores at a time: queries are computed in blocks within this limit
 MAX_SCORE_BYTES = 2 << 30
-#: minimum tokens of a chunk for which attentions share a bool mask
+#: fused attention gets an additive mask instead of a bool one if the maximum tokens of a prefill
+#: or verification profile are fewer: builders refused two attentions that share a bool mask
 MIN_INDEXED_TOKENS = 128
-#: tokens per block of the MLP (enough to be compute bound), if the gated product of the chunk
-#: exceeds MAX_GATED_BYTES
+#: tokens per block of the MLP (enough to be compute bound), if a chunk is longer and its gate_up
+#: output exceeds MAX_GATED_BYTES
 GATED_ROWS, MAX_GATED_BYTES = 512, 16 << 20
 
 
@@ -246,8 +247,8 @@ def attend(net: Network, n: Node, q: Operand, k: Operand, v: Operand, visible: O
 
 
 def _few_tokens(net: Network, q: Operand) -> bool:
-    """Whether a profile of several tokens allows fewer than MIN_INDEXED_TOKENS: for these, builders
-    refused two attentions that share a bool mask."""
+    """Whether a profile of several tokens, prefill or verification, has a maximum below
+    MIN_INDEXED_TOKENS."""
     few = net.limits.prefill_chunk < MIN_INDEXED_TOKENS or ROWS in net.env
     return isinstance(q.shape[2], str) and few
 
@@ -317,7 +318,7 @@ SETTINGS: Mapping[str, Setting] = {
         AUTO,
         "auto: fused in bf16 for head dims up to 256, else explicit; explicit: matmuls and a "
         "softmax; plain: explicit, with the softmax in elementwise layers; fused: TensorRT's "
-        "attention layer, in towers too",
+        "attention layer",
     )
 }
 

@@ -45,7 +45,7 @@ LATER = "+"
 
 @dataclass(frozen=True)
 class Target:
-    """The GPUs of a build: `--target NAME`."""
+    """Target of a build (`--target NAME`): the library, and the GPUs that run the engine."""
 
     name: str
     library: Library
@@ -66,7 +66,7 @@ class Target:
 
     @property
     def has_fp4(self) -> bool:
-        """Whether its library multiplies e2m1 on all its GPUs."""
+        """Whether the target's library has matmuls of FP4 (e2m1) on all of the target's GPUs."""
         return self.ahead_of_time and all(version_tuple(c) >= (12, 0) for c in self.capabilities)
 
     def runs_on(self, capability: tuple[int, ...]) -> bool:
@@ -107,7 +107,7 @@ def find_target(name: str) -> Target:
             f"on the GPU itself: install it there (`{TENSORRT.install}`) and give --target h100 or "
             f"h200"
         )
-    raise InputError(f"--target {name[:40]}: one of {', '.join(TARGETS)}")
+    raise InputError(f"--target {name[:40]}: expected one of {', '.join(TARGETS)}")
 
 
 def version_tuple(capability: str) -> tuple[int, ...]:
