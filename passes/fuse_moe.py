@@ -49,7 +49,7 @@ def _edit(g: Graph, glu: Node, experts: Node) -> Edit:
     down = only_reader(g, glu.out, "linear")
     router = produced_by(g, experts["weights"], "router")
     if norm_input(g, router["x"]) != norm_input(g, experts["x"]):
-        raise NoMatch(f"{router.outputs[0]} is of another residual")
+        raise NoMatch(f"the router of {router.outputs[0]} reads another residual")
     weights = (*router.inputs, glu["w"], down["w"], *experts.inputs[3:])
     results, attrs = (down.out, experts.out), {**glu.attrs, **router.attrs}
     fused = Node("moe_mlp", (glu["x"], experts["x"], *weights), results, attrs)

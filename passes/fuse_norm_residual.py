@@ -39,7 +39,7 @@ def _post_norm(g: Graph, add: Node) -> Node:
     norms = (producer_of(g, v, "rms_norm") for v in reversed(add.inputs))
     post = next((n for n in norms if n and len(n.inputs) == 2), None)
     if post is None:
-        raise NoMatch("adds no weighted norm")
+        raise NoMatch("neither operand is a norm with a weight")
     if len(g.readers(post.out)) > 1 or add["a"] == add["b"]:
         raise NoMatch(f"{post.out} has another user")
     return post

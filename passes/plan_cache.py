@@ -18,7 +18,8 @@ from g4ir.ir.rewrite import drop_dead, rebuild
 
 from .match import Note, cache_names, ignore
 
-AFTER = "fuse_norm_residual"  # not required, but `latent_kv` must follow: only `attention` matches
+#: not required, but `latent_kv` must follow: this pass finds `attention`, not `attention_latent`
+AFTER = "fuse_norm_residual"
 CHANGES_STATE = True
 
 #: max draft tokens verified in one step: beyond about 32 the step becomes compute-bound

@@ -118,7 +118,7 @@ def test_a_long_clip_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> 
         clip = prepare_audio(given, MEL)
     assert clip.cut_samples == 160 and clip.soft_tokens == 750
     assert "talk.wav: 30.01 s is longer than the limit of 30 s; the last 0.01 s" in caplog.text
-    with pytest.raises(InputError, match="too_long 'split': cut or refuse"):
+    with pytest.raises(InputError, match="too_long 'split': expected cut or refuse"):
         prepare_audio(given, MEL, "split")
 
 

@@ -524,7 +524,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(model, "token .* is .* there and .* in .*give the draft model", drafter=swapped)
     small = pair_of("e2b")
     write_gguf(other, small.spec, drafter_tensors(small), plain)
-    refused(model, "o is no drafter of model-F32; give its own:\n", drafter=other)
+    refused(model, "o is no drafter of model-F32; give one that agrees in:\n", drafter=other)
     (folder / "second-assistant.gguf").write_bytes(drafter.read_bytes())
     both = "model-assistant-F32.gguf and second-assistant.gguf are both a draft model"
     refused(folder, both)

@@ -144,8 +144,8 @@ BROKEN_ENDS: list[tuple[dict[str, object], str]] = [
     ({"params": (Value("new", X),)}, "graph cached: %new is defined twice"),
     ({"outputs": (TWO,)}, "output %m is not defined"),
     ({"next": {"k": TWO}}, "next of k %m is not defined"),
-    ({"next": {"n": cached().outputs[0]}}, "next of %n, which is no state"),
-    ({"next": {"k": cached().outputs[0]}}, r"next of %k is bf16\[B,S,2,8\], the state bf16\[C,B,2"),
+    ({"next": {"n": cached().outputs[0]}}, "next of %n is defined, but %n is no state"),
+    ({"next": {"k": cached().outputs[0]}}, r"next of %k is bf16\[B,S,2,8\], but the state is bf16"),
 ]
 
 

@@ -275,7 +275,7 @@ def test_codes(recipe: str, ranks: int, ep: bool, held: bool) -> None:
 def test_groups_are_not_cut(held: bool) -> None:
     spec = spec_of("tiny-dense")
     p = quantise(build_program(spec), spec, find_quant_config("int4"), "f32")
-    said = r"--tp 4: L0\.mlp\.w_down has rows of 96 in groups of 32, which 4 ranks cannot share"
+    said = r"--tp 4: L0\.mlp\.w_down has rows of 96 values in groups of 32, which 4 ranks cannot"
     with pytest.raises(InputError, match=said):
         shard_program(p.map(codes_as_params) if held else p, Sharding(spec, 4))
 

@@ -135,9 +135,9 @@ TOLERANCES = {
 }
 #: dtype of a quantised KV cache, or format of quantised activations -> allowed error in an fp32
 #: model, relative to the row's RMS. A value near the middle between two grid points may be rounded
-#: to either, and all later tokens depend on it: half a step of e4m3 at the RMS, one step of
-#: bfloat16, several of int8, whose groups have several such values.
-#: `verify --each-pass` compares nodes on equal inputs, without this error
+#: to either, and all later tokens depend on it. Allowed: half a step of e4m3 at the RMS, one of
+#: bfloat16, about two of int8 (a group has several such values).
+#: `verify --each-pass` compares nodes on equal inputs, and does not need this
 QUANT_ERRORS = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4, "int8": 2.0**-5, "fp8": 2.0**-4}
 
 

@@ -110,7 +110,8 @@ def parse_graph(text: str) -> Graph:
                 raise r.fail(f"next of %{match[1]} is given twice")
             nexts[match[1]] = r.use(match[2])
         else:
-            raise r.fail(f"expected input, param, state, a node, output, next or }}: {line!r}")
+            kinds = "input, param, state, a node, output, next or }"
+            raise r.fail(f"expected {kinds}, found {line!r}")
     inputs, params, state = (tuple(values) for values in sources.values())
     g = Graph(head[1], inputs, params, state, tuple(nodes), tuple(outputs), nexts)
     verify(g)

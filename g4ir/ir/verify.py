@@ -39,9 +39,9 @@ def _verify(g: Graph) -> None:
     for name, v in g.next.items():
         _use(defined, v, f"next of {name}")
         if name not in states:
-            raise VerifyError(f"next of %{name}, which is no state")
+            raise VerifyError(f"next of %{name} is defined, but %{name} is no state")
         if states[name] != v.type:
-            raise VerifyError(f"next of %{name} is {v.type}, the state {states[name]}")
+            raise VerifyError(f"next of %{name} is {v.type}, but the state is {states[name]}")
 
 
 def _define(defined: dict[str, Value], v: Value) -> None:

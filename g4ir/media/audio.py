@@ -71,11 +71,11 @@ def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT)
     for a rate out of range, and for clips too short for one soft token, or too long.
     """
     if too_long not in (CUT, REFUSE):
-        raise InputError(f"too_long {too_long!r}: {CUT} or {REFUSE}")
+        raise InputError(f"too_long {too_long!r}: expected {CUT} or {REFUSE}")
     rate, max_samples, source_rate = settings.sampling_rate, settings.max_samples, audio.rate
     is_integer = isinstance(source_rate, int | np.integer) and not isinstance(source_rate, bool)
     if not is_integer or not RATES[0] <= source_rate <= RATES[1]:
-        expected = f"a whole number {RATES[0]}..{RATES[1]} Hz"
+        expected = f"expected a whole number {RATES[0]}..{RATES[1]} Hz"
         raise InputError(f"{audio.name}: sample rate {source_rate!r}; {expected}")
     mono = to_mono(audio.samples, audio.name)
     length = resampled_length(len(mono), audio.rate, rate)

@@ -148,7 +148,7 @@ def check_softs(softs: Sequence[Any], hidden: int) -> None:
             expected = f"a Soft with a tuple of floats [n, {hidden}]"
             raise InputError(f"soft {i}: expected what Engine.encode returns, {expected}")
         if not all(bool(torch.isfinite(x).all()) for x in pieces):
-            raise InputError(f"{soft.kind} {i} of the soft tokens are not finite: NaN or infinity")
+            raise InputError(f"soft {i} ({soft.kind}): values are not finite: NaN or infinity")
 
 
 def _is_rows(x: Any, hidden: int) -> bool:

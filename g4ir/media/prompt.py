@@ -170,7 +170,7 @@ def mark(
         at = len(bos) if bos and text.startswith(bos) else 0
         text = text[:at] + "".join(strings[k] for k in first) + text[at:]
         names = " and ".join(f"<{k}>" for k in dict.fromkeys(first))
-        notes.append(f"the prompt has no {names}: put before the text")
+        notes.append(f"the prompt has no {names}: these media are put before the text")
     return text, "; ".join(notes) or None
 
 
@@ -179,8 +179,8 @@ def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int
     quota = media - text.count(holder()) if count and media else media
     if count and count < quota:
         raise InputError(
-            f"{count} <{kind}> for {media} media: give as many with --{kind} (in JSON lines: see "
-            f"their fields), or write \\<{kind}> for the characters themselves"
+            f"{count} <{kind}> for {media} media: write one for each medium, or none; \\<{kind}> "
+            f"stands for the characters themselves"
         )
     return max(0, min(count, quota))
 

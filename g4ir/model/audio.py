@@ -41,7 +41,7 @@ class MelSettings:
         """Raise InputError for numbers that no audio could be framed with."""
         for name, right, rule in _MEL_RULES:
             if not right(self):
-                raise InputError(f"audio settings: {name} {getattr(self, name)!r}: {rule}")
+                raise InputError(f"audio settings: {name} {getattr(self, name)!r}: expected {rule}")
 
     @property
     def frame(self) -> int:
@@ -91,12 +91,12 @@ class MelSettings:
 _MEL_RULES: tuple[tuple[str, Callable[[MelSettings], bool], str], ...] = (
     ("bins", lambda s: s.bins >= 1, "at least 1"),
     ("sampling_rate", lambda s: RATES[0] <= s.sampling_rate <= RATES[1], "1000..768000 Hz"),
-    ("frame_length_ms", lambda s: 2 <= s.frame <= 1 << 16, "a frame has 2..65536 samples"),
-    ("hop_length_ms", lambda s: s.hop >= 1, "frames are at least one sample apart"),
+    ("frame_length_ms", lambda s: 2 <= s.frame <= 1 << 16, "a frame of 2..65536 samples"),
+    ("hop_length_ms", lambda s: s.hop >= 1, "at least one sample"),
     ("min_frequency", lambda s: 0 <= s.min_frequency < s.max_frequency, "0..max_frequency"),
     ("max_frequency", lambda s: s.max_frequency <= s.sampling_rate / 2, "at most half the rate"),
-    ("mel_floor", lambda s: s.mel_floor > 0, "above 0, or silence has no logarithm"),
-    ("max_length", lambda s: s.max_length >= s.fewest_samples, "at least one frame"),
+    ("mel_floor", lambda s: s.mel_floor > 0, "above 0, so that silence has a logarithm"),
+    ("max_length", lambda s: s.max_length >= s.fewest_samples, "samples of at least one frame"),
     ("pad_multiple", lambda s: s.pad_multiple >= 1, "at least 1"),
     ("per_bin_mean", lambda s: _per_bin(s.per_bin_mean, s.bins), "one number per bin"),
     ("per_bin_stddev", lambda s: _per_bin(s.per_bin_stddev, s.bins), "one number per bin"),
@@ -119,10 +119,11 @@ class RawSettings:
     def __post_init__(self) -> None:
         """Raise InputError for numbers that no audio could be framed with."""
         if self.frame < 1 or not RATES[0] <= self.sampling_rate <= RATES[1]:
-            why = f"{self}: a frame needs a sample and the rate {RATES[0]}..{RATES[1]} Hz"
+            why = f"{self}: expected a frame of at least 1, a rate of {RATES[0]}..{RATES[1]} Hz"
             raise InputError(f"audio settings: {why}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError(f"audio settings: max_tokens {self.max_tokens}: at least 1, or None")
+            why = f"max_tokens {self.max_tokens}: expected at least 1, or None"
+            raise InputError(f"audio settings: {why}")
 
     @property
     def max_samples(self) -> int | None:
@@ -203,7 +204,7 @@ def _read_settings(config: dict[str, Any], cls: type, exclude: tuple[str, ...]) 
 
 
 _KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "tuple[float, ...]": tuple}
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", tuple: "numbers"}
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", tuple: "a list"}
 
 
 def _checked(key: str, value: Any, kind: type) -> Any:

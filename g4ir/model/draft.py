@@ -105,11 +105,12 @@ def layers_read(model: Spec, drafter: Spec | None) -> tuple[int, ...]:
 def check_pair(model: Spec, drafter: Spec) -> None:
     """Raise SpecError, with every difference, unless the draft model fits the target."""
     if drafter.drafter is None:
-        raise SpecError(f"spec {drafter.name} is no drafter: its model_type is no *{ASSISTANT}")
+        kind = f"expected a model_type *{ASSISTANT}, found {drafter.model_type}"
+        raise SpecError(f"spec {drafter.name} is no drafter: {kind}")
     if rows := differences(model, drafter):
         lines = "\n".join(f"  {key}: drafter {b!r}, model {a!r}" for key, a, b in rows)
         raise SpecError(
-            f"spec {drafter.name} is no drafter of {model.name}; give its own:\n{lines}"
+            f"spec {drafter.name} is no drafter of {model.name}; give one that agrees in:\n{lines}"
         )
 
 

@@ -110,7 +110,7 @@ def check_supported(kind: str, media: Media, spec: Spec) -> None:
     """Raise InputError for an unknown kind of media, and for one that an engine does not support,
     with the way to build one that does, if the variant supports it."""
     if kind not in KINDS:
-        raise InputError(f"--media {kind!r}: one of {', '.join(KINDS)}")
+        raise InputError(f"--media {kind!r}: expected one of {', '.join(KINDS)}")
     if kind in media.kinds:
         return
     takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"
@@ -214,7 +214,8 @@ def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
     requested = {w.strip() for w in words if w.strip() and w.strip() != "none"}
     for word in sorted(requested):
         if word not in KINDS:
-            raise InputError(f"--media {word[:40]!r}: all, none, or some of {', '.join(KINDS)}")
+            some = f"all, none, or some of {', '.join(KINDS)}"
+            raise InputError(f"--media {word[:40]!r}: expected {some}")
         if word not in can:
             raise InputError(f"--media {word}: {spec.name} takes {', '.join(can) or 'text alone'}")
     return tuple(k for k in can if k in requested)

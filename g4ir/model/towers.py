@@ -87,7 +87,7 @@ def _built(
     dtype: str,
 ) -> Graph:
     if part is None:
-        raise InputError(f"{spec.name} has no tower for {name}; use a variant that has")
+        raise InputError(f"{spec.name} has no tower for {name}; use a variant that has one")
     return classes[type(part)](spec, part, name, dtype).build(soft)
 
 

@@ -318,7 +318,8 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
     if not 0 < timeout_s <= FOREVER.total_seconds():
-        raise InputError(f"--set rank_timeout={timeout_s:g}: expected seconds above 0")
+        limit = f"above 0, at most {FOREVER.total_seconds():.0f}"
+        raise InputError(f"--set rank_timeout={timeout_s:g}: expected seconds {limit}")
     if _joined:
         raise InputError("this process has joined its group already")
     group = Group(launch, timeout_s, _connect(launch, timeout_s))

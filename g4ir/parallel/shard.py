@@ -102,9 +102,9 @@ def _check_groups(n: Node, to: Sharding) -> None:
     if part is None or _divides(n, part, to.ranks):
         return
     each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
-    problem = f"{weight} has rows of {n.out.type.shape[-1]} in groups of {each}"
-    fix = "or a quantisation config that leaves it out or has a scale for each row"
-    cannot = f"which {to.ranks} ranks cannot share; take another number of them"
+    problem = f"{weight} has rows of {n.out.type.shape[-1]} values in groups of {each}"
+    fix = "or a quantisation config that leaves the weight out or has a scale for each row"
+    cannot = f"which {to.ranks} ranks cannot share; take another number of ranks"
     raise InputError(f"--tp {to.ranks}: {problem}, {cannot}, {fix}")
 
 
@@ -131,7 +131,7 @@ def _heads(n: Node, to: Sharding) -> Node:
         return n  # of per-layer embeddings, which are replicated
     if match[3] == "q" and total % to.ranks:
         problem = f"the drafter of {to.spec.name} has num_attention_heads {total}"
-        fix = f"take {total} or fewer, or leave the drafter out"
+        fix = f"take a divisor of {total}, or leave the drafter out"
         raise InputError(f"--tp {to.ranks}: {problem}, which {to.ranks} ranks cannot share; {fix}")
     count = total // to.ranks if match[3] == "q" else to.key_heads(int(match[2]))
     return replace(n, attrs={**n.attrs, "n": count})

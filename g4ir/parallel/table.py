@@ -156,7 +156,7 @@ class Sharding:
             fine = ", ".join(str(n) for n in range(1, max_ranks + 1) if not self._uneven(n))
             key, size = uneven
             problem = f"{self.spec.name} has {key} {size}, which {self.ranks} ranks cannot share"
-            raise InputError(f"--tp {self.ranks}: {problem}; one of {fine}")
+            raise InputError(f"--tp {self.ranks}: {problem}; expected one of {fine}")
 
     def _uneven(self, ranks: int) -> tuple[str, int] | None:
         """Return a config key and its value that ranks do not divide, or None; KV heads may be

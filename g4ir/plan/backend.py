@@ -91,5 +91,7 @@ def checked_settings(backend: PlannedBackend, given: Mapping[str, str]) -> dict[
             raise InputError(f"--set {name}: backend {backend.name} has the settings: {names}")
         if value not in known[name].choices:
             choices = ", ".join(known[name].choices)
-            raise InputError(f"--set {name}={value}: one of {choices} ({known[name].help})")
+            raise InputError(
+                f"--set {name}={value}: expected one of {choices} ({known[name].help})"
+            )
     return {name: given.get(name, s.default) for name, s in known.items()}

@@ -37,9 +37,9 @@ class Gpu:
     @property
     def roof(self) -> Roof:
         if self.bytes_per_s is None:
-            raise InputError(f"GPU {self.name}: a size of memory has no speed: name a card")
+            raise InputError(f"GPU {self.name}: no speed is known for a memory size; name a card")
         if self.bf16_flops_per_s is None:
-            raise InputError(f"GPU {self.name}: its FLOP/s are not published: name another card")
+            raise InputError(f"GPU {self.name}: its FLOP/s are not published; name another card")
         return Roof(self.bytes_per_s, self.bf16_flops_per_s, self.name)
 
     @property

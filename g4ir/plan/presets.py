@@ -34,6 +34,6 @@ PRESETS = {name: Preset(name, **row) for name, row in _ROWS.items()}
 def find_preset(name: str) -> Preset:
     """Return a preset; InputError lists the presets."""
     if name not in PRESETS:
-        choices = f"one of {', '.join(PRESETS)}"
+        choices = f"expected one of {', '.join(PRESETS)}"
         raise InputError(f"--preset {name[:40]}: {choices}{did_you_mean(name, PRESETS)}")
     return PRESETS[name]

@@ -99,9 +99,10 @@ def check_backend(b: PlannedBackend, o: BuildOptions, options: PassOptions, limi
     """Raise InputError for an option of a build that its backend lacks."""
     kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
     if kv != OFF and kv not in b.kv_dtypes:
-        other = " or ".join(KV_NAMES[d] for d in b.kv_dtypes) or "the dtype: leave it out"
-        why = f"backend {b.name} cannot: {b.kv_reason}"
-        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it supports KV caches in {other}")
+        other = " or ".join(KV_NAMES[d] for d in b.kv_dtypes)
+        why = f"backend {b.name} does not support it: {b.kv_reason}"
+        fix = f"give {other}" if other else "leave the option out"
+        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; {fix}")
     if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
         why = f"backend {b.name} does not quantise activations"
         flag = f"--quant-activations {o.quant_activations}"
