@@ -242,8 +242,8 @@ def test_what_is_refused(engine: Engine, own_home: Path, monkeypatch: pytest.Mon
 def test_at_the_command_line(engine: Engine, own_home: Path) -> None:
     words = ("run", engine.path, "--tokens", "2,5,7,8", "--max-new-tokens", "3")
     want = ok(*words)
-    for known in ("4 prompt tokens, ", "4 prompt tokens (3 known), "):
+    for counts in ("4 prompt tokens, ", "4 prompt tokens (3 cached), "):
         done = g4ir(*words, "--prefix-disk", "1GiB")
-        assert (done.code, done.out) == (0, want) and known in done.err
+        assert (done.code, done.out) == (0, want) and counts in done.err
     for verb in ("run", "chat", "serve"):
         assert "--prefix-disk 'x': expected bytes" in refused(verb, "e", "--prefix-disk", "x")

@@ -21,7 +21,9 @@ class Compare(Verb):
 
         reports = [*read_reports(self.a), *read_reports(self.b)]
         if len(reports) != 2:
-            raise InputError("bench-compare: a file has several workloads; give files of one each")
+            raise InputError(
+                "bench-compare: a file has several workloads; give files with one workload each"
+            )
         result = compare_reports(*reports)
         output(self.json, result, f"{compare_text(result)}\n")
         return 1 if self.check and result["differ"] else 0

@@ -141,7 +141,8 @@ def _tell_notes(p: Prepared) -> None:
         console.say(f"note: {whys.count(why)} tensors not used: {why}")
     if p.source.defaults:
         first, value = next(iter(p.source.defaults.items()))
-        console.say(f"note: {len(p.source.defaults)} tensors absent ({first}, ...): {value:g} used")
+        absent = f"{len(p.source.defaults)} tensors absent ({first}, ...)"
+        console.say(f"note: {absent}: filled with {value:g}")
 
 
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:

@@ -182,7 +182,7 @@ class Repl:
         name = TABLE["aliases"].get(name, name)
         if name not in COMMANDS:
             raise InputError(
-                f"no command {name}; /help lists them, and a message that begins with / has a "
+                f"no command {name}; /help lists them; to send a message that begins with /, put a "
                 f"space before it{did_you_mean(name, COMMANDS)}"
             )
         usage, word, command = COMMANDS[name][0], "".join(operands).strip(), name.removeprefix("/")
@@ -234,7 +234,7 @@ class Repl:
 
     def think(self, text: str) -> str:
         if not re.fullmatch("on|off|[0-9]{1,9}", text):
-            raise InputError(f"/think {text!r}: on, off, or a number of tokens")
+            raise InputError(f"/think {text!r}: expected on, off or a number of tokens")
         self.talk.set_thinking(text != "off", int(text) if text.isdigit() else None)
         return f"reasoning {self._thinking()}"
 

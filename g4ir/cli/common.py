@@ -148,7 +148,9 @@ class Draft(Part, title="speculative decoding"):
     """Flags of speculative decoding."""
 
     draft: str = flag(
-        "ngram, mtp (draft model) or none; default: mtp for a folder with one", "none", "SOURCE"
+        "ngram, mtp (draft model) or none; default: mtp if MODEL contains one",
+        "none",
+        "SOURCE",
     )
     draft_tokens: int | None = flag("maximum draft tokens per step (0: none)", None, "K")
 
@@ -223,7 +225,7 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
     options: BuildOptions = options(FIRST_USE, FIRST_USE_SETTINGS)
     download: bool = flag("download missing weights (default: ask at a terminal)", False)
     revision: str | None = setting("branch, tag or commit of a Hugging Face model")
-    engines_limit: Bytes | None = setting("size of the cache of such engines, such as 50GiB")
+    engines_limit: Bytes | None = setting("maximum size of the cache of engines, such as 50GiB")
 
     def engines(
         self,

@@ -62,8 +62,9 @@ class StepSize(Part):
             option = "context" if context else "prefill_chunk"
             raise InputError(f"{flag_of(option)} {length}: {spec.name} has {longest} positions")
         if new > length:
-            detail = f"--draft-tokens {new - 1} and one" if single else f"--prefill-chunk {new}"
-            raise InputError(f"{detail} is more than --context {length}")
+            of_step = f"the {new} tokens of a step with --draft-tokens {new - 1}"
+            detail = of_step if single else f"--prefill-chunk {new}"
+            raise InputError(f"--context {length}: less than {detail}")
         if phase == DRAFT:  # the newest token is not in the KV cache
             return Step(self.batch or 1, 1, length)
         return Step(self.batch or 1, new, length - new)
@@ -144,6 +145,7 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
         yield from ("", NOTE)
 
 
+#: heading of a column, key of a row, unit
 COLUMNS = (
     ("FLOPs", "flops", "FLOP"),
     ("weights", "weight_bytes", "B"),

@@ -50,7 +50,7 @@ class Embed(OnEngine):
         if self.out is not None and not self.out.endswith((NPY, JSONL)):
             raise InputError(f"--out {self.out}: expected a name that ends in {NPY} or {JSONL}")
         if self.out is not None and not Path(self.out).absolute().parent.is_dir():
-            raise InputError(f"--out {self.out}: no such directory")
+            raise InputError(f"--out {self.out}: its directory does not exist")
         if self.out is not None and self.json:
             raise InputError("give --out or --json, not both")
         if (self.input is None) == (not self.text and not self.media.files):

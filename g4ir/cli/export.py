@@ -19,7 +19,7 @@ class Export(Verb):
     out: str = flag("output directory; with --format gguf also a file", None, "DIR", required=True)
     format: Literal["hf", "gguf"] = flag("hf: config.json, safetensors, tokenizer (default)", "hf")
     dtype: str | None = flag(
-        "float32, bfloat16 or float16; of gguf F32, F16, BF16 (default), Q8_0 or Q4_0", None, "T"
+        "float32, bfloat16 or float16; with gguf F32, F16, BF16 (default), Q8_0 or Q4_0", None, "T"
     )
     options: BuildOptions = options("media mmproj adapter")
     spec: str | None = flag("variant or spec file (YAML) of a checkpoint", None, "F")

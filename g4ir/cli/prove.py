@@ -45,7 +45,7 @@ class Prove(OnEngine):
         for name in ("json", "html"):
             path = vars(self)[name]
             if path is not None and not Path(path).absolute().parent.is_dir():
-                raise InputError(f"--{name} {path}: no such directory")
+                raise InputError(f"--{name} {path}: its directory does not exist")
         if self.html:
             new_figure(1, 1)
         if not self.time_limit > 0:

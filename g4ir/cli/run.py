@@ -71,7 +71,7 @@ class Run(OnEngine):
         if self.dump is not None and (first := next((k for k, v in excluded.items() if v), None)):
             raise InputError(f"--dump is for one prompt or --tokens: leave out {first}")
         if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
-            raise InputError(f"--dump-to {self.dump_to}: no such directory")
+            raise InputError(f"--dump-to {self.dump_to}: its directory does not exist")
 
     def __call__(self) -> int:
         from g4ir.engine.scheduler import SchedulerConfig

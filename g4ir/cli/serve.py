@@ -58,7 +58,9 @@ class Serve(Verb):
     log_requests: bool = http("log a line per request, without texts", False)
     log_format: LogFormat | None = http("log lines with time and level: text or json", None, "F")
     api_key_file: str | None = access("API keys, one per line; read again at SIGHUP", None, "FILE")
-    allow_host: list[str] = access("extra Host header on a loopback address", (), "NAME")
+    allow_host: list[str] = access(
+        "additional Host header to accept on a loopback address", (), "NAME"
+    )
     allow_origin: list[str] = access("origin whose web pages may call the API; *: any", (), "URL")
     tls_cert: str | None = access("TLS certificate chain (PEM)", None, "FILE")
     tls_key: str | None = access("private key of the certificate (PEM)", None, "FILE")
@@ -74,11 +76,11 @@ class Serve(Verb):
     chunk_tokens: int | None = setting("prefill tokens between two decode steps")
     max_body: int = setting("maximum size of a request body in MiB", 32)
     key_requests: int | None = setting("requests a minute of a key without limits in its file")
-    key_tokens: int | None = setting("tokens a minute of such a key")
+    key_tokens: int | None = setting("tokens a minute of a key without limits in its file")
     models_memory: Bytes | None = setting(
         "memory for several models (default: that of the machine)"
     )
-    load_wait: float = setting("maximum seconds of a request for the memory of busy models", 20.0)
+    load_wait: float = setting("maximum seconds that a request waits for busy models", 20.0)
     drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
     page: bool = setting("off: no web page at /", True)
     load: Load
@@ -103,7 +105,8 @@ class Serve(Verb):
                 return replace(self, draft=draft)()
         if self.embed and len(named) > 1:
             raise InputError(
-                f"--embed {self.embed} goes with one MODEL; give it as one of the {len(named)}"
+                f"--embed {self.embed}: needs exactly one MODEL, and {len(named)} are given; give "
+                f"{self.embed} as another MODEL instead"
             )
         app, address = self.make_server()
         from g4ir.serve import server
@@ -199,7 +202,7 @@ class Serve(Verb):
         devices = {open_artefact(Path(e)).config.device for e in engines.values()}
         if len(devices) > 1:
             kinds = " and ".join(sorted(devices))
-            raise InputError(f"the models run on {kinds}: serve each kind alone")
+            raise InputError(f"the models run on {kinds}: start one server for each device")
 
         def start(model: PooledModel) -> WorkerHandle:
             console.say("loading", model=model.name, needs=size_text(model.need))

@@ -17,9 +17,9 @@ from .graphs import NamedGraph, no_layer
 from .verb import Verb, flag, flag_of, json_flag
 
 NOTE = """\
-kind: the part of the model; `by name`: that of the first result's name
-rounded, summed: terms of the tolerance, in rounding units of the model's dtype, and of fp32 for
-sums in another order
+kind: the part of the model; `by name`: the part that the name of a node's first result tells
+rounded, summed: the tolerance: units in the last place of the model's dtype, for roundings, and of
+fp32, for reordered sums
 """
 
 

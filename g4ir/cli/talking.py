@@ -145,9 +145,9 @@ def chat_summary(turn: Turn, talk: ChatSession) -> str:
 
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
-    """Return an answer's summary line: prompt tokens (known: from the prefix cache), new tokens,
+    """Return an answer's summary line: prompt tokens (cached: from the prefix cache), new tokens,
     TTFT, tokens/s, tokens per verification step, finish reason."""
-    cached = f" ({c.cached} known)" if c.cached else ""
+    cached = f" ({c.cached} cached)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     drafted: Any = tally.to_dict() if tally and tally.rounds else {}

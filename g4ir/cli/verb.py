@@ -288,7 +288,8 @@ def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:
     try:
         return SWITCHES[text] if kwargs.get("action") else kwargs.get("type", str)(text)
     except ValueError:
-        raise InputError(f"{flag}={text}: expected a number") from None
+        number = "a whole number" if kwargs.get("type") is int else "a number"
+        raise InputError(f"{flag}={text}: expected {number}") from None
 
 
 def parse_pairs(words: Sequence[str], flag: str, expected: str) -> dict[str, str]:
@@ -307,7 +308,7 @@ def _parse_seconds(text: str, flag: str) -> list[float]:
     """`5,10.5` -> [5.0, 10.5]"""
     words = text.split(",")
     if wrong := [w for w in words if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", w.strip())]:
-        raise InputError(f"{flag} {wrong[0][:40]!r}: expected numbers above 0, such as 5,10.5")
+        raise InputError(f"{flag} {wrong[0][:40]!r}: expected seconds, such as 5,10.5")
     return [float(word) for word in words]
 
 

@@ -24,8 +24,12 @@ class Verify(OnEngine):
 
     against: str | None = flag("reference (default) or hf", None, "WHAT")
     checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
-    text: list[str] = flag("perplexity and KL divergence on a text (--all-logits)", (), "FILE")
-    tokens: str | None = flag("token ids (default: random); with --text: maximum", None, "2,5,7")
+    text: list[str] = flag(
+        "perplexity and KL divergence on a text (an engine needs --all-logits)", (), "FILE"
+    )
+    tokens: str | None = flag(
+        "token ids (default: random); with --text: maximum number", None, "2,5,7"
+    )
     each_pass: bool = flag("compare pass by pass; name the first node that diverges", False)
     json: bool = json_flag()
     load: Programs

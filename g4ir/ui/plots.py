@@ -37,7 +37,7 @@ def check_plot(path: str | Path) -> None:
     if Path(path).suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(FORMATS)}")
     if not Path(path).absolute().parent.is_dir():
-        raise InputError(f"--plot {path}: no such directory")
+        raise InputError(f"--plot {path}: its directory does not exist")
     new_figure(1, 1)
 
 

@@ -17,7 +17,8 @@ def parse_count(text: str, name: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     value = int(match[1]) * _FACTORS[match[2].lower()] if match else 0
     if value < 1:
-        raise InputError(f"{name} {text[:40]!r}: expected a number above 0, such as 4096 or 32K")
+        expected = "expected a whole number above 0, such as 4096 or 32K"
+        raise InputError(f"{name} {text[:40]!r}: {expected}")
     return value
 
 
