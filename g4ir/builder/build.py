@@ -177,13 +177,13 @@ def prepare(
 
 #: options that exclude --link-weights -> why
 UNLINKED = {
-    "random_weights": "it refers to a checkpoint's files, and random weights have none",
-    "mmproj": "it refers to one checkpoint, and this is another",
-    "drafter": "it refers to one checkpoint, and this is another",
-    "adapter": "it refers to the checkpoint's files, which this changes",
-    "calibrate": "the engine makes its weights at load, without the text",
-    "requantize": "it refers to the checkpoint's quantised weights, and this replaces them",
-    "bits": "the engine makes its weights at load, without a text",
+    "random_weights": "weights are linked to a checkpoint's files, and random ones have none",
+    "mmproj": "weights are linked to one checkpoint, and the towers are another",
+    "drafter": "weights are linked to one checkpoint, and the draft model is another",
+    "adapter": "linked weights are the checkpoint's own, without an adapter",
+    "calibrate": "linked weights are quantised at load, without the text",
+    "requantize": "linked weights are the checkpoint's own, quantised as they are there",
+    "bits": "linked weights are quantised at load, without a calibration text",
 }
 
 
@@ -227,7 +227,7 @@ def _with_recipe(
         why = "the checkpoint is quantised already"
         raise InputError(f"--bits {bits:g}: {why}; add --set requantize=on, or give its original")
     if dtype != OFF and not quant and bits is None:
-        why = "no weight is quantised, and only matmuls with such weights quantise their input"
+        why = "no weight is quantised, and only matmuls with quantised weights quantise their input"
         fix = "give --quant int8, int4 or fp8 too"
         raise InputError(f"--quant-activations {dtype}: {why}; {fix}")
     return replace(config, quant=quant)

@@ -82,8 +82,8 @@ def _part(engine: Engine, part: Value, rows: torch.Tensor | None) -> torch.Tenso
 
 
 def _values(engine: Engine, v: Value, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return a weight, dequantised, or rows of a table; most engines store tables by rows, possibly
-    quantised."""
+    """Return a weight, dequantised; with `rows`, these rows of a table, which are read alone if the
+    engine stores the table row by row, as it is or quantised."""
     if rows is None:
         return engine.param(v.name)
     source, params = engine.unpacked().source, engine.program.params()
@@ -163,7 +163,7 @@ def _written(exported: Exported, out: Path, format: str, kind: str, progress: Pr
         file = out if alone else out / f"{exported.spec.name}-{kind}{GGUF_SUFFIX}"
         write_gguf(file, exported.spec, exported.source, kind, exported.side_files, progress)
         if lost := [*_differences(exported.spec, exported.side_files, GgufFile(file))]:
-            message = "%s: defaults for which a GGUF file has no key; give them where it runs: %s"
+            message = "%s: a GGUF file has no key for these defaults; set them where it runs: %s"
             log.warning(message, file, "; ".join(lost))
         return file
     kind = kind or exported.dtype
@@ -248,7 +248,7 @@ def _of_kinds(spec: Spec, kinds: Sequence[str]) -> Spec:
     parts = {"vision": not {*PICTURES}.isdisjoint(kinds), "audio": AUDIO in kinds}
     absent = [part for part, present in parts.items() if getattr(spec, part) and not present]
     for part in absent:
-        log.warning("the tower of %s is not exported", part)
+        log.warning("the %s tower is not exported", part)
     tokens = spec.tokens if kinds else Tokens(spec.tokens.bos, spec.tokens.eos, spec.tokens.pad)
     removed: dict[str, Any] = dict.fromkeys(absent)
     return replace(spec, tokens=tokens, **removed)

@@ -219,7 +219,7 @@ def _with_weights(
     for option in ("checkpoint", "random_weights"):
         if getattr(options, option) is not None:
             why = f"{model} has its own weights, {flag_of(option)} names others"
-            raise InputError(f"{why}: leave them out, or give a variant")
+            raise InputError(f"{why}: leave {flag_of(option)} out, or give a variant")
     folder = origin.read_folder(path)
     if not path.is_file() and not (path / CONFIG).is_file() and not folder:
         return None
@@ -247,7 +247,8 @@ def _of_folder(
         return None, options
     spec = shipped_variant(origin.find_origin(folder.model))
     if spec is None:
-        text = "%s: left out, since no shipped variant has the text model of %s; give --mmproj"
+        text = "%s: left out, since no shipped variant has the text model of %s; to use both, "
+        text += "build an engine with --spec, --checkpoint and --mmproj"
         log.warning(text, towers, folder.model.name)
         return None, options
     return spec, replace(options, mmproj=towers.absolute())

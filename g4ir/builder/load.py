@@ -42,8 +42,8 @@ from g4ir.weights.lora import Slots, with_slots
 from g4ir.weights.origin import Origin, find_origin
 from g4ir.weights.random import random_weights
 
-#: ranks of adapter slots, to the next of which the largest adapter's rank is rounded up; maximum
-#: rank, and maximum number of slots
+#: ranks of adapter slots: the largest adapter's rank is rounded up to one of these; maximum rank
+#: that may be requested, and maximum number of slots
 ADAPTER_RANKS, MAX_RANK, MAX_SLOTS = (8, 16, 32, 64, 128), 1024, 1024
 
 
@@ -227,7 +227,9 @@ def _backend_of(artefact: Artefact) -> Backend:
         "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
     }
     if broken := next((key for key, holds in rules.items() if not holds), None):
-        raise EngineError(f"{where}: {broken} does not fit backend {c.backend}; build it again")
+        raise EngineError(
+            f"{where}: {broken}: not supported by backend {c.backend}; build the engine again"
+        )
     return backend
 
 

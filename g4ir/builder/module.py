@@ -53,7 +53,9 @@ def module(
     need_transformers("g4ir.module")
     kind = find_dtype(dtype)
     if isinstance(model, Engine):
-        raise InputError(f"{model.path} is loaded; give its directory")
+        raise InputError(
+            f"expected a model, found a loaded engine; give its directory, {model.path}"
+        )
     if random_weights is not None and isinstance(model, str) and model in spec_names():
         model = load_spec(model)
     if isinstance(model, Spec):
