@@ -85,6 +85,7 @@ class Options:
                 known = ", ".join(types)
                 raise ValueError(f"--additional-config: {name!r} is unknown; it takes {known}")
             if type(value) is not types[name] or value < 0:
-                what = f"expected {types[name].__name__}, found {value!r}"
+                expected = "true or false" if types[name] is bool else "an integer of at least 0"
+                what = f"expected {expected}, found {value!r}"
                 raise ValueError(f"--additional-config: {name}: {what}")
         return cls(**given)

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser("python -m g4ir_vllm.prepare", description=__doc__)
     parser.add_argument("engine", help="an engine directory (g4ir build)")
-    parser.add_argument("out", help="a new folder, the model of `vllm serve`")
+    parser.add_argument("out", help="directory to create, to be given to `vllm serve` as the model")
     args = parser.parse_args(argv)
     try:
         out = prepare(args.engine, args.out)

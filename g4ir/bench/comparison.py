@@ -64,7 +64,8 @@ class Format:
 
     @contextmanager
     def runner(self, load: Load, path: str, w: Workload, device: str) -> Iterator[BenchRunner]:
-        """Context with a BenchRunner of the engine or GGUF file."""
+        """Context with a BenchRunner of the engine directory `path` (`scored` or `timed`), which
+        `load` opens, or of the GGUF file."""
         if self.file:
             session = LlamaSession(self.file, w.batch, w.max_len, device)
             yield BenchRunner(self.name, session.label, session)

@@ -18,7 +18,8 @@ import torch
 
 from g4ir.ui.memory import free_on
 
-#: the buffer: larger than any cache; smaller only if less than 8 times as much memory is free
+#: bytes of the buffer that is read and copied: more than any cache; less only if less than 8 times
+#: as much memory is free
 BUFFER_BYTES = 1 << 30
 TRIES = 5
 #: on a GPU: bytes moved between two events, maximum passes between them, and number of measurements
@@ -29,8 +30,8 @@ REPEATS = 10
 COLUMNS = 4096
 #: rows and columns of the matrices of a product
 SIDES = {"cpu": 2048, "cuda": 8192}
-#: those of the products that choose the dtype, since torch computes 0.4 GFLOP/s in bf16 on a CPU
-#: with AVX2
+#: rows and columns of the products by which the faster dtype is chosen: small, since torch computes
+#: only 0.4 GFLOP/s in bf16 on a CPU with AVX2
 TRIED_SIDE = 256
 
 

@@ -123,7 +123,7 @@ Rounds = Sequence[Sequence[RequestTiming]]
 class BenchRunner:
     """A batch of sequences of one engine or baseline, which its `session` computes. role: its name
     in a report; label: its description; engine, name: None for a baseline. first_request_s,
-    peak_memory: of its first request; rounds: of the measurement."""
+    peak_memory: of its first request; rounds: times of the measured requests of each round."""
 
     engine: Engine | None = None
     name: str | None = None

@@ -85,8 +85,8 @@ def _head(r: Values) -> Iterator[str]:
     )
     yield f"work     {_workload_text(r)}"
     yield (
-        f"         in turn: {w['rounds']} rounds, requests of each a round: "
-        f"{w['requests_per_round']}, to warm up: {w['warmup']}; value ± where 95 % of rounds lie"
+        f"         in turn: rounds: {w['rounds']}, requests of each runner a round: "
+        f"{w['requests_per_round']}, to warm up: {w['warmup']}; ±: where 95 % of further rounds lie"
     )
     for a in r["agreement"]:
         # NaN is null in a file.
@@ -99,9 +99,11 @@ def _head(r: Values) -> Iterator[str]:
 
 
 def _draft_text(drafts: Values) -> str:
-    """Return a line per draft source: its speed-up over plain decoding."""
+    """Return a line: speed without drafts, and the speed-up of each kind of draft."""
     none, *kinds = drafts["by_kind"].items()
-    parts = (f"{k} x{v['speedup']:.2f} ({v['tokens_per_round']:.2f} a round)" for k, v in kinds)
+    parts = (
+        f"{k} x{v['speedup']:.2f} ({v['tokens_per_round']:.2f} tokens per step)" for k, v in kinds
+    )
     return f"drafts   {none[1]['tokens_per_second']:.1f} tokens/s without; {'; '.join(parts)}"
 
 

@@ -27,6 +27,7 @@ from g4ir.ops.types import TORCH_NAMES
 from g4ir.ui.files import read_table
 
 TABLE = read_table(Path(__file__).with_suffix(".yaml"))
+#: histogram buckets: seconds of requests
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 #: histogram buckets: seconds between two tokens
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
