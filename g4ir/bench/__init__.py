@@ -1,1 +1,2 @@
-"""`g4ir bench`: speed with agreement, a roofline and a baseline, all measured in one process."""
+"""`g4ir bench`: speed of engines and baselines, agreement of their outputs, and the roofline, all
+measured in one process."""

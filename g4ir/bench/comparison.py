@@ -33,14 +33,14 @@ from .text import plot_bars, stat_text
 
 #: text that is scored by default
 SAMPLE = Path(__file__).with_name("sample.txt")
-#: maximum output tokens of the timed workload
+#: maximum output tokens of the timed workload, and number of timed rounds
 MAX_OUTPUT = 32
 ROUNDS = 3
 MIB = 1 << 20
 #: number of random tokens scored for a model without a tokenizer
 RANDOM_TOKENS = 256
 NO_TOKENIZER = "no tokenizer: it is compared on random tokens, whose perplexity is meaningless"
-#: quality metrics of the baseline
+#: quality metrics that need no baseline
 SCORES = ("nll", "ppl")
 #: rate in the report -> its key in `speeds`
 RATES = {

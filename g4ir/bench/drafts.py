@@ -24,8 +24,9 @@ from g4ir.ui.progress import Progress
 from .measure import median
 from .report import Values
 
-#: share of right draft tokens of `KnownText`
+#: probability that a draft token of the kind RIGHT is right
 MOSTLY = 0.7
+#: kinds of drafts in addition to those of the source: none, all wrong, mostly right
 PLAIN, REJECTED, RIGHT = "none", "rejected", "right_70"
 
 

@@ -33,7 +33,7 @@ VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
 VLLM_RATES = {"total_token_throughput": "total_throughput"} | {
     name: name for name in ("request_throughput", "output_throughput")
 }
-#: rate of the machine -> its key
+#: field of roof.Rates -> its key in a report
 RATES = {"read": "read_bytes_per_s", "copy": "copy_bytes_per_s", "matmul": "matmul_flops_per_s"}
 #: decode steps whose cost is computed, spread evenly over a request
 DECODE_STEPS = 16

@@ -21,6 +21,7 @@ from g4ir.ui.memory import free_on
 #: bytes of the buffer that is read and copied: more than any cache; less only if less than 8 times
 #: as much memory is free
 BUFFER_BYTES = 1 << 30
+#: on a CPU: measurements, of which the best counts
 TRIES = 5
 #: on a GPU: bytes moved between two events, maximum passes between them, and number of measurements
 TIMED_BYTES = 8 << 30

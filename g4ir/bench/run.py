@@ -42,8 +42,9 @@ ENGINE_ROLES = ("engine", "engine-b")
 #: prompt and output tokens of the request on which outputs are compared. Few, since the interpreter
 #: may be a thousand times slower than an engine
 CHECKED_INPUT, CHECKED_OUTPUT = 32, 4
-#: minimum cosine of the median row of logits. Each runner rounds and quantises in its own way, and
-#: 16-bit routers choose other experts in some rows; `g4ir verify` compares exactly
+#: outputs agree if the median cosine of the rows of logits is at least this. Each runner rounds and
+#: quantises in its own way, and 16-bit routers choose other experts in some rows; `g4ir verify`
+#: compares exactly
 AGREE = 0.98
 #: baseline -> raises MissingError if its library is not installed
 BASELINES: dict[str, Callable[[], Any]] = {

@@ -178,8 +178,8 @@ def prepare(
 #: options that exclude --link-weights -> why
 UNLINKED = {
     "random_weights": "weights are linked to a checkpoint's files, and random ones have none",
-    "mmproj": "weights are linked to one checkpoint, and the towers are another",
-    "drafter": "weights are linked to one checkpoint, and the draft model is another",
+    "mmproj": "an engine is linked to one checkpoint, and the towers are in another",
+    "drafter": "an engine is linked to one checkpoint, and the draft model is another",
     "adapter": "linked weights are the checkpoint's own, without an adapter",
     "calibrate": "linked weights are quantised at load, without the text",
     "requantize": "linked weights are the checkpoint's own, quantised as they are there",

@@ -26,6 +26,7 @@ PREFIX = "G4IR_"
 #: variables read by other modules, and those that Kubernetes sets for a service named g4ir, except
 #: G4IR_PORT, which is the variable of --port too
 RESERVED = re.compile(r"G4IR_(ISA|SERVICE_.*|PORT_.*)")
+#: text of a switch in a file or variable -> whether it is on
 SWITCHES = dict.fromkeys((*TRUES, "1"), True) | dict.fromkeys((*FALSES, "0"), False)
 #: values that mean on or off in a file or variable -> value for --set
 WORDS = dict.fromkeys(TRUES, "on") | dict.fromkeys(FALSES, "off")

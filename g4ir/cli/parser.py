@@ -55,7 +55,8 @@ class Parser(argparse.ArgumentParser):
         return self.flags.parse_settings(explicit)
 
     def run(self, values: Mapping[str, Any]) -> int:
-        """Run the verb with these values of its fields; return the exit code. Errors name flags."""
+        """Run the verb with these values of its fields; return the exit code. InputErrors
+        name flags, not fields."""
         try:
             return self.flags.make(values)()
         except InputError as e:

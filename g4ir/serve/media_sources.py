@@ -40,7 +40,7 @@ class MediaFolder:
 
     @classmethod
     def named(cls, path: str | None, max_bytes: int) -> MediaFolder:
-        """Return the folder of a flag; InputError if it is not a directory."""
+        """Return the folder of --media-dir; InputError if `path` is not a directory."""
         if path is not None and not Path(path).is_dir():
             raise InputError(f"--media-dir {path}: is no folder")
         return cls(None if path is None else Path(path).resolve(), max_bytes)

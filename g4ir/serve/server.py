@@ -32,8 +32,8 @@ from .prompts import require_tokenizer
 
 log = logging.getLogger(__name__)
 
-#: maximum seconds to wait at shutdown for an engine that is being loaded or built (temporary files
-#: are removed)
+#: maximum seconds to wait at shutdown for an engine that is being loaded or built, in which it
+#: removes its temporary files
 LOADING_S = 5.0
 #: maximum seconds of a connection until the headers of its next request are complete
 HEAD_S = 10.0

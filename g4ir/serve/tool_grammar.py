@@ -356,7 +356,7 @@ def _bounds(parts: Sequence[Any], low: str, high: str) -> tuple[int, int | None]
 
 
 def _prefix(part: Mapping[str, Any]) -> Sequence[Schema]:
-    """Return the schemas of the first items; before 2020-12 `items` was their list."""
+    """Return the schemas of the first items; before draft 2020-12 `items` was their list."""
     prefix = part.get("prefixItems", part.get("items"))
     return prefix if isinstance(prefix, list) else ()
 
