@@ -83,7 +83,7 @@ def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
     failures = [a for a in got if isinstance(a, Failure)]
     assert [a.line for a in failures] == [2, 4, 5, 6]
     assert failures[2].error == "x:5: min_p 3: expected a share in [0, 1]"
-    assert failures[3].error == "x:6: logprobs 600: the vocabulary has 512 tokens"
+    assert failures[3].error == "x:6: logprobs 600: expected at most 512, the vocabulary's size"
     assert [a.output() for a in got if not a.failed] == [a.output() for a in answers(engine, good)]
 
 

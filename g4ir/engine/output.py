@@ -42,9 +42,10 @@ class AnswerStream:
         #: log-probabilities not returned yet: (whether the token is content, its offset in the
         #: text, its entry)
         self.logprobs: list[tuple[bool, int, dict[str, Any]]] = []
+        #: all output events so far
         self.said: list[Said] = []
         self._single, self._silent = single, silent
-        #: prompt log-probabilities, if requested
+        #: prompt's token ids with their log-probabilities, if requested; None for the first
         self.prompt: list[tuple[int, Logprobs | None]] = []
         self._stream = TokenStream(vocabulary)
         self._stops = Stops(stop)

@@ -157,7 +157,7 @@ class Scheduler:
         checked_ids([token for token, _ in s.logit_bias], vocab, "logit_bias")
         for name, count in (("logprobs", s.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
             if count is not None and count > vocab:
-                raise InputError(f"{name} {count}: the vocabulary has {vocab} tokens")
+                raise InputError(f"{name} {count}: expected at most {vocab}, the vocabulary's size")
         if request.prompt_logprobs is not None:
             if not self.engine.all_logits:
                 why = "needs an engine built with --all-logits, and so does echo with logprobs"
@@ -166,7 +166,7 @@ class Scheduler:
                 raise MissingError("prompt_logprobs: is not supported with media")
         for mark in request.marks:
             if not 0 <= mark <= size:
-                raise InputError(f"mark {mark}: the prompt has {size} tokens")
+                raise InputError(f"mark {mark}: expected 0 to {size}, the prompt's length")
 
     def handle(self, request: Request) -> RequestHandle:
         """Check a request and return its handle, for `admit`. Thread-safe."""

@@ -79,7 +79,7 @@ class Session:
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
-                "all_logits: this engine was built without --all-logits, which it needs"
+                "all_logits: this engine was built without --all-logits; build it again with it"
             )
         media = {"images": images, "videos": videos, "audio": audio}
         prompt = self._inputs.prompt(self.length, tokens, lengths, soft, **media)

@@ -37,8 +37,8 @@ MEMORY = 0.7
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 #: plain steps that are measured before the first draft: the cost of drafts is relative to them
 PLAIN_STEPS = 3
-#: initial credit in steps, and the credit that each plain step earns: bounds the loss to less than
-#: 3 % from 32 tokens on
+#: initial credit in steps, and the credit that each plain step earns: rejected drafts cost less
+#: than 3 % of the time of an answer of 32 or more tokens
 CREDIT, CREDIT_PER_STEP = 0.4, 0.015
 
 
@@ -163,8 +163,8 @@ class Pace:
         self.max_tokens = self._count = max_tokens
         #: accepted and verified draft tokens; those of older steps decay (MEMORY)
         self._right, self._tried = 1.0, 2.0
-        #: credit: steps saved minus the cost of drafts, in steps; and the maximum that plain steps
-        #: may earn
+        #: credit: steps saved minus the cost of drafts, in steps; and the maximum to which plain
+        #: steps may raise it
         self._credit, self._most_earned = CREDIT, CREDIT
         #: steps until the next draft, and the length of the next pause
         self.pause, self._next_pause = 0, FIRST_PAUSE

@@ -197,7 +197,7 @@ class ChatSession:
         """Set a setting (a key of SETTINGS) from text; `default` removes it, so that the
         checkpoint's value applies. InputError for an unknown name or an invalid value."""
         if (kind := SETTINGS.get(name)) is None:
-            raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
+            raise InputError(f"setting {name!r}: expected one of {', '.join(SETTINGS)}")
         try:
             value = None if text == "default" else (int if kind is INTEGER else float)(text)
         except ValueError:

@@ -124,7 +124,7 @@ PACKED = {f.codes: f.block_values for f in FORMATS.values() if f.layout.nbytes =
 ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: formats that are converted to int8 for matmuls that do not support them
 AS_BYTES = ("int6", "int5", "iq4", "int3k", "int3", "int2", "fp4", "nl4", "nl3", "nl2")
-#: formats that are also converted to int8 if they are packed with a weight of another format
+#: formats that are converted to int8 to be packed with a weight of a different format
 JOINED_AS_BYTES = ("int6", "int5", "iq4", "int3k")
 #: format -> format with the same codes as 8-bit integers
 SAME_CODES = dict.fromkeys(("int5", "iq4", "int3", "int2"), "int8")
@@ -569,7 +569,7 @@ def _fit_scales(x: Any, extreme: Any, dtype: Any) -> Any:
 
 
 def _fit_weighted_scales(x: Any, extreme: Any, dtype: Any, moments: Any, plain: Any) -> Any:
-    """Return scales of less weighted error than the `plain` ones, or these.
+    """Return for each group a scale of less weighted error than its `plain` one, or else that one.
 
     The codes of a start are judged with their optimal scale, dot / square, whose error is the sum
     of x^2 minus dot^2 / square: one rounding per start.

@@ -65,7 +65,7 @@ class narrow_row:
 
     @staticmethod
     def infer(x: Type, *, to: str) -> Type:
-        require(to in NARROW, f"narrow_row: to {to!r}: one of {', '.join(NARROW)}")
+        require(to in NARROW, f"narrow_row: to {to!r}: expected one of {', '.join(NARROW)}")
         fits = x.dtype in FLOATS and x.rank > 0 and isinstance(x.shape[-1], int)
         expected = f"expected floats with a known last dim, wider than {to}, found {x}"
         require(fits and ITEMSIZE[to] < ITEMSIZE[x.dtype], f"narrow_row: {expected}")

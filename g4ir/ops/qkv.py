@@ -41,7 +41,7 @@ class qkv_write:
     def expand(b: Any, *inputs: Any, form: str, pairs: int, **sizes: Any) -> tuple[Any, ...]:
         heads, kv_heads, values, eps = (sizes[name] for name in PACKED)
         qkv, norm_q, norm_k, cos, sin, start, lengths, *caches = inputs
-        require(form in CACHE_FORMS, f"form {form!r}: one of {', '.join(CACHE_FORMS)}")
+        require(form in CACHE_FORMS, f"form {form!r}: expected one of {', '.join(CACHE_FORMS)}")
         separate = form in SEPARATE_CACHES
         require(separate or not values, f"form {form} takes no V projection; give values=False")
         require(form == "value" or pairs == 0, f"form {form} takes no pairs; give 0")

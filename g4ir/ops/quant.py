@@ -66,7 +66,8 @@ class quantize:
 
     @staticmethod
     def infer(w: Type, *, form: str, group: int, scale: str) -> tuple[Type, Type]:
-        require(form in FORMATS, f"quantize: form {form!r}: one of {', '.join(FORMATS)}")
+        expected = f"expected one of {', '.join(FORMATS)}"
+        require(form in FORMATS, f"quantize: form {form!r}: {expected}")
         size = w.shape[-1]
         require(isinstance(size, int), f"quantize: rows of {w} have no known size")
         each = group or int(size)
@@ -395,7 +396,7 @@ class fake_quantize:
     @staticmethod
     def infer(x: Type, *, form: str) -> Type:
         names = ", ".join(ACTIVATIONS)
-        require(form in ACTIVATIONS, f"fake_quantize: form {form!r}: one of {names}")
+        require(form in ACTIVATIONS, f"fake_quantize: form {form!r}: expected one of {names}")
         fits = x.dtype in FLOATS and x.rank > 0 and isinstance(x.shape[-1], int)
         require(fits, f"fake_quantize: {x} has no rows of a known size")
         return x
