@@ -208,7 +208,7 @@ def _read(path: Path) -> str:
     with path.open("rb") as file:
         raw = file.read(LARGEST + 1)
     if len(raw) > LARGEST:
-        raise InputError(f"{path}: more than {LARGEST} bytes are no chat template")
+        raise InputError(f"{path}: a chat template has at most {LARGEST} bytes")
     try:
         return raw.decode()
     except UnicodeDecodeError as e:

@@ -147,7 +147,8 @@ class EngineParts:
         engine was loaded without slots for adapters."""
         if self.adapters is None:
             fix = "load the engine with adapters={NAME: DIR}, or serve it with --adapter NAME=DIR"
-            raise InputError(f"adapter {name[:40]!r}: {self.label} was loaded without any; {fix}")
+            why = f"{self.label} was loaded without adapters"
+            raise InputError(f"adapter {name[:40]!r}: {why}; {fix}")
         return self.adapters
 
     def check_process(self) -> None:
