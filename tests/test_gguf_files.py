@@ -316,7 +316,7 @@ def test_keys_not_applied(tmp_path: Path, key: str, caplog: pytest.LogCaptureFix
     assert not caplog.messages
     opened(tmp_path, {key: CASES["not applied"][key]}).side_files()
     (message,) = caplog.messages
-    assert "a.gguf: not applied: " in message and key in message
+    assert "a.gguf: these keys are not applied: " in message and key in message
 
 
 def test_an_empty_template_is_none(tmp_path: Path) -> None:

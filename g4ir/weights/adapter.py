@@ -109,7 +109,7 @@ class Adapter:
         the config's."""
         configured = self._number("r", "rank_pattern", module)
         if configured != rank:
-            msg = f"r: {configured:g} for {module}, and its tensors have {rank}"
+            msg = f"r: {configured:g} for {module}, but its tensors have rank {rank}"
             raise broken(self.path / CONFIG, msg)
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -137,7 +137,7 @@ class Adapter:
         list of names."""
         names = self.config.get("target_parameters") or []
         if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
-            msg = f"target_parameters: expected names, found {quoted(names)}"
+            msg = f"target_parameters: expected a list of names, found {quoted(names)}"
             raise broken(self.path / CONFIG, msg)
         return names
 
@@ -181,14 +181,14 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
             ignored |= {ref[1].name: why for ref in change.parts}
             continue
         if weights[bare].scheme:
-            msg = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
+            msg = f"{bare} is quantised in {model.directory}: nothing can be merged into it"
             fix = "fix: give the bf16 weights that it was quantised from, and --quant"
             raise invalid(change.parts[0], msg, fix)
         values = partial(change.values, weights[bare].parts[""])
         weights[bare] = replace(weights[bare], parts={"": values})
     if len(ignored) == len(names):
         msg = f"would change nothing: {', '.join(sorted({*ignored.values()}))}"
-        raise broken(file, msg, "fix: build with the media that it is of, or leave the adapter out")
+        raise broken(file, msg, "fix: build with its towers (--media), or leave the adapter out")
     opened = (*model.opened, files)
     return replace(model, weights=weights, ignored={**model.ignored, **ignored}, opened=opened)
 
@@ -214,7 +214,7 @@ def read_factors(spec: Spec, adapter: Adapter) -> Iterator[Factors]:
         if change.scale is None:
             raise invalid(
                 change.parts[0],
-                "changes experts, which an adapter chosen by requests cannot",
+                "changes experts, which adapters chosen by requests cannot change",
                 MERGE,
             )
         if not change.why:
@@ -244,7 +244,7 @@ def _changes(spec: Spec, adapter: Adapter, files: Files) -> Iterator[_Change]:
     for name, ref in files.names.items():
         match = _PART.fullmatch(name)
         if match is None:
-            raise invalid(ref, "no A or B of a plain LoRA", MERGE)
+            raise invalid(ref, "is neither A nor B of a plain LoRA", MERGE)
         modules.setdefault(match[1], {})[match[2]] = ref
     if not files.names:
         raise broken(adapter.weights, "has no tensor")

@@ -70,9 +70,9 @@ def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 
         return
     actual, expected = ("w", "1 + w") if stored else ("1 + w", "w")
     raise WeightsError(
-        f"{path}: {names[0]} and {len(names) - 1} more norms: expected {expected}, and their mean "
-        f"{mean:.2f}, with {below:.1%} below zero, is that of {actual}; fix: "
-        f"{'add 1 to' if stored else 'take 1 from'} them, or take another conversion of the model"
+        f"{path}: {names[0]} and {len(names) - 1} more norms must be stored as {expected}, but a "
+        f"mean of {mean:.2f}, with {below:.1%} below zero, is typical of {actual}; fix: "
+        f"{'add 1 to' if stored else 'subtract 1 from'} them, or take another conversion"
     )
 
 
@@ -242,9 +242,11 @@ def _check_order(files: Files, order: TensorRef) -> None:
     """Raise WeightsError unless `order`, a draft model's token ids by cluster, has every id
     once."""
     ids = files.rows(order).long().sort().values
-    missing = (ids != torch.arange(len(ids))).nonzero()
-    if len(missing):
-        msg = f"expected token ids 0 to {len(ids) - 1} once each, and {int(missing[0])} is not"
+    wrong = (ids != torch.arange(len(ids))).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        actual = f"the sorted ids have {int(ids[at])} at index {at}"
+        msg = f"expected token ids 0 to {len(ids) - 1} once each, but {actual}"
         raise invalid(order, msg, f"fix: {FIXES['drafter']}")
 
 
@@ -290,8 +292,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
         return (tensorfile.read_header(_inside(directory, SINGLE, directory)),)
     shards = _read_index(directory, index)
     if single.exists() and SINGLE not in shards:
-        msg = f"both {SINGLE} and {INDEX}, which does not name it"
-        raise broken(directory, msg, "fix: remove the one that is left over")
+        msg = f"has both {SINGLE} and {INDEX}, which does not name it"
+        raise broken(directory, msg, "fix: remove the one that does not belong to the checkpoint")
     paths = {file: _inside(directory, file, index) for file in sorted(shards)}
     return tuple(_read_shard(path, shards[file]) for file, path in paths.items())
 

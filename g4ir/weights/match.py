@@ -204,7 +204,7 @@ def _kind_of(spec: Spec, bare: str) -> str | None:
 
 def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Mismatch]:
     if CODED in (head.dtype, embed.dtype):
-        text = f"stored although it is tied to {TOKEN_TABLE}, and codes are not compared"
+        text = f"stored although it is tied to {TOKEN_TABLE}, and one of them is quantised"
         yield Mismatch(header.path.name, head.name, text, "head")
     elif head.dtype != embed.dtype:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"

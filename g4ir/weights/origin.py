@@ -53,8 +53,10 @@ class CheckpointDirectory:
     """A Hugging Face checkpoint directory."""
 
     path: Path
-    #: fields that its config cannot express: those of the requested variant count
+    #: spec fields that config.json cannot express: not compared with a requested variant's, which
+    #: are used
     spec_only: ClassVar[tuple[str, ...]] = _SPEC_ONLY
+    #: whether the spec tells which towers the model has
     says_towers: ClassVar[bool] = True
     #: key of generation_config.json -> key in the file of `stated_at`, if different
     generation_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})

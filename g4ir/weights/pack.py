@@ -501,6 +501,8 @@ def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
     return joined.split(sizes, axis)[join.inputs.index(v)]
 
 
+#: op of the prologue -> function of its node, one of its inputs and its output's tensor, which
+#: returns the input's tensor
 UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
     "concat": _slice,
     "columns": lambda n, v, packed: by_rows(packed),

@@ -131,7 +131,7 @@ def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.T
 def _scale(name: str, shape: Shape, shift: float) -> tuple[float, float]:
     """Return centre and scale per unit of the 24-bit integer, as float32 values."""
     if prod(shape) > LIMIT:
-        raise InputError(f"random tensor {name}: {prod(shape)} elements, at most {LIMIT}")
+        raise InputError(f"random tensor {name}: {prod(shape)} elements, expected at most {LIMIT}")
     centre, spread = distribution(name, shape)
     centre, spread = torch.tensor((centre + shift, spread), dtype=torch.float32).tolist()
     return centre, spread / 2**23

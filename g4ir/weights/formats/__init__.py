@@ -44,7 +44,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
     if of_mlx is not None or is_mlx(values):
         stated: Any = values if of_mlx is None else of_mlx
         if not is_mlx(stated):
-            raise broken(config, f"{MLX_KEY}: {quoted(stated)} is not read", MLX_OTHER)
+            raise broken(config, f"{MLX_KEY}: {quoted(stated)} is not supported", MLX_OTHER)
         return read_mlx(config, stated, files)
     if values is None:
         if not (config.parent / MODELOPT).is_file():
@@ -54,7 +54,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
         values = {"quant_method": "modelopt", **values} if isinstance(values, dict) else None
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
-        msg = f"{KEY}: quant_method {quoted(method)} is not read, only {', '.join(METHODS)}"
+        msg = f"{KEY}: quant_method {quoted(method)} is not supported, only {', '.join(METHODS)}"
         fix = "fix: take a compressed-tensors or GGUF file of the model, or its bf16 weights with"
         raise broken(config, msg, f"{fix} --quant")
     return METHODS[method](tree_of(values, Where(str(config), 0), exact=True), files)

@@ -175,7 +175,7 @@ def read_modules(
     ignored: dict[str, str] = {}
     for name, ref in files.names.items():
         if len(name) > MAX_NAME:
-            msg = f"a name of {len(name)} characters, at most {MAX_NAME} are read"
+            msg = f"its name has {len(name)} characters, expected at most {MAX_NAME}"
             raise invalid(ref, msg)
         suffix = next((s for s in (*suffixes, *unused) if name.endswith(s)), None)
         if suffix is None:
@@ -456,8 +456,8 @@ def selector(names: tuple[str, ...], where: str) -> Selects:
     unsupported patterns."""
     patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
     if len(patterns) > MAX_PATTERNS:
-        msg = f"{len(patterns)} patterns, at most {MAX_PATTERNS}"
-        raise tensorfile.broken(where, msg, "fix: name modules")
+        msg = f"{len(patterns)} patterns, expected at most {MAX_PATTERNS}"
+        raise tensorfile.broken(where, msg, "fix: list names of modules instead")
     exact = frozenset(names)
 
     def selects(module: str, kind: str) -> bool:

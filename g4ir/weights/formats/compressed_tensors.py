@@ -46,6 +46,7 @@ from .base import (
 from .fp4 import MXFP4_GROUP, NVFP4_GROUP, mxfp4_weight, nvfp4_weight
 
 PACKED, NVFP4, MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+#: (format, type of codes) -> supported bits
 READ = {
     (PACKED, "int"): range(1, 9),
     (NVFP4, "float"): (4,),
@@ -150,9 +151,9 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
     tensors = read_modules(files, SUFFIXES, take, dict.fromkeys(ACTIVATIONS, NOT_ROUNDED))
     module_groups = config.config_groups.values()
     if tensors.ignored or any(g.input_activations or g.output_activations for g in module_groups):
-        log.warning("%s: activations are not rounded, as weights are", where)
+        log.warning("%s: only weights are quantised, not activations", where)
     if config.kv_cache_scheme is not None:
-        log.warning("%s: kv_cache_scheme is left out: caches are not rounded", where)
+        log.warning("%s: kv_cache_scheme is ignored", where)
     return tensors
 
 
@@ -209,7 +210,7 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
 
 
 def _unread(where: str, key: str, value: Any) -> WeightsError:
-    return broken(where, f"{key} {quoted(value)} is not read", OTHERWISE)
+    return broken(where, f"{key} {quoted(value)} is not supported", OTHERWISE)
 
 
 def _take(
@@ -239,9 +240,11 @@ def _weight(files: Files, parts: TensorRefs, args: QuantArgs, layout: str) -> St
     code_suffixes = CODE_SUFFIXES.get(layout, (WEIGHT,))
     expected = (*code_suffixes, SCALE, *([] if args.symmetric else [ZERO]))
     if ref := parts.get(INDEX):
-        raise invalid(ref, "columns in another order (actorder with g_idx) are not read", OTHERWISE)
+        msg = "columns in another order (actorder with g_idx) are not supported"
+        raise invalid(ref, msg, OTHERWISE)
     if other := next((ref for suffix, ref in parts.items() if suffix not in expected), None):
-        raise invalid(other, f"does not belong to {layout}, symmetric {args.symmetric}", FIX)
+        msg = f"does not belong to format {layout} with symmetric {args.symmetric}"
+        raise invalid(other, msg, FIX)
     if missing := next((suffix for suffix in expected if suffix not in parts), None):
         first = next(parts[s] for s in SUFFIXES if s in parts)
         raise invalid(first, f"its module has no {missing[1:]}")
@@ -291,7 +294,7 @@ def _with_zeros(
     """Apply zero points, packed along the output axis as i32 [N*b/32, G]: codes q - z."""
     n, groups = grid.shape(w.shape)[-2:]
     if len(w.shape) != 2:
-        raise invalid(zeros, "zero points of stacked experts are not read", OTHERWISE)
+        raise invalid(zeros, "zero points of stacked experts are not supported", OTHERWISE)
     require(zeros, ["I32"], (-(-n * bits // 32), groups))
     scheme = w.scheme
     assert scheme

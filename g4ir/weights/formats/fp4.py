@@ -139,7 +139,7 @@ def _group_in(codes: TensorRef, scales: TensorRef, group: int) -> int:
     int8."""
     require(codes, ["U8"])
     if len(codes[1].shape) != 2 or codes[1].shape[1] * 2 % group:
-        msg = f"groups of {group} do not divide rows of {codes[1].shape[-1:]} bytes of two codes"
+        msg = f"expected [N, K/2] with K a multiple of {group}, found {list(codes[1].shape)}"
         raise invalid(codes, msg, FIX)
     n, k = codes[1].shape[0], codes[1].shape[1] * 2
     require(scales, [scales[1].dtype], (n, k // group))
@@ -197,13 +197,13 @@ class ModelOptConfig:
 def read_modelopt(tree: Node, files: Files) -> QuantisedTensors:
     config: ModelOptConfig = build(ModelOptConfig, tree, KEY)
     if config.has_zero_point or config.pre_quant_scale:
-        raise broken(str(tree.where), "zero points and scales of inputs are not read", FIX)
+        raise broken(str(tree.where), "zero points and scales of inputs are not supported", FIX)
     skipped = (*(config.exclude_modules or ()), *(config.ignore or ()))
     take = partial(_take, files, lambda module: any(fnmatchcase(module, p) for p in skipped))
     why = "a scale of activations or caches, which are not rounded"
     tensors = read_modules(files, (SECOND, SCALE, WEIGHT), take, dict.fromkeys(UNUSED, why))
     if tensors.ignored or config.kv_cache_quant_algo or config.kv_cache_scheme:
-        log.warning("%s: activations and caches are not rounded, as weights are", tree.where)
+        log.warning("%s: only weights are quantised, not activations and caches", tree.where)
     return tensors
 
 

@@ -118,10 +118,12 @@ def read_gptq(tree: Node, files: Files) -> QuantisedTensors:
     config: GptqConfig = build(GptqConfig, tree, KEY)
     where, bits = str(tree.where), config.bits
     if bits not in (2, 3, 4, 8):
-        raise broken(where, f"{KEY}: {bits} bits of GPTQ are not read, only 2, 3, 4, 8", OTHERWISE)
+        msg = f"{KEY}: {bits} bits of GPTQ are not supported, only 2, 3, 4, 8"
+        raise broken(where, msg, OTHERWISE)
     if config.dynamic or config.is_marlin_format:
         key = "dynamic" if config.dynamic else "is_marlin_format"
-        raise broken(where, f"{KEY}: {key} {quoted(getattr(config, key))} is not read", OTHERWISE)
+        msg = f"{KEY}: {key} {quoted(getattr(config, key))} is not supported"
+        raise broken(where, msg, OTHERWISE)
     stored_less = config.checkpoint_format == "gptq"
     packing = _Packing(
         *(bits, config.group_size, config.sym, not config.desc_act),
@@ -138,7 +140,7 @@ def read_awq(tree: Node, files: Files) -> QuantisedTensors:
     where = str(tree.where)
     for key, value, only in (("bits", config.bits, 4), ("version", config.version.lower(), "gemm")):
         if value != only:
-            msg = f"{KEY}: {key} {quoted(value)} of AWQ is not read, only {only}"
+            msg = f"{KEY}: {key} {quoted(value)} of AWQ is not supported, only {only}"
             raise broken(where, msg, OTHERWISE)
 
     def columns(words: torch.Tensor) -> torch.Tensor:
@@ -162,8 +164,9 @@ def _read(files: Files, packing: _Packing, where: str) -> QuantisedTensors:
     tensors = read_modules(files, (QWEIGHT, QZEROS, SCALES, INDEX, WEIGHT), take, {})
     if dense:
         log.warning(
-            "%s: %d weights with columns out of order (desc_act) or more than 8 bits are "
-            "dequantised to the engine's dtype, such as %s; --quant quantises them again",
+            "%s: %d weights with columns out of order (desc_act), more than 8 bits or groups of "
+            f"less than {MIN_GROUP} are dequantised to the engine's dtype, such as %s; --quant "
+            "quantises them again",
             *(files.directory, len(dense), dense[0]),
         )
     return tensors
@@ -241,8 +244,9 @@ def _shape(
 ) -> tuple[tuple[int, int], int]:
     """Return the shape of a weight and its group size; WeightsError if its tensors do not fit."""
     require(scales, ("F16", "BF16", "F32"))
-    if len(scales[1].shape) != 2 or len(qweight[1].shape) != 2:
-        raise invalid(scales, f"expected a matrix, found {list(scales[1].shape)}")
+    for tensor in (scales, qweight):
+        if len(tensor[1].shape) != 2:
+            raise invalid(tensor, f"expected a matrix, found {list(tensor[1].shape)}")
     (groups, n), (words, _) = scales[1].shape, qweight[1].shape
     k = packing.columns(words)
     group = k if packing.group <= 0 else packing.group

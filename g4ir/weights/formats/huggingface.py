@@ -78,7 +78,7 @@ def read_fp8(tree: Node, files: Files) -> QuantisedTensors:
     config: Fp8Config = build(Fp8Config, tree, KEY)
     take = partial(_take_fp8, files, config, str(tree.where))
     tensors = read_modules(files, (INVERSE, STACKED_SCALE, WEIGHT), take, UNUSED)
-    log.warning("%s: activations are not rounded, as weights are", tree.where)
+    log.warning("%s: only weights are quantised, not activations", tree.where)
     return tensors
 
 
@@ -108,7 +108,7 @@ CACHES = dict.fromkeys(
     (".k_cache_scale", ".v_cache_scale"), "a scale of caches, which are not rounded"
 )
 MOBILE = (SCALE, TABLE, TABLE_SCALE, *RANGES, WEIGHT)
-ROUNDED = "activations are rounded to a grid of their own, which engines do not do"
+ROUNDED = "its module rounds activations to a grid of their own, which is not supported"
 OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
 
 _Bits = Annotated[int, Range(2, 8)]
@@ -165,7 +165,7 @@ def _take_mobile(
     codes, scales = (parts.get(s) for s in ((TABLE, TABLE_SCALE) if table else (WEIGHT, SCALE)))
     if scales is None or codes is None or len(parts) > 2:
         ref = next(parts[s] for s in MOBILE if s in parts)
-        raise invalid(ref, "expected codes and their scales, and no others")
+        raise invalid(ref, "its module must have codes and their scales, and no other tensors")
     if excluded(module, config.modules_to_not_convert or (), where):
         raise invalid(codes, "is quantised, but modules_to_not_convert names its module", FIX)
     if table and not config.quantize_embeddings:
@@ -190,7 +190,7 @@ def _take_mobile(
 def _columns(scales: TensorRef, shape: tuple[int, ...]) -> int:
     groups = scales[1].shape[-1] if len(scales[1].shape) == 2 else 0
     if not groups or not shape or shape[-1] % groups:
-        raise invalid(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")
+        raise invalid(scales, f"scales {list(scales[1].shape)} do not fit codes of {list(shape)}")
     return shape[-1] // groups
 
 
@@ -222,7 +222,7 @@ def is_mlx(values: Any) -> bool:
 def read_mlx(config: Path, values: Mapping[str, Any], files: Files) -> QuantisedTensors:
     mode = values.get("mode", "affine")
     if mode != "affine":
-        raise broken(config, f"{MLX_KEY}: MLX's mode {quoted(mode)} is not read", MLX_OTHER)
+        raise broken(config, f"{MLX_KEY}: MLX's mode {quoted(mode)} is not supported", MLX_OTHER)
     by_module = {plain_name(f"{k}.weight"): v for k, v in values.items() if isinstance(v, dict)}
 
     def take(module: str, parts: TensorRefs) -> ModuleWeight | None:
@@ -248,8 +248,9 @@ def _mlx_weight(
     codes, scales, biases = parts
     bits, group = stated.get("bits"), stated.get("group_size")
     if bits not in MLX_BITS or type(group) is not int or not 0 < group <= 1 << 16:
-        msg = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
-        raise invalid(codes, f"{msg}, and {', '.join(map(str, MLX_BITS))} bits are read", MLX_OTHER)
+        actual = f"{quoted(bits)} in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
+        expected = f"expected {' or '.join(map(str, MLX_BITS))} bits"
+        raise invalid(codes, f"{expected}, found {actual}", MLX_OTHER)
     rows, groups = scales[1].shape if len(scales[1].shape) == 2 else (0, 0)
     require(codes, ("U32",), (rows, groups * group * bits // 32))
     require(scales, FLOATS, (rows, groups))

@@ -173,7 +173,7 @@ def _misfits(tensors: Tensors, expected: Shape, fix: str) -> Iterator[Mismatch]:
     text, kind = "", "type"
     if refused := [t for t in tensors if t.stored.name not in READ]:
         name = refused[0].entry.name
-        text = f"type {refused[0].stored} is not read; {', '.join(READ)} are"
+        text = f"type {refused[0].stored} is not supported, only {', '.join(READ)}"
     elif len(expected) == 1 and not _is_plain(tensors):
         text = f"expected {' or '.join(FLOATS)}, found {tensors[0].stored}"
     elif shape != expected:
@@ -181,7 +181,8 @@ def _misfits(tensors: Tensors, expected: Shape, fix: str) -> Iterator[Mismatch]:
         text, kind = f"expected shape {list(expected)}, found {quoted(actual)}", fix
     for t in (t.factor for t in tensors if t.factor):
         if t.stored.name != "F32" or t.shape not in ((1,), expected[:-2]):
-            name, text = t.entry.name, f"expected F32, a number or one per expert, found {t.stored}"
+            text = f"expected one F32 number, or one per expert, found {t.stored} {list(t.shape)}"
+            name = t.entry.name
     if text:
         yield Mismatch(tensors[0].header.path.name, name, text, kind)
 

@@ -138,7 +138,7 @@ class Container:
         ids = {text: i for i, text in enumerate(texts)}
         if len(ids) != len(tokens):
             twice = next(t for i, t in enumerate(texts) if ids[t] != i)
-            raise self.error(TOKENS, "expected texts, each once", twice)
+            raise self.error(TOKENS, "expected no text twice", twice)
         return ids
 
     def floats(self, tensor: Tensor) -> list[float]:
@@ -201,15 +201,17 @@ def _shard_paths(path: Path, count: Any) -> list[Path]:
             "fix: give them the names that they were published under, NAME-00001-of-0000N.gguf and "
             "so on, in one directory, or join them with llama.cpp's `llama-gguf-split --merge`"
         )
-        raise broken(path, f"split.count: one of {quoted(count)} files of a model", fix)
+        msg = f"is one of {quoted(count)} files of a model (split.count), but its name is not"
+        raise broken(path, f"{msg} NAME-0000I-of-0000N.gguf", fix)
     paths = [path.with_name(f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf") for i in range(count)]
     if missing := [p.name for p in paths if not p.is_file()]:
         absent = f"{', '.join(missing[:5])} {'is' if len(missing) == 1 else 'are'} missing"
-        msg = f"one of {count} files of a model, of which {absent}"
+        msg = f"is one of {count} files of a model, of which {absent}"
         raise broken(path, msg, "fix: complete the download")
     return paths
 
 
+#: a tensor's type, shape (innermost dim last), and offset in the data
 _Info = tuple[GgufType, tuple[int, ...], int]
 
 
@@ -245,7 +247,7 @@ class _Reader:
         self.at = len(MAGIC)
         version = self._number(U32, "version")
         if version not in VERSIONS:
-            msg = f"has version {version}, and 2 and 3 in little endian are read"
+            msg = f"has version {version}, expected 2 or 3 (little endian)"
             raise broken(self.path, msg, "fix: take a file made by a current llama.cpp")
 
     def _fail(self, msg: str) -> NoReturn:
@@ -355,7 +357,8 @@ class _Reader:
             self._fail(f"{label}: unknown type {code}")
         stored = TYPES[code]
         if dims[0] % stored.block:
-            self._fail(f"{label}: rows of {dims[0]} are no blocks of {stored.block} of {stored}")
+            whole = f"whole blocks of {stored.block} ({stored})"
+            self._fail(f"{label}: rows of {dims[0]} are not {whole}")
         return stored, dims[::-1], self._number(U64, f"{label}: offset")
 
     def _locate(self, infos: Mapping[str, _Info], alignment: Any) -> dict[str, Entry]:

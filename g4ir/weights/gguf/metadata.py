@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
 #: key of the head dim of full layers, in some files of its rotated dims
 COUNT = "rope.dimension_count"
+#: key -> its name in files of other converters
 OTHER_NAMES = {
     "rope.freq_base_swa": "rope.local.freq_base",
     "rope.freq_base": "rope.global.freq_base",
@@ -49,6 +50,7 @@ OF_TOWERS = ("vision.", "audio.", "mm.")
 DENSE, POOLED_BY_MEAN = ("dense_2.weight", "dense_3.weight"), 1
 #: sides of an encoder's window: files store the sum of both
 BOTH_WAYS = 2
+#: divisor of the frequency of a pair that is not rotated
 UNROTATED = 1e30
 MAX_PAIRS = 1 << 15
 #: spec fields without a GGUF key, or derived by llama.cpp
@@ -157,7 +159,7 @@ class _Keys:
             if kind == other:
                 raise self.fail("general.type", f"{quoted(kind)}: {what} and no model; {fix}")
         if not self.rules:
-            other = "its towers alone" if self.kind == CLIP else quoted(self.kind)
+            other = "a file of towers (mmproj)" if self.kind == CLIP else quoted(self.kind)
             msg = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
             msg += "; give the file of such a text model"
             raise self.fail(KIND, relative(str(self.kind)) or msg)
@@ -305,7 +307,7 @@ def _pattern(keys: _Keys, layers: int) -> list[bool]:
         raise keys.error(name, f"expected an array of {layers} bools, one for each layer")
     sliding = keys.by_layer(name, layers, bool)
     if not layers or (sliding[-1] and not period):
-        raise keys.error(name, "the last layer must be a full one, false")
+        raise keys.error(name, "the last value must be false: the last layer uses full attention")
     return sliding
 
 
@@ -318,7 +320,8 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
         return {"intermediate_size": keys.one(name, sizes), "num_kv_shared_layers": layers}
     unshared = layers - shared
     if not 0 < unshared <= layers:
-        raise keys.error("attention.shared_kv_layers", f"{shared} of {layers} layers")
+        msg = f"{shared} of {layers} layers, expected 0 to {layers - 1}"
+        raise keys.error("attention.shared_kv_layers", msg)
     width = keys.one(name, sizes[:unshared])
     shared_width = keys.one(name, sizes[unshared:] or sizes[:1])
     if shared_width not in (width, 2 * width):
@@ -399,7 +402,7 @@ def _rotated(keys: _Keys, pairs: int) -> float:
     share, dims = keys.number("rope.partial_rotary_factor", 0), keys.integer(COUNT, 2 * pairs)
     if share:
         if not 0 < share <= 1:
-            expected = f"expected a share from 0 to 1, found {share}"
+            expected = f"expected a fraction above 0 and up to 1, found {share}"
             raise keys.error("rope.partial_rotary_factor", expected)
         counts[f"{keys.kind}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
     if dims != 2 * pairs:
@@ -409,7 +412,7 @@ def _rotated(keys: _Keys, pairs: int) -> float:
     (name, count), *remaining = counts.items()
     for other, its in remaining:
         if its != count:
-            msg = f"{its} dims of a full layer's head are rotated, and by {name} {count}"
+            msg = f"{its} dims of a full layer's head are rotated, but {count} according to {name}"
             raise keys.fail(other, msg)
     return count / (2 * pairs)
 
@@ -424,7 +427,7 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
     values = keys.file.floats(tensor) if pairs <= MAX_PAIRS else []
     count = values.count(1.0)
     if not count or list(map(shortest, values)) != [1.0] * count + [UNROTATED] * (pairs - count):
-        msg = "expected ones, then 1e30: another scaling of frequencies is not read"
+        msg = "expected ones, then 1e30: another scaling of frequencies is not supported"
         raise keys.fail(f"tensor {ROPE}", msg)
     return count
 
@@ -457,7 +460,7 @@ JOINED = (1, USER_DEFINED)
 #: USER_DEFINED tokens of this shape are control tokens of the chat format; all others are text
 MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
 UNKNOWN = "<unk>"
-#: a space within a merge pair
+#: stands for a space inside a token of a merge: a plain space separates its two tokens
 MERGED_SPACE = "\u0120"
 
 
@@ -491,7 +494,7 @@ def side_files(file: Container) -> dict[str, bytes]:
         out["chat_template.jinja"] = template.encode()
     if file.values.get(f"{PREFIX}model") not in (None, "none", "no_vocab"):
         if unused := [*_not_applied(file)]:
-            log.warning("%s: not applied: %s", file.path, ", ".join(unused))
+            log.warning("%s: these keys are not applied: %s", file.path, ", ".join(unused))
         add = file.values.get(f"{PREFIX}add_bos_token", True)
         if type(add) is not bool:
             raise file.error(f"{PREFIX}add_bos_token", "expected a bool", add)
@@ -669,6 +672,6 @@ def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
         pair = merge.split(" ") if isinstance(merge, str) else []
         pair = [p if p in ids else p.replace(MERGED_SPACE, SPACE) for p in pair]
         if len(pair) != 2 or any(p not in ids for p in (*pair, "".join(pair))):
-            msg = f"item {i}, {quoted(merge)}, is not two tokens that are a third together"
+            msg = f"item {i}, {quoted(merge)}, is not two tokens that form a third when joined"
             raise broken(file.path, f"{PREFIX}merges: {msg}", CONVERT)
         yield pair
