@@ -287,7 +287,7 @@ class OnnxEmitter(Emitter):
     # --- the model ----------------------------------------------------------------------------
 
     def name_values(self, values: Mapping[str, Operand]) -> None:
-        """Rename tensors to the names of the IR values that they are, where these are free."""
+        """Name tensors after the IR values that they hold, unless the name is taken."""
         used = {*self.renamed.values(), *self.initializers, *(i.name for i in self.inputs)}
         for name, x in values.items():
             if x.handle in self.types and x.handle not in self.renamed and name not in used:

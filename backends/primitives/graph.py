@@ -24,7 +24,7 @@ from g4ir.passes.fuse_cache_write import fuse_cache_write
 from .network import ROWS
 
 MEDIA = "prefill_media"
-#: graphs of which the first that a program has becomes the network
+#: candidates for the network's graph: the first one that a program has
 PREFILL = (ENCODE, MEDIA, "prefill")
 #: all graphs that are not towers
 TEXT = ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA, ENCODE)
@@ -38,9 +38,10 @@ def text_graph(program: Program) -> Graph:
 def network_graph(program: Program) -> Graph:
     """Return the single graph of a network: `encode` of an encoder, else prefill; a decode step is
     a chunk of one token. With bidirectional image attention it is prefill_media, where chunks
-    without images have block ids of -1: a second network would store the weights twice. Its mask is
-    computed once for all layers, and is tiny for a single token. With speculative decoding it also
-    serves verification steps; the input `rows` selects the tokens whose logits are computed."""
+    without images have block ids of -1: a second network would store the weights twice. The image
+    mask is computed once for all layers, and is tiny for a single token. With speculative decoding
+    the network also serves verification steps; the input `rows` selects the tokens whose logits are
+    computed."""
     g = text_graph(program)
     if VERIFY in program.graphs:
         g = _pick_logit_rows(g)

@@ -56,8 +56,8 @@ class Plans:
 @dataclass(frozen=True, eq=False)
 class TrtBackend(Backend):
     """Builds and runs TensorRT engines. One plan for the text model, with optimisation profiles for
-    prefill and decode; one plan with static shapes per tower; one for a draft model's step, over
-    the same KV caches."""
+    decode, prefill and verification; one plan with static shapes per tower; one for a draft model's
+    step, over the same KV caches."""
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ MIN_WORKSPACE = GIB
 WRAPPER = "wrap_attention"
 #: part of TensorRT-RTX's error message after any failure on a machine without a driver
 NO_DRIVER = "CUDA driver version is insufficient"
-#: part of the refused layer's name, or of the error message -> remedy
+#: part of the refused layer's name, or of the error message -> remedy; the first match counts
 REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, which TensorRT does not fuse",
     "attention": "--set attention=plain, whose attention is matmuls and elementwise layers",

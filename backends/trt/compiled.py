@@ -20,11 +20,12 @@ KERNEL = re.compile(
     r"Constants: \[.*?\], Outputs: \[(.*?)\], Tac",
     re.M,
 )
-#: name, dims and dtype of a tensor in inputs or outputs; profiles after the first have a suffix
+#: name, dims and dtype of a tensor in inputs or outputs; in profiles after the first names have a
+#: suffix
 TENSOR = re.compile(
     r"Name: (.+?)(?: \[profile \d+\])?, Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)"
 )
-#: suffix of a kernel's name: its profile
+#: suffix of a kernel's name, with the index of its profile
 GRAPH = re.compile(r"_myl(\d+)_\d+$")
 SCRATCH = re.compile(r"Max Scratch Memory: (\d+) bytes")
 #: types of entries that are not kernels

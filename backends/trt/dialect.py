@@ -32,8 +32,8 @@ COLLECTIVE = "DistCollective"
 #: value of `root` for a collective without a root rank
 NO_ROOT = -1
 FP4 = FORMATS["fp4"]
-#: per-tensor scale of codes with per-row scales before a matmul: a scalar scale lets the builder
-#: fuse dequantisation and matmul. Not 1, which the builder would drop.
+#: scalar by which codes are dequantised if the row scales are applied after the matmul (`part`):
+#: the builder fuses only a scalar with the matmul. Not 1, which the builder would drop.
 PART = 2.0**-7
 #: activation -> operator and attributes
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,7 +102,7 @@ class Dialect(OnnxEmitter):
     def part(self, codes: Operand, dtype: str, reader: int) -> tuple[Operand, float] | None:
         power = PART / 2**reader
         scale = self.constant(torch.tensor(power, dtype=torch_dtype(dtype)))
-        if codes.dtype == FP4.codes:  # the table's values are twice those of e2m1
+        if codes.dtype == FP4.codes:  # codecs.py: values twice those of e2m1
             *lead, size = codes.shape
             shape = (*lead, FP4.values_in(int(size)))
             groups = Type(dtype, (*lead, FP4.values_in(int(size)) // FP4.shared))

@@ -43,8 +43,8 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def by_library(api: Api, p: Prepared) -> dict[str, Any]:
-    """Report the text model's network in a library that needs no GPU: the parser's layers, and for
-    a small network a line per compiled profile. LowerError if it is refused."""
+    """Parse the text model's network with a library that needs no GPU, and compile a small one;
+    return the number of layers, and a line per compiled profile. LowerError if it is refused."""
     every = networks(p.packing.program)
     args = (api, every[ENGINE], p.config.limits, p.config.settings)
     name = f"{api.library.name} {api.version}"

@@ -61,7 +61,7 @@ class KernelCache:
         return engine.create_execution_context(config)
 
     def keep(self) -> None:
-        """Write the compiled kernels if there are more than were read; best effort."""
+        """Write the compiled kernels if they differ from those read; best effort."""
         if self._cache is None:
             return
         kernels = bytes(self._cache.serialize() or b"")

@@ -149,8 +149,8 @@ class Graph:
         return self.producers.get(v.name)
 
     def readers(self, v: Value) -> list[Node]:
-        """Return the nodes that read a value; RESULT among them: it is an output or the new value
-        of a cache."""
+        """Return the nodes that read a value, and RESULT if it is an output or the new value of a
+        cache."""
         return self.users.get(v.name, [])
 
     @cached_property

@@ -66,7 +66,7 @@ def prepare_image(
 
 
 def pixels_of(image: Any) -> Any:
-    """Return the pixels of a Pillow image, converted as one in a file; other objects unchanged."""
+    """Return the pixels of a Pillow image, converted as by `read_image`; others unchanged."""
     pillow = sys.modules.get("PIL.Image")  # imported if any such image exists
     if pillow is None or not isinstance(image, pillow.Image):
         return image

@@ -47,6 +47,6 @@ def check_limit() -> None:
         raise InputError(f"{limit.name}: the client went away")
     if time.thread_time() - begin > limit.seconds:
         raise InputError(
-            f"{limit.name}: takes more than {limit.seconds:g} seconds of processor time, with the "
-            f"media before it; make it shorter or smaller"
+            f"{limit.name}: takes more than {limit.seconds:g} seconds of processor time, together "
+            f"with the media before it; make it shorter or smaller"
         )

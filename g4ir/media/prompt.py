@@ -1,7 +1,7 @@
 """Places media in prompts.
 
     text, note = mark("What is <image>?", ["image"], media.kinds, tokens, spell)
-    text = expand_text(text, softs, tokens, spell) # after encoding: as the reference's text
+    text = expand_text(text, softs, tokens, spell) # softs: the encoded media
     ids = tokenizer.encode(text).ids
     check_placeholders(ids, ["image"], tokens, media.kinds)    # before the media are read
     (ids,) = expand_placeholders([ids], softs, tokens, encode, media.kinds)
@@ -186,8 +186,8 @@ def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int
 
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
-    """Return the text with every placeholder of a whole medium expanded, for kinds with as many
-    placeholders as media; `expand_placeholders` checks the others."""
+    """Expand the placeholders of each kind with one per medium; `expand_placeholders` checks the
+    other kinds."""
     patterns, pending, spell = [], {}, cache(spell)
     for kind in dict.fromkeys(s.kind for s in softs):
         media = [s for s in softs if s.kind == kind]

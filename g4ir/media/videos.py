@@ -138,8 +138,8 @@ def spread_frames(
 def frame_times(
     indices: tuple[int, ...], rate: float | None, seconds: tuple[float, ...] | None = None
 ) -> tuple[str, ...]:
-    """Return the times of frames in minutes and seconds, both rounded down: 01:05. They are
-    `seconds`, or those of a constant rate."""
+    """Return the times of frames in minutes and seconds, both rounded down: 01:05. The
+    times are `seconds` if given, else those of a constant `rate`."""
     # In float32 like the reference: the last bit may change the second.
     even = np.array(indices, np.float32) / np.float32(rate or ASSUMED_RATE)
     return tuple(f"{int(s // 60):02d}:{int(s % 60):02d}" for s in seconds or even)
@@ -231,7 +231,8 @@ def read_footage(
 @dataclass(frozen=True)
 class _Sample:
     """The frames to take from a file: `indices` in presentation order, times in `seconds`, and
-    timestamps in `keys` (time base of the stream) to find them by; None: by their indices."""
+    timestamps in `keys` (time base of the stream) to find them by. If `keys` is None, they are
+    found by index."""
 
     total: int  # frames that the file shows
     rate: float | None

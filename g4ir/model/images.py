@@ -84,7 +84,7 @@ def image_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
     chosen = default if budget is None else budget
     if type(chosen) is not int or chosen not in allowed:
         raise InputError(
-            f"budget {chosen!r}: soft tokens of an image are one of {', '.join(map(str, allowed))}"
+            f"budget {chosen!r}: expected one of {', '.join(map(str, allowed))} soft tokens"
         )
     merged = isinstance(vision, UnifiedVision)
     return ImageSettings(vision.patch_size, vision.pooling_kernel_size, chosen, merged, positions)

@@ -132,7 +132,7 @@ class Group:
         return tuple(t.view(x.shape) for t, x in zip(pieces, parts, strict=True))
 
     def all_gather(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the only tensor of `parts` of all ranks, concatenated along the last dim."""
+        """Concatenate the one tensor in `parts` over all ranks, in order, along the last dim."""
         (x,) = parts
         return (torch.cat(self._all(x), -1),)
 

@@ -64,7 +64,7 @@ class ParameterCounts:
 
     @property
     def hub_parameters(self) -> int:
-        """Elements as the hub shows the parameter count: 0-d tensors count as nothing."""
+        """Parameter count as the hub shows it: without 0-d tensors."""
         return self.hub - self.vision_scalars - self.audio_scalars
 
     @property

@@ -33,8 +33,8 @@ MAX_BATCH = 1 << 16
 NO_MORE = ("decode",)
 #: cached properties that `Footprint.at` copies: they depend on neither limits nor placement
 OF_GRAPHS = ("needs", "min_chunk", "_tables", "_upcast", "_session")
-#: memory left free on a device for driver and allocator: bytes, and a share of its memory added to
-#: them; not measured per device
+#: memory left free on a device for driver and allocator: these bytes, plus this share of the
+#: device's memory; not measured per device
 RESERVE_BYTES, RESERVE_SHARE = 512 << 20, 1 / 64
 
 

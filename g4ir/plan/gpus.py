@@ -130,8 +130,8 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Return the card with this name, else the cards with this name before their memory size, with
-    or without `rtx`."""
+    """Return the card with this name, else all cards whose name without the memory size is this;
+    `rtx` is optional."""
     want = re.sub(r"[\s_-]", "", text.lower())
     plain = {name.replace("-", ""): g for name, g in GPUS.items()}
     if want in plain:

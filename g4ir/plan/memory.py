@@ -58,7 +58,7 @@ def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
 
 def live_sizes(g: Graph) -> frozenset[Size]:
     """Return the sizes of the values that are live at each node, and at the end with the outputs in
-    fp32; without sizes that are never larger than another of them."""
+    fp32; sizes that never exceed another one are left out."""
     root = _storage(g)
     steps = [(n.inputs, n.outputs) for n in g.nodes] + [(tuple(g.results()), ())]
     last = {root[v.name]: i for i, s in enumerate(steps) for v in (*s[0], *s[1]) if v.name in root}

@@ -175,7 +175,7 @@ def pass_options(
     latent: str, kv: str, activations: str | None = None, drafted: int = 0, keep: Sequence[int] = ()
 ) -> PassOptions:
     """Return the options of the passes. latent: form of the latent cache; kv: dtype of a quantised
-    KV cache, or OFF; activations: format of quantised ones, None: not quantised; drafted:
+    KV cache, or OFF; activations: their quantised format, None: not quantised; drafted:
     rejectable tokens, for which ring caches get extra slots; keep: layers that keep separate K and
     V. InputError for an unknown form or format."""
     if activations is not None:
@@ -286,7 +286,7 @@ def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
 def find_placement(requested: str | None, spec: Spec, device: str) -> str | None:
     """Return the memory of the per-layer embedding table, one of PLACEMENTS; None if there is none.
     Default: the device on CUDA (fit.py replaces it if that does not fit), else a memory-mapped
-    file. InputError for an unknown placement, or one of a table that does not exist."""
+    file. InputError for an unknown placement, and for any if the spec has no such table."""
     if requested is not None:
         _one_of("--set ple_placement", requested, PLACEMENTS)
     if spec.text.ple is None or spec.text.ple.vocab_size is None:
