@@ -213,7 +213,7 @@ def _of_engine(model: Engine | str | Path, media: str | Sequence[str]) -> Export
     kinds = engine.media.kinds if media == "all" else find_media(engine.spec, media).kinds
     if absent := [kind for kind in kinds if kind not in engine.media.kinds]:
         raise InputError(
-            f"--media {','.join(absent)}: {engine.label} was built without; leave it out"
+            f"--media {','.join(absent)}: {engine.label} was built without it; leave it out"
         )
     paths = {name: engine.path / name for name in SIDE_FILES}
     side = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}

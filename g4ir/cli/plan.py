@@ -103,7 +103,7 @@ def plan_model(model: Model, options: BuildOptions, **sizes: Any) -> Plan:
     backend = find_backend(options.backend).aimed(options.target)
     card = sizes.get("memory")
     if (options.device or backend.devices[0]) == "cpu" and card and card.name in GPUS:
-        why = "a GPU, and the device is the CPU"
+        why = "names a GPU, and the device is the CPU"
         raise InputError(f"--gpu {card.name}: {why}; give the size of the RAM, such as 24GiB")
     return make_plan(model.spec, options, stored=model.quant, backend=backend, **sizes)
 

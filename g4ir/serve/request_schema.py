@@ -177,7 +177,7 @@ def _top_p(value: Any, name: str) -> float:
 def _stop(value: Any, name: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else listed(MAX_STOPS)(value, name)
     if not all(isinstance(s, str) and s for s in strings):
-        raise bad(name, "must be a text that is not empty, or a list of such")
+        raise bad(name, "must be a text that is not empty, or a list of such texts")
     if any(len(s) > MAX_STOP_TEXT for s in strings):
         raise bad(name, f"a text must have at most {MAX_STOP_TEXT} characters")
     return tuple(strings)
@@ -331,7 +331,7 @@ def _structured(value: Any, name: str) -> Constraint | None:
     if wrong := next((k for k in constraints if k not in kinds), None):
         raise missing(name, f"{shown(wrong)} is not supported; expected one of {', '.join(kinds)}")
     if len(constraints) != 1:
-        raise bad(name, f"must have one of {', '.join(kinds)}, found {len(constraints)}")
+        raise bad(name, f"must have exactly one of {', '.join(kinds)}; it has {len(constraints)}")
     ((name_of_kind, inner),) = constraints.items()
     return constrained(kinds[name_of_kind])(inner, f"{name}.{name_of_kind}")
 
