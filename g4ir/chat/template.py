@@ -164,7 +164,7 @@ class Template:
         text = self._text(messages, {"tools": [*tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(self.turn_end):
             return text
-        # After a tool result and a text, published templates do not open the model's turn.
+        # After a tool result and a text, published templates leave the model's turn unopened.
         closes = self.form == LARGE and not options.get("enable_thinking")
         turn, model = self.strings["turn"][0], self.strings["model"]
         return text + turn + model + (CHANNEL + THOUGHT + CHANNEL_END if closes else "")

@@ -16,7 +16,7 @@ FIRST_TOKENS, FEWEST_TOKENS = 32, 16
 QUEUED_FACTOR, MAX_QUEUED_FACTOR = 0.25, 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
-#: steps with a chunk until one without one is measured again
+#: number of steps with a chunk after which a step without a chunk is measured again
 STEPS_TO_PROBE = 32
 #: maximum factor by which one measurement changes the size
 MAX_CHANGE = 2.0
@@ -70,7 +70,7 @@ class ChunkSize:
             return
         self._mixed_steps += 1
         gap_s = self.gap_s * min(max(self.queued_rows * QUEUED_FACTOR, 1.0), MAX_QUEUED_FACTOR)
-        bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # of two: one may be an outlier
+        bound = max(gap_s, 2 * min(self._steps_s) / AIM)  # min: one may be an outlier
         if seconds > 0 and (full or seconds > bound):
             change = computed * AIM * bound / seconds / self._size
             if seconds < AIM * bound:

@@ -33,8 +33,8 @@ from .multimodal import read_local
 from .prompts import checked_ids
 
 Tensor = torch.Tensor
-#: an input: a text, its token ids, or its parts in order (texts and media, as in a message's
-#: content or encoded)
+#: an input: a text, its token ids, or its parts in order (texts, and media as in a message's
+#: content or as Soft); a mapping is a single part
 EncoderInput = str | Sequence[Any] | Mapping[str, Any]
 
 #: max tokens of a chunk, unless one text has more; more were not faster (docs/embeddings.md)
@@ -298,7 +298,7 @@ def packed_inputs(texts: Sequence[Sequence[int]], batch: int) -> dict[str, Tenso
 
 
 def _is_text(text: EncoderInput) -> bool:
-    """Whether an input is a text or token ids, and has no media."""
+    """Whether an input is a text or token ids. (A list of parts may have media.)"""
     return isinstance(text, str) or (isinstance(text, Sequence) and {*map(type, text)} <= {int})
 
 

@@ -43,7 +43,7 @@ MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
 #: minimum tokens that two prompts share beyond the longest cached prefix, for the end of the shared
 #: part to be cached
 MIN_FORK = 64
-#: (prompt, keys, adapter slot)
+#: (request, its prompt's keys in the prefix cache, slot of its adapter)
 Prompt = tuple[Request, Keys, int]
 #: bytes of one key in the prefix cache, in addition to the snapshot
 KEY_BYTES = 40

@@ -217,7 +217,8 @@ class OfflineEngine:
         checked_prompt(tokens, count, vocab, max_seq, f"{where}: prompt")
         with named(where):
             sampling = _sampling(asked.fields)
-        if sampling.temperature == 0 or sampling.seed is None:  # so that it can be reported
+        # The seed is drawn here, so that the log can report it; greedy decoding has none.
+        if sampling.temperature == 0 or sampling.seed is None:
             sampling = replace(sampling, seed=random_seed() if sampling.temperature else None)
         stops = frozenset([*stop, *self.engine.stop_ids()])
         sampling = replace(sampling, stop=stops, ignore_eos=True)

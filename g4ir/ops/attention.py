@@ -61,7 +61,7 @@ def visible_pairs(queries: int, keys: int, window: int) -> int:
     of them unless that is 0. Exact for a ring cache too: the tokens it has overwritten are outside
     every query's window.
     """
-    first, last = max(keys - queries, 0), keys  # tokens before the first query; up to the last
+    first, last = max(keys - queries, 0), keys  # tokens before the first query, up to the last
     full = min(max(last - window, 0), last - first) if window else 0  # queries with a full window
     rising = last - first - full  # queries that attend to all previous tokens
     return rising * first + rising * (rising + 1) // 2 + full * window

@@ -117,7 +117,7 @@ class Op:
     infer: Callable[..., Any] | None = None  # None until ops/__init__.py derives it from `expand`
     reference: Callable[..., Any] | None = None
     expand: Callable[..., Any] | None = None
-    flops: Callable[..., int] | None = None  # None, as for `traffic`: by expansion
+    flops: Callable[..., int] | None = None  # None, also of `traffic`: the expansion's
     traffic: Callable[..., Traffic] | None = None
     workspace: Callable[..., int] | None = None
     rows: tuple[int, ...] = ()

@@ -242,7 +242,7 @@ def _add_shift(values: Any, codes: Any) -> Any:
     return (values.unflatten(-1, (-1, GROUP)) + shifts_of(codes)[..., None]).flatten(-2)
 
 
-#: values that share integers -> functions that unpack and pack pairs of these (scale, minimum)
+#: values that share a pair of integers (scale, minimum) -> functions that unpack and pack pairs
 PAIRS_OF_INTEGERS = {32: (six_bits, in_six_bits), 16: (nibble_pairs, in_nibble_pairs)}
 
 
@@ -392,7 +392,7 @@ def _with_integers(name: str, y: Any) -> Any:
 def _fp4(y: Any) -> Any:
     """Return fp4 codes of y [n, G, g], already divided by its scales, packed [n, 1, bytes]: an e4m3
     scale per 16 values, with which the largest is about that of the table, then the nearest values;
-    of two, the one nearer to 0."""
+    of two that are equally near, the one nearer to 0."""
     shared = y.flatten(-2).unflatten(-1, (-1, FORMATS["fp4"].shared))
     scales = (shared.abs().amax(-1) / max(_FP4)).to(torch.float8_e4m3fn)
     x = shared / scales.to(y.dtype).clamp(min=2.0**-9)[..., None]
@@ -493,11 +493,11 @@ def _round_scales(scales: Any, dtype: Any) -> Any:
 
 #: candidate codes of a group's extremum in weights trained for a 4-bit grid (QAT)
 _EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
-#: other weights: divisors of the extremum that start the search for a scale
+#: weights not trained for a grid: divisors of the extremum that start the search for a scale
 _STARTS = (-8.0, -7.0, 7.4)
 #: the same with weighted errors: an extremum of small weight may be clipped, or get a small code
 _WEIGHTED_STARTS = tuple(-2.8 - 0.8 * i for i in range(12))
-#: number of values of a group that are tested first
+#: number of a group's values that are tested first, whether they are on a 4-bit grid
 _FIRST = 3
 #: largest relative error of a grid value after its scale and the value are rounded to bf16
 _NEAR = 2.0**-6
@@ -571,8 +571,8 @@ def _fit_scales(x: Any, extreme: Any, dtype: Any) -> Any:
 def _fit_weighted_scales(x: Any, extreme: Any, dtype: Any, moments: Any, plain: Any) -> Any:
     """Return for each group a scale of less weighted error than its `plain` one, or else that one.
 
-    The codes of a start are judged with their optimal scale, dot / square, whose error is the sum
-    of x^2 minus dot^2 / square: one rounding per start.
+    The codes of each start are judged with their optimal scale, dot / square, whose error is the
+    sum of x^2 minus dot^2 / square: one rounding per start.
     """
     weighed, inverse = x * moments, 1 / extreme.where(extreme != 0, 1.0)
 

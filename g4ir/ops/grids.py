@@ -31,7 +31,7 @@ def level_table(levels: tuple[int, ...]) -> Any:
 
 
 def nearest_level(y: Any, levels: tuple[int, ...]) -> Any:
-    """Return the level f32 nearest to each element of y, the upper one of two."""
+    """Return the level f32 nearest to each element of y; of two equally near, the upper one."""
     steps = (y * _STEPS).floor_().clamp_(-_REACH, _REACH - 1).nan_to_num_().to(torch.int32)
     table = level_table(levels).to(y.device)
     return table.index_select(0, steps.add_(_REACH).flatten()).view_as(y)

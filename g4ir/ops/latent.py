@@ -74,7 +74,7 @@ class attention_latent:
     q [B,S,nq,d], positions, written, window, scale, softcap as in `attention`; w [d] the weight
     of K's norm. Then the cache [C,B,n,d + 2 pairs] and, for a chunk that is not in it yet, its rows
     [B,S,n,d + 2 pairs] of `latent_row` and optionally block_ids, as in `attention`. Rounded as
-    `attention`, plus K's rounding (see above). Rows may be quantised as there.
+    `attention`, plus one rounding of K. Rows may be quantised as in `attention`.
     """
 
     budget = Budget(8, 512, "as attention, on keys that are rebuilt and rounded")
