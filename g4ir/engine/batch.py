@@ -1,7 +1,7 @@
 """The sequences that decode together, in a session of the smallest bucket with enough slots.
 
 Every row of a session is computed in every step, active or not. So there is one session per bucket
-(1, 2, 4, 8, 16, 24, ... rows), created on first use; together they have at most 2 * max_batch rows.
+(1, 2, 4, 8, 16, 24, ... rows), created on first use; together their rows are at most 2 * max_batch.
 Sequences are copied to a larger bucket at once, to a smaller one after more than `patience`
 consecutive steps in which it would have been enough.
 """
@@ -135,9 +135,9 @@ class Batch(Generic[T]):
         self.sessions.clear()
 
     def _session_of(self, rows: int) -> Session:
-        """Return the session of a bucket. While the sessions have more than 2 * max_batch rows
-        together, drop the largest that is neither this one nor the current one: recording a new one
-        takes about the same time for any size."""
+        """Return the session of a bucket. While the rows of all sessions exceed 2 * max_batch, drop
+        the largest that is neither this one nor the current one: recording a new one takes about
+        the same time for any size."""
         self.sessions[rows] = session = self.sessions.get(rows) or Session(self.engine, rows)
         for other in sorted({*self.sessions} - {rows, len(self.slots)}, reverse=True):
             if sum(self.sessions) > 2 * self.sizes[-1]:
