@@ -641,7 +641,7 @@ def test_the_steps_are_verified_in_rounds(checked: Engine) -> None:
     steps = [n for n in report.turns if n == 1]
     assert report.ok and len(report.rounds) == len(steps) > 8
     assert [p.at for p in report.rounds] == [p.at for p in report.positions][-len(steps) :]
-    assert f"{len(steps)} of {len(steps)} within it, verified as drafts" in report.text()
+    assert f"{len(steps)} of {len(steps)} within tolerance in verification steps" in report.text()
     told = command("verify", checked.path, "--tokens", "5,6,7,8,9,5,6,7", "--json")
     assert told.code == 0 and len(json.loads(told.out)["rounds"]) == 2
 
@@ -666,7 +666,7 @@ def test_rounds_that_are_wrong(checked: Engine, monkeypatch: pytest.MonkeyPatch)
     assert not report.ok and not any(p.ok for p in report.rounds)
     assert all(p.ok for p in report.positions)
     assert "(rope_table)" in (report.first_difference or ""), "positions are those of another token"
-    assert "0 of 7 within it" in report.text()
+    assert "0 of 7 within tolerance in" in report.text()
     culprit = verify_each_pass(checked, IDS).culprit
     assert culprit and culprit.name == BACKEND and culprit.first
     assert culprit.first.phase == VERIFY

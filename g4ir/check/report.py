@@ -137,7 +137,7 @@ class VerifyReport:
         yield several, f"{within} within tolerance: {self.budget}"
         if self.rounds:
             within = f"{sum(p.ok for p in self.rounds):>12} of {len(self.rounds)}"
-            yield "rounds", f"{within} within it, verified as drafts"
+            yield "rounds", f"{within} within tolerance in verification steps"
         if self.budget.rounding:
             yield from self._rounding_rows(self.budget.rounding)
         if self.greedy:
@@ -149,7 +149,7 @@ class VerifyReport:
         reference = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
         yield "distance", f"{engine}; {reference}"
         if self.near_ties:
-            yield "experts", "rows differ by near ties of a router: no intermediate value does"
+            yield "experts", "rows differ by near ties of a router: no intermediate value differs"
         elif not self.typical:
             yield "", "the positions as a whole are out of tolerance"
         if rounding.reason:

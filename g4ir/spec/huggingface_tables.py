@@ -77,6 +77,7 @@ KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
 HF_KINDS = {kind: name for name, kind in KINDS.items()}
 HOUSEKEEPING = frozenset(_TABLES["housekeeping"].split())
 NEUTRAL: list[str] = _TABLES["neutral"].split()
+# values with which an unsupported key has no effect
 NOTHING: tuple[Any, ...] = (None, False, 0, 0.0, {}, [], "")
 PART_TYPES: dict[type, str] = {part: table["model_type"] for part, table in _PARTS.items()}
 PART_DEFAULTS: dict[type, dict[str, Any]] = {

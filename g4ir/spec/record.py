@@ -142,7 +142,7 @@ def need_model(spec: Spec) -> Spec:
     """Return the spec; InputError if it is a draft model's."""
     if spec.drafter:
         raise InputError(
-            f"{spec.name} is a drafter, which runs only with its target model: name that (`build "
+            f"{spec.name} is a drafter, which runs only with its target model: give that (`build "
             f"--drafter default` adds the drafter, `show --phase draft` prints it)"
         )
     return spec

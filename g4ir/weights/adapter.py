@@ -42,6 +42,7 @@ _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
 #: name of a layer's experts: PEFT nests one wrapper (`base_layer`) per adapted parameter
 #: (`target_parameters`); only shapes tell which parameter a wrapper's tensors belong to
 _EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)*")
+SAVE = "fix: save the adapter as safetensors"
 TIED = "the token table is the LM head too (tie_word_embeddings is true), and the adapter changes"
 TIED += " one of them"
 MERGE = (
@@ -101,7 +102,7 @@ class Adapter:
         if not file.is_file():
             pickle = next((p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)), None)
             actual = f"only {pickle}: pickles are never opened" if pickle else "none"
-            raise broken(self.path, f"expected {WEIGHTS}, found {actual}", "fix: save it again")
+            raise broken(self.path, f"expected {WEIGHTS}, found {actual}", SAVE)
         return file
 
     def scale(self, module: str, rank: int) -> float:

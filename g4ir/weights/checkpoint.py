@@ -96,6 +96,7 @@ class Checkpoint:
     ignored: Mapping[str, str] = field(default_factory=dict)
     #: absent tensors -> the value used instead
     defaults: Mapping[str, float] = field(default_factory=dict)
+    #: sources of the weights, closed by `close`
     opened: tuple[Closes, ...] = ()
     #: config.json of a checkpoint whose used weights are quantised (not of GGUF files)
     stated: Path | None = None

@@ -71,8 +71,8 @@ class CheckpointDirectory:
         is invalid."""
         if not self.stated.is_file():
             if lies_in(self.path):
-                msg = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
-                raise InputError(f"{self.path}: {msg}; give that model, and this as its adapter")
+                msg = f"is a LoRA adapter of {Adapter(self.path).base}, not a model"
+                raise InputError(f"{self.path} {msg}; give that model and --adapter {self.path}")
             files = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
             near = f"; give {files[0]}" if files else ""
             if files[1:]:

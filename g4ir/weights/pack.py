@@ -234,7 +234,7 @@ class MadeParams:
         name = self._source(v) or v.name
         if not is_float(tensor) and dtype_name(tensor.dtype) != v.type.dtype:
             msg = f"codes are {tensor.dtype}, the engine takes {v.type.dtype}"
-            raise tensorfile.broken(name, msg, "build it again")
+            raise tensorfile.broken(name, msg, "build the engine again")
         return cast(tensor, v.type.dtype, name)
 
     def _source(self, v: Value) -> str | None:
@@ -268,6 +268,7 @@ class StoredParams:
         return cls(tuple(map(tensorfile.read_header, files)))
 
     def apart(self) -> StoredParams:
+        """Return the same params with separate mappings of the files."""
         return StoredParams(self.headers)
 
     def check(self, program: Program) -> None:

@@ -34,13 +34,14 @@ from g4ir.ui.files import read_table, write_file
 from g4ir.ui.threads import usable_cores
 
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
-#: dtype of the format -> bits of an element; weights that are not quantised have one of FLOATS
+#: dtype of safetensors -> bits of an element
 BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
 TORCH: dict[str, str] = {name: row[1] for name, row in TABLES["dtypes"].items() if row[1:]}
 #: dtypes of codes that engines store as another one, with the name in `__metadata__`: name -> the
 #: dtype in the file, torch's name
 RAW: dict[str, tuple[str, str]] = TABLES["raw"]
 TORCH |= {name: torch_name for name, (_, torch_name) in RAW.items()}
+#: dtypes of weights that are not quantised
 FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"

@@ -34,6 +34,7 @@ CODED = "codes"
 FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
 #: minimum values that share a scale, unless it is the whole row
 MIN_GROUP = 16
+#: elements converted or checked at a time
 PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")

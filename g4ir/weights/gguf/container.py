@@ -36,6 +36,7 @@ from g4ir.weights.tensorfile import (
 
 #: tensor of frequency divisors of full layers: read for the spec, unused by graphs
 ROPE = "rope_freqs.weight"
+#: prefixes of the names of towers' tensors
 TOWERS = ("v.", "a.", "mm.")
 #: weights that some files store as two tensors, to be concatenated by rows in this order
 HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
@@ -57,6 +58,7 @@ ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS, MAX_DIMS = 1 << 16, 1 << 16, 1 << 21, 4
 MAX_NAME, MAX_KEY, MAX_STRING = 256, 1 << 16, 1 << 24
 MAX_ALIGNMENT = 1 << 16
+#: minimum bytes of a key with its value, and of a tensor's row in the table
 MIN_KEY, MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in TABLES["numbers"].items()}
 MAX_FLOAT = float.fromhex("0x1.fffffep127")

@@ -225,7 +225,7 @@ def _drafter(keys: _Keys, text: dict[str, Any]) -> dict[str, Any]:
     size = next((n for n in BACKBONE if keys.get(n) is not None), BACKBONE[0])
     layers = text["num_hidden_layers"]
     if keys.integer("nextn_predict_layers", layers) != layers:
-        raise keys.error("nextn_predict_layers", f"expected {layers}, as block_count is")
+        raise keys.error("nextn_predict_layers", f"expected {layers}, the value of block_count")
     return {
         "model_type": f"{keys.rules['drafter']}{ASSISTANT}",
         "dtype": "bfloat16",
@@ -278,7 +278,7 @@ def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
     dim = _head_dim(keys, "attention.key_length", [*range(layers)])
     for other in ("attention.value_length", COUNT):
         if keys.integer(other, dim) != dim:
-            raise keys.error(other, f"expected {dim}, as key_length is")
+            raise keys.error(other, f"expected {dim}, the value of key_length")
     widths = "feed_forward_length", "attention.head_count_kv"
     width, heads = (keys.one(name, keys.by_layer(name, layers)) for name in widths)
     defaults = keys.rules["defaults"]
@@ -345,7 +345,7 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
         kinds[kind] = {"head_dim": dim, "num_key_value_heads": count}
         for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
             if keys.integer(other, dim) != dim and (other != COUNT or "rope" in keys.rules):
-                raise keys.error(other, f"expected {dim}, as key_length{end} is")
+                raise keys.error(other, f"expected {dim}, the value of key_length{end}")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
     if "rope" not in keys.rules:

@@ -76,6 +76,7 @@ _INT32 = 5
 _CODE = {t.name: code for code, t in TYPES.items()}
 TOP_K, REPEAT = f"{SAMPLING}top_k", f"{SAMPLING}penalty_repeat"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+#: token types, in addition to CONTROL and USER_DEFINED
 NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
 
 
