@@ -83,12 +83,13 @@ class Length:
     lo: int
     hi: float = math.inf
 
-    def broken(self, value: tuple[Any, ...]) -> str | None:
+    def broken(self, value: tuple[Any, ...] | str) -> str | None:
         if self.lo <= len(value) <= self.hi:
             return None
         bounds = f"{self.lo} to {self.hi}" if self.hi < math.inf else f"at least {self.lo}"
         want = self.lo if self.lo == self.hi else bounds
-        return f"must have {want} items, has {len(value)}"
+        unit = "characters" if isinstance(value, str) else "items"
+        return f"must have {want} {unit}, has {len(value)}"
 
 
 @dataclass(frozen=True)
