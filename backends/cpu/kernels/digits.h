@@ -80,44 +80,50 @@ static inline void factors_of(const int form, row_words codes, row_words *to) {
     __asm__(INSTRUCTION " %2%{1to16%}, %1, %0" : "+v"(SUM) : "v"(FACTORS), "m"(*(X)))
 
 /* Keeps compilers from reordering the additions of a sum, which takes more registers than AVX2 has. */
-#define ADD_NOW(SUM) __asm__("" : "+x"(SUM))
+#define ADD_NOW(SUM) __asm__ volatile("" : "+x"(SUM))
 
-/* Accumulates the products of word j of a block with that of a row of x. */
-static inline void add_word(const int form, const int parts, const row_words *factors,
-                            const digits *d, int j, row_sums *sum) {
+#if WIDE == 32
+/* Broadcasts a word of x. Volatile: compilers would move it, or share it between strips, which takes more registers
+ * than there are. */
+static inline __m256i word_of_x(const int32_t *word) {
+    __m256i x;
+    __asm__ volatile("vpbroadcastd %1, %0" : "=x"(x) : "m"(*word));
+    return x;
+}
+#endif
+
+/* Accumulates the products of word j of a block of each vector with that of row r of x. */
+ALWAYS add_word(const int form, const int vectors, const int parts, row_words (*factors)[2], const digits *d,
+                int j, row_sums (*sum)[TOGETHER][3], int r) {
 #if WIDE == 64
+    row_sums *all = sum[0][r];
     if (form == FP8) {
-        ADD_PRODUCTS("vdpbf16ps", sum[0], factors[0], d->pairs + 2 * j);
-        ADD_PRODUCTS("vdpbf16ps", sum[1], factors[1], d->pairs + 2 * j + 1);
+        ADD_PRODUCTS("vdpbf16ps", all[0], factors[0][0], d->pairs + 2 * j);
+        ADD_PRODUCTS("vdpbf16ps", all[1], factors[0][1], d->pairs + 2 * j + 1);
     } else {
-        ADD_PRODUCTS("vpdpbusd", sum[0], factors[0], d->high + j);
-        if (parts == 2) ADD_PRODUCTS("vpdpbusd", sum[1], factors[0], d->low + j);
+        ADD_PRODUCTS("vpdpbusd", all[0], factors[0][0], d->high + j);
+        if (parts == 2) ADD_PRODUCTS("vpdpbusd", all[1], factors[0][0], d->low + j);
     }
 #elif WIDE == 16
-    int8x16_t codes = (int8x16_t)factors[0];
-    sum[0] = (row_sums)vdotq_s32((int32x4_t)sum[0], codes, (int8x16_t)vdupq_n_s32(d->high[j]));
-    if (parts == 2) sum[1] = (row_sums)vdotq_s32((int32x4_t)sum[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
+    row_sums *all = sum[0][r];
+    int8x16_t codes = (int8x16_t)factors[0][0];
+    all[0] = (row_sums)vdotq_s32((int32x4_t)all[0], codes, (int8x16_t)vdupq_n_s32(d->high[j]));
+    if (parts == 2) all[1] = (row_sums)vdotq_s32((int32x4_t)all[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
 #else
-    if (SUMS_IN_16_BITS(form)) {
-        UNROLLED for (int i = 0; i < parts; i++) {
-            __m256i x = _mm256_set1_epi32(i ? d->low[j] : d->high[j]);
-            x = _mm256_maddubs_epi16((__m256i)factors[0], x);
-            sum[i] = (row_sums)_mm256_add_epi16((__m256i)sum[i], x);
-            ADD_NOW(sum[i]);
-        }
-        return;
-    }
+    const int pairs = IN_16_BITS(form), words = pairs ? 2 : parts;
+    UNROLLED for (int i = 0; i < words; i++) {
+        __m256i x = word_of_x(pairs ? d->pairs + 2 * j + i : (i ? d->low : d->high) + j);
+        UNROLLED for (int v = 0; v < vectors; v++) {
+            row_sums *to = &sum[v][r][pairs ? 0 : i];
+            __m256i codes = (__m256i)factors[v][pairs ? i : 0];
 #ifdef __AVXVNNI__
-    UNROLLED for (int i = 0; i < parts; i++) {
-        __m256i x = _mm256_set1_epi32(i ? d->low[j] : d->high[j]);
-        sum[i] = (row_sums)_mm256_dpbusd_avx_epi32((__m256i)sum[i], (__m256i)factors[0], x);
-    }
-    return;
+            *to = (row_sums)_mm256_dpbusd_avx_epi32((__m256i)*to, codes, x);
+#else
+            *to = pairs ? *to + (row_sums)_mm256_madd_epi16(codes, x)
+                        : (row_sums)_mm256_add_epi16((__m256i)*to, _mm256_maddubs_epi16(codes, x));
 #endif
-    UNROLLED for (int i = 0; i < 2; i++) {
-        __m256i x = _mm256_set1_epi32(d->pairs[2 * j + i]);
-        sum[0] += (row_sums)_mm256_madd_epi16((__m256i)factors[i], x);
-        ADD_NOW(sum[0]);
+            ADD_NOW(*to);
+        }
     }
 #endif
 }

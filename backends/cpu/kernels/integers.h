@@ -23,9 +23,10 @@ ALWAYS word_product(const int form, const int rows, const int vectors, const int
                     row_sums (*made)[TOGETHER][3]) {
     row_words factors[VECTORS_MOST][2];
     EACH_VECTOR factors_of(form, code_word(form, of[v].codes + at, b, j), factors[v]);
-    EACH_ROW EACH_VECTOR add_word(form, parts, factors[v], x[r] + i, j, made[v][r]);
-#if WIDE == 32 /* keeps compilers from loading all words first, to more registers than there are */
-    __asm__ volatile("" ::: "memory");
+    EACH_ROW add_word(form, vectors, parts, factors, x[r] + i, j, made, r);
+#if WIDE == 32 /* keeps compilers from loading all words first, to more registers than there are; four words of INT2
+                * are one load */
+    if (!FOURTHS(form)) __asm__ volatile("" ::: "memory");
 #endif
 }
 
@@ -76,7 +77,8 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         left += together * BLOCK;
         UNROLLED for (int b = 0; b < together; b++) UNROLLED for (int s = 0; s < strips; s += vectors) {
             const int line = b * WORDS_OF(form) / together;
-            if (strips / vectors < STRIPS_MOST)
+            /* four streams too for few bits on AVX2: int4 in 0.9 of the time (Zen 4) */
+            if (strips / vectors < STRIPS_MOST || WIDE == 32 && !IN_16_BITS(form))
                 UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
                     __builtin_prefetch(of[s].codes + at + j * LINE + TILE_AHEAD, 0, 2);
             block_product(form, rows, vectors, parts, b, at, of + s, scale + s, least + s, x, i + b, sum + s);

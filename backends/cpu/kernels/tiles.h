@@ -186,7 +186,7 @@ INLINED row_words values_listed(const int form, row_words codes) {
 #endif
 }
 
-/* Word j of block `b` of a nonuniform format. */
+/* Decodes values 4j to 4j + 3 of block `b` of the nonuniform super-block at `p`: level + shift + BIAS, a byte each. */
 INLINED row_words nonuniform_word(const int form, const uint8_t *p, int b, int j) {
     row_words chosen = words_at(p, WORDS_OF(form) - 1) >> (8 * b) & 1;
     row_words shift = -chosen & 0x01010101u * SHIFT_OF(form);
