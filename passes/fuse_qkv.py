@@ -9,7 +9,7 @@ from g4ir.ir.graph import Builder, Graph, Node
 
 from .match import DENSE, Edit, NoMatch, Note, edit_each, format_of, ignore, pack
 
-AFTER = "share_rope_tables"  # not required: neither depends on the other
+AFTER = "share_rope_tables"  # any order would do: neither depends on the other
 
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:

@@ -1,5 +1,5 @@
-"""Quantisation at build by C kernels (kernels/packing.c): the op `quantize` for int4, the fit of
-nonuniform levels, and error compensation."""
+"""Quantisation at build by C kernels (kernels/packing.c): the op `quantize` for int4, scales
+and shifts of nonuniform formats (`fit_groups`), and error compensation (GPTQ)."""
 
 from __future__ import annotations
 

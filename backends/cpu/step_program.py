@@ -541,7 +541,7 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
         r.scratch_size = max(r.scratch_size, bool(fmt) * rows.shape[-1])
         r.emit("linear_coded", r.contiguous(rows), w.codes, w.scales, y, n=use)
     elif w.dtype != rows.dtype:
-        raise NoInstruction(f"a weight in {w.dtype} and rows in {rows.dtype}")
+        raise NoInstruction(f"a product of {rows.dtype} with a weight in {w.dtype}")
     else:
         r.emit("linear", r.contiguous(rows), w, y, n=(r.of_chunk(rows),))
     r.arena.use(rows, 0)

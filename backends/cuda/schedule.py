@@ -43,8 +43,8 @@ def same_kernels(rows: int) -> int:
 
 
 def any_length(s: Schedule) -> bool:
-    """Whether all attention has kernels, so that a step's cost depends on the tokens in the caches,
-    not on the slots in its views."""
+    """Whether all attention nodes have kernels of ours, which read only the slots in use: a step's
+    cost depends on the tokens in the caches, not on the length of the cache views."""
     choices = [s.find(n) for n in s.graph.nodes if n.definition.cache_range]
     return bool(s.target.gpu) and all(choices)
 

@@ -81,7 +81,7 @@ class AsyncEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that have no slot yet."""
+        """Number of queued requests: their prefill has not started."""
         with self._lock:
             return sum(not handle.started for handle in self._running)
 

@@ -354,7 +354,7 @@ class Scheduler:
         steps = [new]
         if new:
             bucket, size = len(self.batch.slots), self.chunk_size
-            moved, self._bucket = bucket != self._bucket, bucket  # moves are not timed
+            moved, self._bucket = bucket != self._bucket, bucket  # not timed after a change
             (size.start if moved else size.record)(time.perf_counter())
         if any(None in choices or s.complete for s, choices in new.items()):
             steps += self._drain_loop()

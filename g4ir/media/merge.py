@@ -114,7 +114,7 @@ def merged(
 ) -> TokenBatch:
     """Return the batch of tokens i64[B,S] and soft tokens, which passed `check_softs`. `ids`:
     placeholder id of each kind; a kind's placeholders take its soft tokens in row-major order.
-    `blocks`: whether the model attends to images in both directions. InputError if the numbers of
+    `blocks`: whether attention within an image or frame is bidirectional. InputError if the numbers of
     placeholders and soft tokens differ."""
     if not ids:
         return TokenBatch(tokens, lengths)

@@ -24,7 +24,7 @@ GROUP, SCALE_BYTES = 32, 2
 
 
 def quantized_width(width: int, dtype: str) -> int:
-    """Return the number of elements of a row of `width` values that is stored in a dtype."""
+    """Return the stored elements of a cache row of `width` values: for `i8` also scales' bytes."""
     return width + SCALE_BYTES * -(-width // GROUP) if dtype == "i8" else width
 
 

@@ -94,9 +94,8 @@ class attention_latent:
         require(0 <= pairs <= d // 2, f"attention_latent: pairs {pairs}: expected 0 to {d // 2}")
         rows, block_ids = _split(caches)
         keys = [dequantized_type(t, q.dtype) for t in rows]
-        both = ", ".join(map(str, rows))
-        same = len({t.dtype for t in rows}) == 1
-        require(same, f"attention_latent: cache and chunk {both} differ in dtype")
+        same, names = len({t.dtype for t in rows}) == 1, ", ".join(map(str, rows))
+        require(same, f"attention_latent: cache and chunk {names} differ in dtype")
         for t in keys:
             fits = t.rank == 4 and t.shape[-1] == d + 2 * pairs and t.dtype in FLOATS
             require(fits, f"attention_latent: {t} is not [.,.,n,{d + 2 * pairs}] of q {q}")

@@ -384,7 +384,7 @@ class embedding_tiles:
 
 @op
 class fake_quantize:
-    """x quantised dynamically to 8 bits and dequantised: round(code * scale)
+    """x quantised dynamically to 8 bits and dequantised: code * scale, rounded once
 
     `int8`: a scale per 32 values, the last group may be shorter; `fp8` (e4m3): one per row. A
     scale is the absolute maximum divided by the largest code, in fp32.

@@ -268,7 +268,7 @@ class Audio:
     residual_weight: Positive = 0.5
     #: frames per attention block
     attention_chunk_size: Count = 12
-    #: frames to the left that a query sees, itself included, plus 1
+    #: 1 + the frames that a query sees to its left, itself included
     attention_context_left: Count = 13
     #: frames to the right of a block that are read for it; a query sees one fewer to its right
     attention_context_right: Index = 0

@@ -125,7 +125,7 @@ def read_header(path: Path) -> Header:
     entries: dict[str, Entry] = {}
     for name, fields in table.items():
         start, end = (data + at for at in fields["data_offsets"])
-        # A dtype of RAW is in the metadata.
+        # Dtypes in RAW are stored as another dtype; __metadata__ maps the tensor to the real one.
         dtype = metadata.get(name, "")
         dtype = dtype if RAW.get(dtype, ("",))[0] == fields["dtype"] else fields["dtype"]
         entries[name] = Entry(name, dtype, tuple(fields["shape"]), start, end)

@@ -23,7 +23,8 @@ from g4ir.quant.rewrite import QUANTISED_OPS
 
 #: maximum rows of the small-batch matmul kernels; larger ones use the BLAS library
 SKINNY = 64
-#: values of a weight that 128 threads decode at once
+#: maximum values in a tile of a quantised weight whose format has large blocks, 64 for each of 128
+#: threads, so that decoded values fit the registers
 DECODED = 8192
 
 #: sizes that the launch settings of a kernel depend on, by name
