@@ -311,7 +311,7 @@ def test_choice(weights: list[tuple[int, float]], share: float) -> None:
     best = min(sum(m.divergence for m in u) for u, n in zip(uniform, sums) if n <= budget)
     largest = max(m.divergence for each in costs.values() for m in each)
     assert sum(m.divergence for m in made) <= best + largest
-    with pytest.raises(InputError, match="--bits 4: the smallest formats of these weights need"):
+    with pytest.raises(InputError, match="--bits 4: the smallest formats need"):
         choose(costs, sums[0] * 0.99, 4)
 
 

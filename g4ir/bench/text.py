@@ -101,9 +101,7 @@ def _head(r: Values) -> Iterator[str]:
 def _draft_text(drafts: Values) -> str:
     """Return a line: speed without drafts, and the speed-up of each kind of draft."""
     none, *kinds = drafts["by_kind"].items()
-    parts = (
-        f"{k} x{v['speedup']:.2f} ({v['tokens_per_round']:.2f} tokens per step)" for k, v in kinds
-    )
+    parts = (f"{k} x{v['speedup']:.2f} ({v['tokens_per_round']:.2f} a step)" for k, v in kinds)
     return f"drafts   {none[1]['tokens_per_second']:.1f} tokens/s without; {'; '.join(parts)}"
 
 

@@ -257,8 +257,7 @@ def choose(
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
     if fewest > budget:
         have = bits * fewest / budget
-        why = f"the smallest formats of these weights need {have:.2f} bits per weight"
-        raise InputError(f"--bits {bits:g}: {why}")
+        raise InputError(f"--bits {bits:g}: the smallest formats need {have:.2f} bits per weight")
 
     def at(price: float) -> dict[str, Measured]:
         return {

@@ -247,8 +247,7 @@ def _of_folder(
         return None, options
     spec = shipped_variant(origin.find_origin(folder.model))
     if spec is None:
-        text = "%s: left out, since no shipped variant has the text model of %s; to use both, "
-        text += "build an engine with --spec, --checkpoint and --mmproj"
+        text = "%s: left out: no shipped variant has the text model of %s; build with --mmproj"
         log.warning(text, towers, folder.model.name)
         return None, options
     return spec, replace(options, mmproj=towers.absolute())

@@ -114,8 +114,8 @@ def merged(
 ) -> TokenBatch:
     """Return the batch of tokens i64[B,S] and soft tokens, which passed `check_softs`. `ids`:
     placeholder id of each kind; a kind's placeholders take its soft tokens in row-major order.
-    `blocks`: whether attention within an image or frame is bidirectional. InputError if the numbers of
-    placeholders and soft tokens differ."""
+    `blocks`: whether attention within an image or frame is bidirectional. InputError if the
+    numbers of placeholders and soft tokens differ."""
     if not ids:
         return TokenBatch(tokens, lengths)
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]

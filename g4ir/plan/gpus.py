@@ -37,7 +37,7 @@ class Gpu:
     @property
     def roof(self) -> Roof:
         if self.bytes_per_s is None:
-            raise InputError(f"GPU {self.name}: a memory size has no bandwidth; give the name of a card")
+            raise InputError(f"GPU {self.name}: a memory size has no bandwidth; name a card")
         if self.bf16_flops_per_s is None:
             raise InputError(f"GPU {self.name}: its FLOP/s are not published; name another card")
         return Roof(self.bytes_per_s, self.bf16_flops_per_s, self.name)
