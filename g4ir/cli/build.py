@@ -52,9 +52,8 @@ class Build(Verb):
 
     def __post_init__(self) -> None:
         if not self.explicit & {"backend", "preset"}:
-            raise InputError(
-                "the following arguments are required: --backend (see g4ir build --help)"
-            )
+            required = "the following arguments are required: --backend or --preset"
+            raise InputError(f"{required} (see g4ir build --help)")
         if self.dry_run and self.verify:
             raise InputError("--dry-run builds nothing that --verify could check")
         if self.verify and (tp := self.options.tp) > 1:

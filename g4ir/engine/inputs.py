@@ -34,7 +34,7 @@ class SessionInputs:
         **lists: Sequence[Any],
     ) -> TokenBatch:
         """Return tokens [batch, S] with their media; length: tokens in each row's KV cache."""
-        tokens, lengths = self.tokens(length, tokens, lengths)
+        tokens, lengths = self.tokens("prefill", length, tokens, lengths)
         check_list("soft", soft)
         engine = self.engine
         items = list_media(engine.media, engine.spec, **lists)
@@ -56,14 +56,14 @@ class SessionInputs:
                 raise InputError(
                     f"decode: expected {self.batch} booleans as active, found {lengths.tolist()}"
                 )
-        return TokenBatch(*self.tokens(length, tokens[:, None], lengths))
+        return TokenBatch(*self.tokens("decode", length, tokens[:, None], lengths))
 
     def drafted(
         self, length: torch.Tensor, tokens: Any, lengths: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens int64 [batch, S] to verify, S at most --draft-tokens + 1, and valid counts
         [batch]."""
-        tokens, lengths = self.tokens(length, tokens, lengths)
+        tokens, lengths = self.tokens("verify", length, tokens, lengths)
         width, max_tokens = tokens.shape[1], self.engine.draft_tokens + 1
         if width > 1 and max_tokens == 1:
             fix = "build the engine again with --draft-tokens K"
@@ -94,22 +94,23 @@ class SessionInputs:
         return index
 
     def tokens(
-        self, length: torch.Tensor, tokens: Any, lengths: Any
+        self, call: str, length: torch.Tensor, tokens: Any, lengths: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens int64 [batch, S], zero after a row's last, and valid counts [batch]."""
-        tokens = _tensor(tokens, "prefill: tokens")
+        """Return tokens int64 [batch, S], zero after a row's last, and valid counts [batch].
+        `call`: the method, which errors name."""
+        tokens = _tensor(tokens, f"{call}: tokens")
         if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
             raise InputError(
-                f"prefill: expected int64 tokens [{self.batch}, S], "
+                f"{call}: expected int64 tokens [{self.batch}, S], "
                 f"found {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             )
         width, limit = tokens.shape[1], self.engine.limits.max_seq
         lengths = torch.full((self.batch,), width) if lengths is None else lengths
-        lengths = _integers(lengths, "prefill: lengths")
+        lengths = _integers(lengths, f"{call}: lengths")
         same = lengths.shape == (self.batch,)
         if not same or int(lengths.min()) < 0 or int(lengths.max()) > width:
             raise InputError(
-                f"prefill: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
+                f"{call}: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
             )
         tokens = tokens.where(torch.arange(width) < lengths[:, None], 0)
         _check_ids(self.engine, tokens)

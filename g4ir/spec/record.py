@@ -229,7 +229,12 @@ def _spec_hints(tree: Map) -> dict[str, Any]:
     node = tree.entries.get("model_type")
     if node is None or is_null(node):
         return hints | _towers(next(iter(TOWERS)))  # `build` reports the missing key
-    return hints | _towers(convert(node, hints["model_type"], "model_type"))
+    model_type = convert(node, hints["model_type"], "model_type")
+    towers = _towers(model_type)
+    for name in {"vision", "audio"} & {*tree.entries} - {*towers}:
+        if not is_null(tree.entries[name]):
+            raise fail(tree.keys[name], name, f"a {model_type} model has none; leave it out")
+    return hints | towers
 
 
 def _towers(model_type: str) -> dict[str, Any]:
