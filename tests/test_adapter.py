@@ -199,7 +199,7 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
     shown = command("inspect", tmp_path / "e")
     assert f"with 0.5 x {folder}, with 1 x {folder}" in shown.out
     linked = (*words[:-1], tmp_path / "l", "--link-weights")
-    assert "files, which this changes" in refused(*linked, "--adapter", folder)
+    assert "the checkpoint's own, without an adapter" in refused(*linked, "--adapter", folder)
 
 
 def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:

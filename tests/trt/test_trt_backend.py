@@ -238,7 +238,7 @@ def reload(engine: Engine, backend: Any, **kept: Any) -> Any:
 
 
 def test_engines_of_others(shared: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match=r"built on NVIDIA H100.*this is NVIDIA H200.*it again"):
+    with pytest.raises(EngineError, match=r"built on NVIDIA H100.*this is NVIDIA H200.*again"):
         reload(shared, emulated(tmp_path, gpu="NVIDIA H200"))
     reload(shared, emulated(tmp_path))
     api = replace(emulated_api(), version="11.4.1")
