@@ -50,7 +50,7 @@ ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
 #: (setting, min, max, text for errors). A setting that may be negative has a colon after its name,
 #: as the error prints it: `presence_penalty: -2e9`
 LIMITS: tuple[tuple[Any, ...], ...] = (
-    ("temperature", 0, sys.float_info.max, f"0 (greedy) to {sys.float_info.max:.1e}"),
+    ("temperature", 0, sys.float_info.max, "0 (greedy) or more, finite"),
     ("top_k", -1, math.inf, "at least 1, or 0 or -1 for no limit"),
     ("top_p", math.nextafter(0, 1), 1, "a share in (0, 1]"),
     ("seed", 0, SEEDS - 1, "0 to 2^63 - 1"),

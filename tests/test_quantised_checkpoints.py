@@ -551,19 +551,22 @@ def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:
         assert torch.equal(dense.tensor(name).to(torch.bfloat16), want), name
 
 
-def test_scales_beyond_float16_in_a_gguf_file(tmp_path: Path) -> None:
-    """Codes are copied to a GGUF file, whose scales are float16."""
-    oracle = find_oracle(load_spec("tiny-ple"))
-    folder = CASES["int4 in rows"].write(oracle, tmp_path / "c")
+@pytest.mark.parametrize(("part", "kind"), [("_scale", "Q4_0"), ("", "Q8_0")])
+def test_scales_beyond_float16_in_a_gguf_file(part: str, kind: str, tmp_path: Path) -> None:
+    """A GGUF file's scales are float16: those of codes that are copied, and of values that are
+    quantised."""
+    spec, name = load_spec("tiny-ple"), f"layers.1.self_attn.q_proj.weight{part}"
+    if part:
+        folder = CASES["int4 in rows"].write(find_oracle(spec), tmp_path / "c")
+    else:
+        folder = write_checkpoint(tmp_path / "c", spec, random_weights(spec, 3, F32))
 
     def change(tensors: Tensors) -> None:
-        name = next(n for n in tensors if n.endswith("layers.1.self_attn.q_proj.weight_scale"))
-        tensors[name] *= 1e9
+        tensors[next(n for n in tensors if n.endswith(name))] *= 1e9
 
-    spec = find_origin(folder).spec()
     source = Checkpoint.open(rewrite(folder, change), spec)
-    with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.q_proj.* does not fit float16"):
-        write_gguf(tmp_path / "m.gguf", spec, source, "Q4_0", {})
+    with pytest.raises(WeightsError, match=r"q_proj.*: a scale of .* does not fit float16"):
+        write_gguf(tmp_path / "m.gguf", spec, source, kind, {})
     assert not (tmp_path / "m.gguf").exists()
 
 

@@ -144,11 +144,12 @@ class Embedder:
         one has media), in order, arguments as in `Engine.embed`; `progress` is called with the
         number of texts done."""
         prompt, size = self.prompt(task), self.size(dims)
-        window = WINDOW if all(map(_is_text, texts)) else MEDIA_WINDOW
-        for start in range(0, len(texts), window):
-            ids, done = self.tokenize(texts[start : start + window], prompt, truncate, start), start
-            out = torch.empty(len(ids), size)
-            for rows, vectors in self.encode(ids, start):
+        done = 0
+        while done < len(texts):
+            start, some = done, texts[done : done + WINDOW]
+            some = some if all(map(_is_text, some)) else some[:MEDIA_WINDOW]
+            out = torch.empty(len(some), size)
+            for rows, vectors in self.encode(self.tokenize(some, prompt, truncate, start), start):
                 out[rows] = self.cut(vectors, size)
                 done += len(rows)
                 if progress:

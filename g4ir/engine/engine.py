@@ -210,8 +210,11 @@ class Engine(EngineParts):
             raise InputError(f"texts {texts!r:.80}: expected a text or a list of texts")
         single = isinstance(texts, str | Mapping) or (bool(texts) and isinstance(texts[0], int))
         several: Any = [texts] if single else list(texts)
-        parts = [*self.embedder.embed(several, task, dims, truncate, progress)]
-        return torch.cat(parts) if parts else torch.empty(0, self.embedder.size(dims))
+        out, done = torch.empty(len(several), self.embedder.size(dims)), 0
+        for part in self.embedder.embed(several, task, dims, truncate, progress):
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
 
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:

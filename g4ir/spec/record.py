@@ -1,6 +1,6 @@
 """A variant as data: frozen dataclasses from YAML or from a Hugging Face config.json.
 
-A spec has what differs between variants; the wiring of a block is in `g4ir/model/text.py`. Field
+A spec has what differs between variants; the wiring of a block is in `g4ir/model/decoder.py`. Field
 names follow the upstream configuration if it has a single name for the field.
 """
 
@@ -231,8 +231,8 @@ def _spec_hints(tree: Map) -> dict[str, Any]:
         return hints | _towers(next(iter(TOWERS)))  # `build` reports the missing key
     model_type = convert(node, hints["model_type"], "model_type")
     towers = _towers(model_type)
-    for name in {"vision", "audio"} & {*tree.entries} - {*towers}:
-        if not is_null(tree.entries[name]):
+    for name in ("vision", "audio"):
+        if name in tree.entries and name not in towers and not is_null(tree.entries[name]):
             raise fail(tree.keys[name], name, f"a {model_type} model has none; leave it out")
     return hints | towers
 

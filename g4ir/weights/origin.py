@@ -72,7 +72,8 @@ class CheckpointDirectory:
         if not self.stated.is_file():
             if lies_in(self.path):
                 msg = f"is a LoRA adapter of {Adapter(self.path).base}, not a model"
-                raise InputError(f"{self.path} {msg}; give that model and --adapter {self.path}")
+                fix = f"give that model, and to `build` or `export` also --adapter {self.path}"
+                raise InputError(f"{self.path} {msg}; {fix}")
             files = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
             near = f"; give {files[0]}" if files else ""
             if files[1:]:

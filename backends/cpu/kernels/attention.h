@@ -7,6 +7,8 @@
  * the core's private cache. KEYS_LEAST: minimum slots per split. */
 #define KEYS 96
 #define KEYS_LEAST 48
+/* Maximum splits: each has its own sums, for every sequence of a batch. */
+#define PARTS_MOST 16
 
 typedef float eight __attribute__((vector_size(32)));
 typedef float any_eight __attribute__((vector_size(32), aligned(4), may_alias));
@@ -408,7 +410,7 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                    .wide = (d + PAIR - 1) / PAIR * PAIR, .as_held = held == dtype && d % PAIR == 0};
     int64_t shared = batch * kv_heads, units;
     /* Not fewer for a larger batch: sums of a sequence must not depend on the others. */
-    a.parts = least((threads + kv_heads - 1) / kv_heads, slots / KEYS_LEAST + 1);
+    a.parts = least(least((threads + kv_heads - 1) / kv_heads, PARTS_MOST), slots / KEYS_LEAST + 1);
     units = shared * a.parts;
     int64_t partial = (units * partial_size(&a) + 15) / 16 * LINE;
     a.partial = take_lines(partial + (shared * sizeof *a.made + LINE - 1) / LINE * LINE);

@@ -78,7 +78,7 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         UNROLLED for (int b = 0; b < together; b++) UNROLLED for (int s = 0; s < strips; s += vectors) {
             const int line = b * WORDS_OF(form) / together;
             /* four streams too for few bits on AVX2: int4 in 0.9 of the time (Zen 4) */
-            if (strips / vectors < STRIPS_MOST || WIDE == 32 && !IN_16_BITS(form))
+            if (strips / vectors < STRIPS_MOST || SUMS_IN_16_BITS(form))
                 UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
                     __builtin_prefetch(of[s].codes + at + j * LINE + TILE_AHEAD, 0, 2);
             block_product(form, rows, vectors, parts, b, at, of + s, scale + s, least + s, x, i + b, sum + s);

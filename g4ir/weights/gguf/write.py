@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from g4ir.errors import InputError, SpecError
+from g4ir.errors import InputError, SpecError, WeightsError
 from g4ir.model.names import CODES, NORM, SCALES, checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.codecs import SAME_CODES, quantize_values, unpack_codes
@@ -218,8 +218,10 @@ def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str, name: str) -> 
     which begins with the tensor's `name`, for a scale that overflows float16."""
     layout = LAYOUTS[kind]
     data = (codes.reshape(-1, layout.values) + layout.zero).view(torch.uint8)
-    scale_bytes = cast(scales, "f16", name).reshape(-1, 1).contiguous().view(torch.uint8)
-    return layout.write(data, scales=scale_bytes)
+    scales = scales.half()
+    if bool(scales.isinf().any()):
+        raise WeightsError(f"{name}: a scale of {kind} does not fit float16; take --dtype BF16")
+    return layout.write(data, scales=scales.reshape(-1, 1).contiguous().view(torch.uint8))
 
 
 # --- metadata ---------------------------------------------------------------------------------
