@@ -54,7 +54,15 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import KV_NAMES
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import PLANNED, make_plan
-from g4ir.quant.recipe import QuantConfig, Rule, built_in_names, find_quant_config
+from g4ir.quant.recipe import (
+    ENGINE,
+    MEASURED,
+    QuantConfig,
+    Rule,
+    Scheme,
+    built_in_names,
+    find_quant_config,
+)
 from g4ir.quant.rewrite import quantise, schemes_of, weights_of
 from g4ir.ui.progress import no_progress
 from g4ir.weights.checkpoint import Checkpoint
@@ -83,6 +91,17 @@ def quantize(w: torch.Tensor, form: str, group: int | None = None) -> tuple[Any,
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: str = "f32") -> torch.Tensor:
     made: torch.Tensor = OPS["dequantize"].reference(codes, scales, to=to)  # type: ignore[misc]
     return made
+
+
+def test_defaults_of_rules_and_names_of_configs() -> None:
+    """A rule has its format's group and scale unless it names others; `engine` is the engine's
+    dtype."""
+    for form, group, scale in (("int8", 0, None), ("int4", 32, "bf16"), ("int5", 32, "f16")):
+        assert Rule(("*",), form).first == Scheme(form, group, scale)
+    assert Rule(("*",), "int4", group=64, scale="f32").first == Scheme("int4", 64, "f32")
+    assert Rule(("*",), "int4", scale=ENGINE).first.scale is None
+    config = find_quant_config("int4")
+    assert config and not config.measured and replace(config, name=MEASURED).measured
 
 
 @pytest.mark.parametrize(("form", "largest"), [("int8", 127), ("fp8", 448)])
