@@ -40,6 +40,20 @@ def numbers(count: int, seed: int = 3) -> torch.Tensor:
     return torch.tensor([sampling.uniform(seed, i) for i in range(count)], dtype=torch.float64)
 
 
+def test_random_numbers_of_a_seed_stay() -> None:
+    """Otherwise a seed gives another text in another version."""
+    found = [sampling.uniform(*x) for x in ((0, 0), (3, 0), (3, 1), (2**63 - 1, 1000))]
+    assert found == [
+        0.5241815285823275,
+        0.07584083630058824,
+        0.21913340434721562,
+        0.8191408011477274,
+    ]
+    SamplingParams(seed=2**63 - 1)
+    with pytest.raises(InputError, match=r"seed 9223372036854775808: expected 0 to 2\^63 - 1"):
+        SamplingParams(seed=2**63)
+
+
 def test_random_numbers_are_uniform() -> None:
     """Of one seed, of neighbouring seeds, and of both together; a function of seed and index."""
     for found in (
