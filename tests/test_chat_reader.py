@@ -179,6 +179,7 @@ def test_whether_a_thought_is_open() -> None:
     off = "<|turn>model\n<|channel>thought\n<channel|>"
     assert Reader(None, "<tool_response|><|channel>thought\n").thinking
     assert not Reader(None, off).thinking and not Reader().thinking
+    assert Reader(None, "<|channel>thought\n").thinking
 
 
 def test_an_answer_is_read_once() -> None:
