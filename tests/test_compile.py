@@ -218,6 +218,7 @@ def test_an_interrupt_ends_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.full
 def test_processes_compile(tmp_path: Path) -> None:
     """Each text once, in a process that knows how."""
     for text, name in compiled(tmp_path / "a", *TWO, jobs=2).items():

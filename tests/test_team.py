@@ -89,8 +89,9 @@ def test_same_values_of_models_on_any_number_of_threads(variant: str, dtype: str
         torch.testing.assert_close(values(0, count), alone, atol=NEAR[dtype], rtol=1e-4)
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
-@pytest.mark.parametrize("variant", ["tiny-ple", "tiny-moe"])
+@pytest.mark.parametrize(
+    ("variant", "quant"), [("tiny-ple", "none"), ("tiny-ple", "int8"), ("tiny-moe", "int4")]
+)
 def test_same_bits_of_a_sequence_in_any_batch(variant: str, quant: str) -> None:
     """On as many threads; the others' contexts are longer and shorter."""
     how = {"backend": "torch", "random_weights": 0, "max_batch": 5, "dtype": "bfloat16"}
@@ -103,9 +104,9 @@ def test_same_bits_of_a_sequence_in_any_batch(variant: str, quant: str) -> None:
         session.prefill(ids[:batch], lengths=[90, *(150, 20, 90, 60)[: batch - 1]])
         return torch.stack([session.decode(ids[:batch, t])[0] for t in range(4)])
 
-    for count in (1, 2, 3, 8):
+    for count in (2, 3, 8):
         alone = logits(1, count)
-        assert all(torch.equal(logits(batch, count), alone) for batch in (2, 3, 5))
+        assert all(torch.equal(logits(batch, count), alone) for batch in (2, 5))
 
 
 def test_callers_at_the_same_time() -> None:
@@ -156,6 +157,7 @@ def test_threads_do_not_wait_for_busy_cores() -> None:
     assert median(taken[cores]) < 3 * median(taken[1]), taken
 
 
+@pytest.mark.full
 def test_threads_stay_on_the_cores_of_the_process() -> None:
     """Beside a busy process, on one core."""
     code = """
