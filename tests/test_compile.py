@@ -153,6 +153,7 @@ def test_failing_segment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not program_cache.cache_dir().exists()
 
 
+@pytest.mark.full
 def test_failing_segment_of_a_process(tmp_path: Path) -> None:
     """An op that nobody knows, in one of two processes."""
     texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]

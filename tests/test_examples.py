@@ -104,6 +104,7 @@ def test_search(tmp_path: Path, example: Any) -> None:
     assert scores == sorted(scores, reverse=True) and scores[0] > scores[-1]
 
 
+@pytest.mark.full
 def test_torch_tensorrt(example: Any) -> None:
     out = example("torch_tensorrt", "tiny-dense")
     assert all(float(x) < 1e-4 for x in re.findall(r"difference\D* (\S+)", out))

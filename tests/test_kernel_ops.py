@@ -469,6 +469,7 @@ def test_kernels_of_a_layer(device_of_properties: None) -> None:
     assert kernels_of(layer) == {**ours, "compiler": 4}
 
 
+@pytest.mark.full
 def test_kernels_of_quantised_layers(
     device_of_properties: None, brackets_without_a_device: None, tmp_path: Path
 ) -> None:

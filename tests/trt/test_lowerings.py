@@ -77,7 +77,7 @@ def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check_row("12b attention=plain", tmp_path)
 
 
-@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("quant", ["none", pytest.param("int8", marks=pytest.mark.full)])
 def test_mlps_in_blocks(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chunk; each product has codes of its own scale."""
     p = planned(f"12b quant={quant} dtype=float32")
