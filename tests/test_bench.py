@@ -19,11 +19,11 @@ import torch
 
 import g4ir as g4ir_
 from g4ir import Engine, load_spec
-from g4ir.bench import comparison, run
+from g4ir.bench import comparison, roof, run
 from g4ir.bench.comparison import weight_size
 from g4ir.bench.measure import FLOOR, STATISTICS, Stat, around, speeds, stat
 from g4ir.bench.report import SWEEP_KIND, Values, machine_shares, request_costs, speedup, void_roles
-from g4ir.bench.roof import Rates
+from g4ir.bench.roof import Meter, Rates
 from g4ir.bench.run import ENGINE_ROLES, agreement, check_specs, run_bench
 from g4ir.bench.runners import (
     MODES,
@@ -509,3 +509,21 @@ def test_without_a_tokenizer_and_as_a_plot(tmp_path: Path) -> None:
     assert "has no tokenizer.json" in refused(*words, "--text", __file__)
     report = json.loads(ok(*words, "--json"))
     assert report["tokens"] == 24 and report["notes"]
+
+
+@pytest.mark.parametrize(("rate", "best"), [(0.5, torch.float32), (2, torch.bfloat16)])
+def test_the_dtype_of_products_is_chosen_by_small_ones(
+    rate: float, best: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large product in bf16 takes 40 s on a CPU without such instructions."""
+    tried = list[torch.Size]()
+
+    def flop_rate(_: Meter, matrix: torch.Tensor) -> float:
+        tried.append(matrix.shape)
+        return rate if matrix.dtype == torch.bfloat16 else 1
+
+    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(Meter, "_flop_rate", flop_rate)
+    meter = Meter("cpu", torch.bfloat16)
+    assert meter.matrix.dtype == best and meter.matrix.shape == (2048, 2048)
+    assert len(tried) == 2 and max(map(max, tried)) <= 256
