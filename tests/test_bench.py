@@ -523,7 +523,8 @@ def test_the_dtype_of_products_is_chosen_by_small_ones(
         return rate if matrix.dtype == torch.bfloat16 else 1
 
     monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setitem(roof.SIDES, "cpu", 1024)
     monkeypatch.setattr(Meter, "_flop_rate", flop_rate)
     meter = Meter("cpu", torch.bfloat16)
-    assert meter.matrix.dtype == best and meter.matrix.shape == (2048, 2048)
+    assert meter.matrix.dtype == best and meter.matrix.shape == (1024, 1024)
     assert len(tried) == 2 and max(map(max, tried)) <= 256
