@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from g4ir import interpret, load_spec, parse_graph, print_graph, spec_names, verify
 from g4ir.errors import InputError, ParseError, VerifyError
 from g4ir.ir.graph import RESULT, Builder, Graph, Program, Value
-from g4ir.ir.rewrite import bind, drop_dead, order, rebuild, splice, split_prologue
+from g4ir.ir.rewrite import bind, drop_dead, order, pruned, rebuild, splice, split_prologue
 from g4ir.model.text import PHASES, build_graph, build_program
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, Type, dtype_name, parse_type, torch_dtype
 from g4ir.passes import PASSES, run_passes
@@ -211,6 +211,15 @@ def test_drop_dead_keeps_what_results_need() -> None:
     assert [n.out for n in out.nodes] == [y] and out.params == (keep,) and not out.state
     assert [v.name for v in out.inputs] == ["x", "unused"], "inputs are the interface"
     assert drop_dead(cached()) == cached()
+
+
+def test_a_pruned_graph_updates_the_caches_that_it_reads() -> None:
+    g = build_graph(load_spec("tiny-ple"), "decode")
+    value = [n.out for n in g.find("attention")][1]
+    out = pruned(g, [value])
+    caches = ["L0.k", "L0.v", "L1.k", "L1.v"]
+    assert [v.name for v in out.state] == list(out.next) == caches and not out.outputs
+    assert value.name in out.producers and len(out.nodes) < len(g.nodes)
 
 
 # --- prologue ---------------------------------------------------------------------------------

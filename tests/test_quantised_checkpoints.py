@@ -387,11 +387,10 @@ def logits(engine: Engine, oracle: Oracle) -> torch.Tensor:
 
 
 FULL = pytest.mark.full
-#: every case on one model; on another, and some on the torch backend, with --full
+#: every case on one model; on another, and on the other backends, with --full
 FILES = [pytest.param(c, "tiny-ple", "reference", id=c) for c in CASES]
-FILES += [pytest.param(c, "tiny-dense", "reference", marks=FULL) for c in CASES]
-TORCH = ("int4 in groups", "two to seven bits by module", "fp8 in rows", "mobile")
-FILES += [pytest.param(c, "tiny-ple", "torch", marks=FULL) for c in TORCH]
+OTHER_ROWS = (("tiny-dense", "reference"), ("tiny-ple", "torch"), ("tiny-ple", "onnx"))
+FILES += [pytest.param(c, *row, marks=FULL) for row in OTHER_ROWS for c in CASES]
 
 
 @pytest.mark.parametrize(("case", "model", "backend"), FILES)
