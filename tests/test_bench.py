@@ -504,7 +504,7 @@ def test_without_a_tokenizer_and_as_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "p.svg"
     words = ("compare", "tiny-moe", "--random-weights", "0", *BUILD, "--quant", "int8")
     outcome = command(*words, "--plot", plot)
-    assert outcome.code == 0 and "no tokenizer: it is compared on random tokens" in outcome.err
+    assert outcome.code == 0 and "no tokenizer: scored on random tokens" in outcome.err
     assert "tiny-moe" in plot.read_text() or plot.stat().st_size > 1000
     assert "has no tokenizer.json" in refused(*words, "--text", __file__)
     report = json.loads(ok(*words, "--json"))

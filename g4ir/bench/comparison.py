@@ -1,7 +1,7 @@
 """Compares weight formats of a model: bytes, quality on a text against a baseline, speed.
 
-Each format has two engines, since all_logits, which scoring needs, slows prefill. At most
-two engines are loaded at once, the baseline and one format, and their timed rounds alternate.
+A format has two engines (or is a GGUF file), since all_logits, which scoring needs, slows prefill.
+At most two are loaded at once, the baseline's and one format's, and their timed rounds alternate.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SAMPLE = Path(__file__).with_name("sample.txt")
 MAX_OUTPUT = 32
 ROUNDS = 3
 MIB = 1 << 20
-#: number of random tokens scored for a model without a tokenizer
+#: maximum random tokens that are scored for a model without a tokenizer
 RANDOM_TOKENS = 256
-NO_TOKENIZER = "no tokenizer: it is compared on random tokens, whose perplexity is meaningless"
+NO_TOKENIZER = "no tokenizer: scored on random tokens, on which perplexity has no meaning"
 #: quality metrics that need no baseline
 SCORES = ("nll", "ppl")
 #: rate in the report -> its key in `speeds`
@@ -53,8 +53,8 @@ Load = Callable[[str], Engine]
 @dataclass(frozen=True)
 class Format:
     """A row of the table: directories of an engine with all_logits (`scored`) and of one without
-    (`timed`); or a GGUF file, run by llama.cpp. `other`: the row may be another model, with another
-    tokenizer."""
+    (`timed`); or a GGUF file, run by llama.cpp. `other`: the row may be another model, whose
+    tokenizer must be checked."""
 
     name: str
     scored: str = ""
@@ -64,8 +64,8 @@ class Format:
 
     @contextmanager
     def runner(self, load: Load, path: str, w: Workload, device: str) -> Iterator[BenchRunner]:
-        """Context with a BenchRunner of the engine directory `path` (`scored` or `timed`), which
-        `load` opens, or of the GGUF file."""
+        """Context with a BenchRunner of the GGUF file, or else of the engine in the directory
+        `path` (`scored` or `timed`), opened by `load`."""
         if self.file:
             session = LlamaSession(self.file, w.batch, w.max_len, device)
             yield BenchRunner(self.name, session.label, session)
@@ -85,8 +85,8 @@ def compare_formats(
     formats: Sequence[Format], files: Sequence[str], tokens: int, load: Load, progress: Progress
 ) -> Values:
     """Measure formats, the first of which is the baseline, and return the report. Texts are `files`
-    (default: the sample, or random tokens without a tokenizer), cut to `tokens` tokens; `load`
-    opens an engine directory.
+    (default: the sample, or random tokens without a tokenizer), cut to `tokens` tokens in all;
+    `load` opens an engine directory.
 
     Rows have bytes, elements and bits_per_weight; NLL (nats a token) and perplexity of the text,
     KL(baseline || format) and the share of tokens with the same best token (null for the baseline);
@@ -129,7 +129,7 @@ def _qualities(
     load: Load,
     progress: Progress,
 ) -> list[Values]:
-    """Return the rows of formats with size and quality; `engine` is the baseline."""
+    """Return each format's row with name, size and quality; `engine` is the baseline's."""
 
     def score(sessions: Sequence[Any], engines: Sequence[Engine]) -> Values:
         scores = score_sessions(sessions, windows, window_chunk(engines), progress)

@@ -1,6 +1,6 @@
 """Benchmark of speculative decoding: a text generated without draft tokens, with draft tokens of a
 source (n-grams or a draft model), and with drafts that are all rejected or mostly right. The last
-two, derived from the text itself, bound the cost and the gain of drafts on this machine."""
+two, derived from the text itself, show what drafts cost and what good ones gain on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .report import Values
 
 #: probability that a draft token of the kind RIGHT is right
 MOSTLY = 0.7
-#: kinds of drafts in addition to those of the source: none, all wrong, mostly right
+#: kinds of drafts in addition to the source's: none, all wrong, mostly right
 PLAIN, REJECTED, RIGHT = "none", "rejected", "right_70"
 
 
@@ -50,8 +50,9 @@ def measure_drafts(
     engine: Engine, prompt: Sequence[int], new: int, source: str, rounds: int, progress: Progress
 ) -> Values:
     """Return the speed of `new` greedy tokens after a prompt for each kind of draft, measured in
-    interleaved rounds: median tokens/s, and the median ratio to decoding without drafts. InputError
-    if the engine does not support the source."""
+    interleaved rounds: median tokens/s, and the median ratio to decoding without drafts; and
+    `same_text`: whether all runs gave the same tokens. InputError if the engine does not support
+    the source."""
     draft = resolve_draft(engine.config, engine.label, source)
     text = _generate(Scheduler(engine, SchedulerConfig()), prompt, new)[0]
     kinds = {PLAIN: NO_DRAFT, source: draft}
@@ -78,7 +79,7 @@ def measure_drafts(
 def _generate(
     scheduler: Scheduler, prompt: Sequence[int], new: int
 ) -> tuple[list[int], RequestHandle]:
-    """Return the generated tokens, and the handle, which has their number, times and tally."""
+    """Return the generated tokens, and the handle, which has their count, speed and acceptance."""
     request = Request(tuple(prompt), new, SamplingParams(ignore_eos=True), reuse=False)
     handle = scheduler.submit(request)
     *events, end = scheduler.run(handle)

@@ -1,9 +1,9 @@
 """Timed requests in interleaved rounds, and their statistics.
 
-A statistic is taken over the samples of all rounds. Its spread is the range of 95 % of further
-rounds: the standard deviation of the statistic from round to round times Student's t for so few
-rounds, and no less than FLOOR of the value: what differs from process to process (memory addresses,
-clocks) is the same in every round of a run.
+A statistic is taken over the samples of all rounds; 95 % of further rounds are expected within its
+spread: the standard deviation of the statistic from round to round times Student's t for so few
+rounds, and at least the fraction FLOOR of the value, since what differs from process to process
+(memory addresses, clocks) is the same in every round of a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from g4ir.ui.progress import Progress, no_progress
 from .roof import synchronize
 from .runners import BenchRunner, RequestTiming, Rounds, Workload, request_steps
 
-#: a runner's turn in a round: requests for at least ROUND_S seconds, but at most MAX_REQUESTS
+#: requests of each runner in a round: as many as take the first runner ROUND_S seconds, at most
+#: MAX_REQUESTS
 ROUND_S = 0.5
 MAX_REQUESTS = 20
 #: minimum relative spread that is reported
@@ -46,7 +47,7 @@ class Stat:
     spread: float
 
     def differs(self, other: Stat) -> bool:
-        """Whether the distance is more than both spreads explain."""
+        """Whether the values differ by more than the sum of both spreads."""
         return abs(self.value - other.value) > self.spread + other.spread
 
 
@@ -61,7 +62,7 @@ STATISTICS: dict[str, Callable[[Samples], float]] = {
 
 
 def stat(rounds: Sequence[Sequence[T]], statistic: Callable[[Sequence[T]], float]) -> Stat:
-    """Return one statistic of the samples of several rounds."""
+    """Return one statistic of the samples of all rounds, with its spread."""
     value = statistic([x for samples in rounds for x in samples])
     return around(value, [*map(statistic, rounds)])
 
@@ -94,9 +95,9 @@ def measure_rounds(
     progress: Progress = no_progress,
     before: Callable[[], object] = lambda: None,
 ) -> None:
-    """Time requests of runners in turn, in rounds, which each runner stores; the number of requests
-    in a round follows from the first runner's time. `warmup`: requests of each runner before the
-    rounds; `before`: called at the start of each round."""
+    """Time requests in rounds, in each of which every runner has a turn, and append the times to
+    the runners' `rounds`; the number of requests in a turn follows from the first runner's time.
+    `warmup`: requests of each runner before; `before`: called at the start of each round."""
     progress("warming up")
     for runner in runners:
         for _ in range(warmup):
@@ -111,7 +112,7 @@ def measure_rounds(
             runner.rounds.append([timed_request(runner, w, tokens) for _ in range(count)])
 
 
-#: latency -> its samples (seconds) in a request
+#: latency -> function of a request's times that returns its samples, in seconds
 LATENCIES: dict[str, Callable[[RequestTiming], Samples]] = {
     "ttft": lambda r: (r.ttft,),
     "itl": lambda r: r.itl,
@@ -121,7 +122,7 @@ LATENCIES: dict[str, Callable[[RequestTiming], Samples]] = {
 
 
 def latencies(rounds: Rounds) -> dict[str, Stat]:
-    """Return every statistic of ttft, itl, tpot and e2el, in milliseconds: `ttft_p50`."""
+    """Return every statistic of ttft, itl, tpot and e2el in milliseconds; a key: `ttft_p50`."""
     stats: dict[str, Stat] = {}
     for key, samples_of in LATENCIES.items():
         samples = [[x * 1e3 for r in requests for x in samples_of(r)] for requests in rounds]
@@ -130,8 +131,9 @@ def latencies(rounds: Rounds) -> dict[str, Stat]:
 
 
 def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
-    """Return tokens per second: of prefill (whole batch), of decode (per sequence, whole batch), of
-    requests. Decode is tokens over the time of decode steps; prefill is never part of it."""
+    """Return tokens per second of prefill (whole batch), of decode (per sequence, and whole batch),
+    and of requests (output, and all tokens); and sequences per second (`request_throughput`).
+    Decode is tokens over the time of decode steps; prefill is never part of it."""
 
     def rate(count: int, seconds: str) -> Stat:
         return stat(rounds, lambda part: count / mean(getattr(r, seconds) for r in part))
@@ -148,12 +150,12 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
 
 
 def medians(rounds: Rounds, latency: str) -> list[float]:
-    """Return the median of a latency over all rounds, then of each round."""
+    """Return the median of a latency in seconds: over all rounds, then of each round."""
     every, samples_of = [r for requests in rounds for r in requests], LATENCIES[latency]
     return [median([x for r in part for x in samples_of(r)]) for part in (every, *rounds)]
 
 
 def ratio(a: Samples, b: Samples) -> Stat:
-    """Return the ratio of two results of `medians`: value over all rounds, spread by the rounds."""
+    """Return the ratio a / b of two lists as from `medians`, with the spread of the rounds'."""
     value, *by_round = (x / y for x, y in zip(a, b, strict=True))
     return around(value, by_round)

@@ -1,8 +1,8 @@
 """Builds a report as JSON values: measurements, and metrics derived from them.
 
-Some keys are vLLM's (request_throughput, mean_ttft_ms, ...): they are about the first engine and
-are null if its outputs disagree with those that it was compared with. `runs` has the metrics of
-every runner. A stat is {value, spread}; see measure.py for the spread.
+Some keys are vLLM's (request_throughput, mean_ttft_ms, ...): their values are the first engine's,
+or null if it is void (`void_roles`). `runs` has the metrics of every runner. A stat is {value,
+spread}; see measure.py for the spread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VLLM_RATES = {"total_token_throughput": "total_throughput"} | {
 }
 #: field of roof.Rates -> its key in a report
 RATES = {"read": "read_bytes_per_s", "copy": "copy_bytes_per_s", "matmul": "matmul_flops_per_s"}
-#: decode steps whose cost is computed, spread evenly over a request
+#: maximum decode steps, spread evenly over a request, whose mean cost is that of its decode steps
 DECODE_STEPS = 16
 #: JSON values
 Values = dict[str, Any]
@@ -49,8 +49,8 @@ def plain(value: Any) -> Any:
 def build_report(
     engine: Engine, w: Workload, runners: Sequence[BenchRunner], meter: Meter, measured: Values
 ) -> Values:
-    """Return the report of measured runners, the first of them an engine's; `measured`: its parts
-    `env`, `agreement` and `warmup`."""
+    """Return the report of measured runners, the first of which is `engine`'s; `measured`: the
+    report's `env` and `agreement`, and `warmup` (requests)."""
     env, agreements = measured["env"], measured["agreement"]
     void = void_roles(agreements)
     runs = plain([run_values(w, r, meter.rates, r.role in void) for r in runners])
@@ -77,8 +77,8 @@ def build_report(
 
 
 def void_roles(agreements: Sequence[Values]) -> set[str]:
-    """Return the roles whose outputs agree with none that they were compared with: their speeds are
-    not comparable."""
+    """Return the roles that were compared, and whose outputs agree with no other's: their speeds
+    are not comparable."""
     ok = {a[side] for a in agreements if a["ok"] for side in ("role", "base")}
     return {a[side] for a in agreements for side in ("role", "base")} - ok
 
@@ -89,7 +89,8 @@ def run_name(run: Values) -> str:
 
 
 def roof_values(dtype: str, rates: Sequence[Rates]) -> Values:
-    """Return the machine's rates, one sample per round."""
+    """Return each of the machine's rates as a stat; the matmul's dtype; and `samples`, one per
+    round."""
     columns = {name: [getattr(r, key) for r in rates] for key, name in RATES.items()}
     stats = {name: around(median(column), column) for name, column in columns.items()}
     return {**stats, "matmul_dtype": dtype, "samples": rates}
@@ -129,7 +130,8 @@ def machine_shares(
 
 
 def speedup(first: BenchRunner, other: BenchRunner, void: Collection[str]) -> Values | None:
-    """Return another runner's times / the first engine's, by phase; None if either is void."""
+    """Return another runner's median times / the first engine's, by phase; None if either is
+    void."""
     if {first.role, other.role} & {*void}:
         return None
     sides = other.rounds, first.rounds
@@ -138,7 +140,7 @@ def speedup(first: BenchRunner, other: BenchRunner, void: Collection[str]) -> Va
 
 
 def summary(runs: Sequence[Values]) -> Values:
-    """Return the values of the first engine under vLLM's names."""
+    """Return the first engine's metrics by vLLM's names; each is None if the engine is void."""
     run, measured = runs[0], metrics(runs[0])
     names = VLLM_RATES | {
         f"{k}_{key}_ms": f"{key}_{ours}" for key in LATENCIES for k, ours in VLLM_STATISTICS.items()

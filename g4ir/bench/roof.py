@@ -1,6 +1,6 @@
 """The roofline: bytes and FLOPs per second of this machine, measured in the process that uses them.
 
-On a GPU a pass over the buffer takes a quarter of a millisecond, of which launch and
+On a GPU (H200) a pass over the buffer takes a quarter of a millisecond, of which launch and
 synchronisation would be a tenth: many passes are timed between two CUDA events. A GPU's clock
 depends on its power draw, which is lower for constant operands: so they are random there, and the
 median counts, not the best.
@@ -31,8 +31,8 @@ REPEATS = 10
 COLUMNS = 4096
 #: rows and columns of the matrices of a product
 SIDES = {"cpu": 2048, "cuda": 8192}
-#: rows and columns of the products by which the faster dtype is chosen: small, since torch computes
-#: only 0.4 GFLOP/s in bf16 on a CPU with AVX2
+#: rows and columns of the matrices by whose product the faster dtype is chosen: small, since torch
+#: computes only 0.4 GFLOP/s in bf16 on a CPU with AVX2
 TRIED_SIDE = 256
 
 

@@ -39,14 +39,14 @@ from .runners import (
 from .system import environment, peak_memory, reset_peak
 
 ENGINE_ROLES = ("engine", "engine-b")
-#: prompt and output tokens of the request on which outputs are compared. Few, since the interpreter
-#: may be a thousand times slower than an engine
+#: maximum prompt and output tokens of the request on which outputs are compared: few, since the
+#: interpreter may be a thousand times slower than an engine
 CHECKED_INPUT, CHECKED_OUTPUT = 32, 4
 #: outputs agree if the median cosine of the rows of logits is at least this. Each runner rounds and
-#: quantises in its own way, and 16-bit routers choose other experts in some rows; `g4ir verify`
-#: compares exactly
+#: quantises in its own way, and 16-bit routers choose other experts in some rows; `g4ir verify` has
+#: strict tolerances
 AGREE = 0.98
-#: baseline -> raises MissingError if its library is not installed
+#: baseline -> function that raises MissingError if its library is not installed
 BASELINES: dict[str, Callable[[], Any]] = {
     **{mode: partial(need_transformers, f"--peer {mode}") for mode in MODES},
     LLAMA: binding,
@@ -64,17 +64,17 @@ def run_bench(
     draft: str = NONE,
     progress: Progress = no_progress,
 ) -> list[Values]:
-    """Measure one engine, or two of the same variant, and baselines (keys of BASELINES); return the
-    report of each workload.
+    """Measure one engine, or two of the same spec, and baselines (`peers`: keys of BASELINES);
+    return the report of each workload.
 
-    workloads: from `plan_workload`. rounds: at least 2, each runner takes its turn in each
-    (A-B-A-B). warmup: requests of each runner before the rounds, in addition to its first one and
-    the one whose outputs are compared. checkpoint: what baselines load if the engine does not refer
-    to one. draft: source of drafts that are measured after the rounds, on one sequence of the first
-    engine.
+    workloads: from `plan_workload`. rounds: at least 2; every runner has a turn in each (A-B-A-B).
+    warmup: requests of each runner before the rounds, in addition to its first one and the one
+    whose outputs are compared. checkpoint: what baselines load (default: the checkpoint of the
+    first engine). draft: source of drafts that are measured after the rounds, on one sequence of
+    the first engine.
 
-    Raises InputError and MissingError for wrong arguments; outputs that disagree are no error: the
-    report marks their speeds void.
+    Raises InputError for wrong arguments and MissingError for a missing library; outputs that
+    disagree are no error: the report marks their speeds void.
     """
     check_options(peers, rounds, warmup)
     for engine in engines:
@@ -121,7 +121,7 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 
 def check_specs(specs: Mapping[str, Spec]) -> None:
-    """Raise InputError for models of different specs (names are ignored)."""
+    """Raise InputError for different specs, whose names are ignored; `specs`: path -> spec."""
     (path, spec), *others = specs.items()
     for file, other in others:
         if replace(other, name=spec.name, hub=spec.hub).digest() != spec.digest():
@@ -137,9 +137,9 @@ def _runners(
     tokens: torch.Tensor,
     progress: Progress,
 ) -> Iterator[BenchRunner]:
-    """Yield the runners after their first request, in which a baseline compiles and CUDA graphs are
-    captured; its seconds and the peak memory are stored. weights: the transformers model and the
-    llama.cpp file, if these are baselines."""
+    """Yield each runner after its first request, in which a baseline compiles and CUDA graphs are
+    captured; the runner stores its time and peak memory. weights: the transformers model and the
+    GGUF file for llama.cpp, None if not among `peers`."""
     names, (model, file) = [e.name for e in engines], weights
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
@@ -164,7 +164,7 @@ def _runners(
 
 
 def shortened(w: Workload) -> Workload:
-    """Return the first tokens of a request, on which outputs are compared."""
+    """Return the workload on which outputs are compared: the first tokens of a request."""
     lengths = min(w.input_len, CHECKED_INPUT), min(w.output_len, CHECKED_OUTPUT)
     return replace(w, input_len=lengths[0], output_len=lengths[1])
 
@@ -172,8 +172,8 @@ def shortened(w: Workload) -> Workload:
 def compare_outputs(
     engine: Engine, w: Workload, tokens: torch.Tensor, runners: Sequence[BenchRunner]
 ) -> list[Values]:
-    """Compare each runner with the first one of transformers, or without one with the interpreter
-    of `engine`; return their agreements as JSON values."""
+    """Compare the outputs of each runner with those of the first transformers runner, or, if there
+    is none, of the interpreter on `engine`; return an `agreement` for each, with both roles."""
     base = next((r for r in runners if r.role in MODES), None) or reference_runner(engine, w.batch)
     tokens = tokens[:, : w.max_len]
     base.set_context(tokens[:, : w.context])
@@ -193,8 +193,8 @@ def request_logits(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> to
 
 
 def agreement(got: torch.Tensor, want: torch.Tensor) -> Values:
-    """Return JSON values: the worst `cosine` and `relative` error of `count` rows of logits; how
-    many choose an `equal` token; whether the rows agree (`ok`)."""
+    """Return JSON values: the worst `cosine` and `relative` error of `count` rows of logits; in how
+    many both choose the same token (`equal`); whether they agree (`ok`, see AGREE)."""
     errors, equal = row_errors(got, want), got.argmax(-1) == want.argmax(-1)
     return {
         "count": len(want),

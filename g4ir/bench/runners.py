@@ -2,10 +2,10 @@
 its weights, or llama.cpp on its GGUF file.
 
 A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then `output_len
-- 1` decode steps: `output_len` output tokens. The tokens of the single steps are inputs too, so
-that end-of-sequence ends nothing, all runners do the same work, and a text cannot loop. They are
-random, of a fixed seed, or taken from a text. A transformers model has the same weights, process
-and threads, and computes last logits only.
+- 1` decode steps: `output_len` output tokens. The decode steps' tokens are inputs too, not those
+chosen before, so that end-of-sequence ends nothing, all runners do the same work, and a text cannot
+loop. All tokens are random, of a fixed seed, or taken from a text. A transformers model runs in the
+same process, on as many threads, and computes the logits of the last position only.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens of a request, exactly: `input_len` of the prompt and `output_len` of the output per
-    sequence, `context` in the KV cache before the prompt. `text`: file of the tokens; None:
-    random."""
+    """Exact token counts of each of a request's `batch` sequences: `context` in the KV cache before
+    the prompt, `input_len` of the prompt, `output_len` of the output. `text`: path of a text file
+    from which the tokens are taken; None: random tokens."""
 
     input_len: int
     output_len: int
@@ -57,8 +57,8 @@ def plan_workload(
     context: int = 0,
     text: str | None = None,
 ) -> Workload:
-    """Return a workload within every engine's limits; lengths of None become 512 and 64, or what
-    fits. InputError names the size that is out of range and the limit."""
+    """Return a workload within every engine's limits. Lengths of None become 512 and 64, or less if
+    the engines' max_seq is short. InputError names the sizes that do not fit, and the limit."""
     max_seq, max_batch = min(x.max_seq for x in limits), min(x.max_batch for x in limits)
     for flag, size, low, high, limit in (
         ("--context", context, 0, max_seq - 2, f"--max-seq {max_seq}"),
@@ -80,21 +80,22 @@ def plan_workload(
 
 
 def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
-    """Return i64[batch, max_len]: the context, the prompt, then the token of each single step.
-    InputError if the workload's text is too short or has a token of media."""
+    """Return i64[batch, max_len]: the context, the prompt, then the token of each decode step.
+    InputError if the workload's text is too short or has a placeholder of media."""
     if w.text is None:
         return random_ids(engine, (w.batch, w.max_len))
     source = f"bench: --text {w.text}"
     ids = text_ids(engine.tokenizer(), ["".join(read_text(Path(w.text)))])[0]
     count = w.batch * w.max_len
     if len(ids) < count:
-        raise InputError(f"{source}: {len(ids)} tokens; {count} are needed")
+        raise InputError(f"{source}: {len(ids)} tokens; {count} are needed; give a longer text")
     check_no_media(engine, ids[:count], source)
     return torch.tensor(ids[:count]).view(w.batch, w.max_len)
 
 
 def request_steps(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tokens of each step of a request: the prompt, then single tokens."""
+    """Yield the tokens of each step of a request: the prompt i64[batch, input_len], then those of
+    the decode steps, i64[batch, 1]."""
     start = w.context + w.input_len
     yield tokens[:, w.context : start]
     yield from tokens[:, start : w.max_len].split(1, dim=1)
@@ -102,7 +103,7 @@ def request_steps(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class RequestTiming:
-    """Seconds to the first token, and between each token and the one before it."""
+    """Times of one request in seconds: to the first token, and from each token to the next."""
 
     ttft: float
     itl: tuple[float, ...]
@@ -121,9 +122,9 @@ Rounds = Sequence[Sequence[RequestTiming]]
 
 
 class BenchRunner:
-    """A batch of sequences of one engine or baseline, which its `session` computes. role: its name
-    in a report; label: its description; engine, name: None for a baseline. first_request_s,
-    peak_memory: of its first request; rounds: times of the measured requests of each round."""
+    """A batch of sequences of one engine or baseline, computed by `session`. role: its key in a
+    report; label: its description; engine, and its name: None for a baseline. first_request_s,
+    peak_memory (bytes by kind): of its first request; rounds: request times of each round."""
 
     engine: Engine | None = None
     name: str | None = None
@@ -176,7 +177,7 @@ class EngineRunner(BenchRunner):
 
 
 def reference_runner(engine: Engine, batch: int) -> EngineRunner:
-    """Return the interpreter on the same graphs and params."""
+    """Return a runner of the interpreter on the engine's text graphs and params."""
     return EngineRunner(reference_engine(engine, resident=True), batch, "reference")
 
 
@@ -189,8 +190,8 @@ MODES = {
 
 
 def hf_runner(model: Any, max_len: int, mode: str) -> BenchRunner:
-    """Return a transformers model in one mode. A static cache has `max_len` tokens per sequence and
-    no more, since its cost follows its size."""
+    """Return a runner of a transformers model in a mode of MODES. A static cache has `max_len`
+    tokens per sequence and no more, since its cost follows its size."""
     import transformers
 
     label, cache, compiled = MODES[mode]
@@ -204,5 +205,6 @@ def hf_runner(model: Any, max_len: int, mode: str) -> BenchRunner:
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
-    """Return the transformers text model on an engine's weights, in its dtype and on its device."""
+    """Return the transformers text model on `checkpoint`'s weights (default: the engine's), in the
+    engine's dtype and on its device."""
     return hf_model(engine, hf_origin(engine, checkpoint, "bench --peer"), engine.device)

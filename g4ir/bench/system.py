@@ -20,8 +20,8 @@ PACKAGES = ("transformers", "triton")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Return CPU or GPU model, clocks if they can be read, threads, versions, commit, date, and
-    the load average of the last minute."""
+    """Return GPU (if `device` is cuda) and CPU, its clock if it can be read, torch's threads,
+    versions, commit, date, the load average of the last minute, and whether the CPU is `busy`."""
     on_gpu, clock = device == "cuda", psutil.cpu_freq()
     return {
         **({"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if on_gpu else {}),
@@ -49,8 +49,8 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """Return the commit of the checkout that runs; `unknown` outside of a checkout, `uncommitted`
-    if git names none."""
+    """Return the short hash of the checkout that runs, with `-dirty` if files differ from it;
+    `unknown` outside of a checkout or without git, `uncommitted` if git names no commit."""
     root = Path(__file__).resolve().parents[2]
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--match=-"]
     with contextlib.suppress(OSError):
@@ -61,7 +61,7 @@ def commit() -> str:
 
 
 def reset_peak(device: str) -> None:
-    """Reset the peak of memory, if the system permits it."""
+    """Reset the peak of resident memory, if the system permits it, and on cuda the allocator's."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     if device == "cuda":
@@ -70,6 +70,6 @@ def reset_peak(device: str) -> None:
 
 def peak_memory(device: str) -> dict[str, int]:
     """Return peak bytes since `reset_peak` (or since the process started if it could not be reset):
-    the process's resident memory and the CUDA allocator's."""
+    the process's resident memory, and on cuda the CUDA allocator's."""
     cuda = {"cuda_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
     return {"rss_bytes": peak_resident_bytes(), **cuda}

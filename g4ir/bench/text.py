@@ -1,5 +1,5 @@
-"""Reports read from files, printed as text, Markdown or a plot, and compared: which metrics differ
-by more than both spreads."""
+"""Reports: read from files, printed as text, Markdown or a plot, and compared: which metrics differ
+by more than the sum of both spreads."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PANELS = {"prefill: TTFT p50, ms": "ttft_p50", "decode: ITL p50, ms": "itl_p50"}
 
 
 def read_reports(file: str | Path) -> list[Values]:
-    """Read a report of this version, or those of a sweep; InputError names the file and the
-    problem."""
+    """Read a file with one report of this version, or with those of a sweep; InputError names the
+    file and the problem."""
     try:
         values = json_object(Path(file).read_bytes())
     except ValueError as e:
@@ -55,15 +55,16 @@ def _checked(report: Any, file: str | Path) -> Values:
         expected = f"expected kind {KIND!r}, schema {VERSION}; run `g4ir bench` again"
         raise InputError(f"{file}: no report of this version of g4ir bench: {expected}")
     report = plain(report)
-    try:  # reads every key that is used
-        text(report), markdown([report])
+    try:  # these read every key that is used
+        text(report), markdown([report]), _conditions(report)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         raise InputError(f"{file}: a damaged report of g4ir bench: {e!r}") from None
     return report
 
 
 def text(report: Values) -> str:
-    """Return environment, roofline, agreement, the runs side by side, and each run's details."""
+    """Return machine, roofline, workload, agreement of outputs, the runs side by side, speed-ups,
+    drafts, and each run's label."""
     names = {r["role"]: run_name(r) for r in report["runs"]}
     first, *_ = names.values()
     lines = [*_head(report), "", _table(report["runs"])]
@@ -89,7 +90,7 @@ def _head(r: Values) -> Iterator[str]:
         f"{w['requests_per_round']}, to warm up: {w['warmup']}; ±: where 95 % of further rounds lie"
     )
     for a in r["agreement"]:
-        # NaN is null in a file.
+        # A file has null for NaN.
         cosine, relative = (math.nan if a[k] is None else a[k] for k in ("cosine", "relative"))
         yield (
             f"outputs  {a['role']} against {a['base']}: same token {a['equal']} of {a['count']}, "
@@ -136,13 +137,14 @@ def _table(runs: Sequence[Values]) -> str:
 
 
 def _cells(run: Values, names: Iterable[str]) -> list[str]:
-    """Return metrics of a run with their spreads, shares in %; `-` if the run lacks one."""
+    """Return metrics of a run with their spreads, mbu and mfu in %, marked if the run is void; `-`
+    for one that it lacks."""
     stats, void = metrics(run), "VOID " * run["void"]
     factors = {name: 100.0 if name in ("mbu", "mfu") else 1.0 for name in names}
     return [f"{void}{stat_text(stats[k], f)}" if k in stats else "-" for k, f in factors.items()]
 
 
-#: heading of a table of reports -> metric
+#: heading of a column of the Markdown table -> metric
 COLUMNS = {
     "TTFT, ms": "ttft_p50",
     "prompt, tokens/s": "prefill_throughput",
@@ -154,7 +156,7 @@ COLUMNS = {
 
 
 def markdown(reports: Sequence[Values]) -> str:
-    """Return a Markdown table: a line for each runner of each report's workload."""
+    """Return a Markdown table: a line for each run of each report."""
     lines = [["", "input", "batch", *COLUMNS]]
     for report in reports:
         w = report["workload"]
@@ -200,9 +202,9 @@ def plot_bench(path: str | Path, reports: Sequence[Values]) -> None:
 
 
 def compare_reports(a: Values, b: Values) -> dict[str, Any]:
-    """Compare the runs that are in both reports, by the metrics of the text. Return `notes`,
-    differences of workload and machine; `rows`, one per metric that both have, which `differs` if
-    the distance exceeds the sum of the spreads; and how many `differ`."""
+    """Compare the runs whose role is in both reports, by the metrics of ROWS. Return `notes`, the
+    `_conditions` that differ; `rows`, one per run and metric that both have, with `differs`:
+    whether it differs by more than the sum of the spreads; and `differ`, how many do."""
     runs, rows = {r["role"]: r for r in b["runs"]}, []
     for one, two in ((r, runs[r["role"]]) for r in a["runs"] if r["role"] in runs):
         stats, others = metrics(one), metrics(two)
@@ -218,14 +220,15 @@ def compare_reports(a: Values, b: Values) -> dict[str, Any]:
 
 
 def _conditions(r: Values) -> Values:
-    """Return the conditions of a report: model, workload, machine and engines."""
+    """Return the conditions of a report: model, workload, machine, torch version and engines."""
     runs = {f"run {x['role']}": (x["engine"] or {}).get("manifest", x["label"]) for x in r["runs"]}
     env = {k: r["env"].get(k) for k in ("cpu", "gpu", "cores", "torch")}
     return {"model": r["model_id"], **r["workload"], **env, **runs}
 
 
 def compare_text(comparison: Mapping[str, Any]) -> str:
-    """Return a table with a mark at every difference."""
+    """Return the notes, a table in which void metrics and those that differ are marked, and how
+    many differ."""
     lines, rows = [["", "A", "B", "B / A", ""]], comparison["rows"]
     for r in rows:
         mark = "VOID" if r["void"] else "differs" * r["differs"]
