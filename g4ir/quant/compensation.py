@@ -3,7 +3,8 @@ compensated by the later columns, as far as the inputs of a calibration text cor
 Frantar et al., arXiv:2210.17323, with columns in descending order of their second moment). Then
 each column is rounded again to minimise the error given all others (coordinate descent).
 
-Scales are chosen first, by squared errors weighted with the columns' second moments, and stay.
+Scales are chosen first, in int4, nl4, nl3 and nl2 by squared errors weighted with the columns'
+second moments, and stay.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Codes = tuple[Tensor, Tensor]
 
 
 def is_compensated(form: str) -> bool:
-    """Whether a format supports error compensation: integers or levels, without minima."""
+    """Whether a format supports error compensation: all but fp8, fp4 and those with minima."""
     return FORMATS[form].scales == 1 and form not in ("fp8", "fp4")
 
 
@@ -149,8 +150,8 @@ def _updates(h: Tensor) -> tuple[Tensor, Tensor]:
 def calibrated(
     w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels = Kernels()
 ) -> Codes:
-    """Return codes and scales of a weight [N, K] in an engine of this dtype that minimise the error
-    of its product with the inputs. A row keeps the nearest values if these have less error."""
+    """Return codes and scales of a weight [N, K] in an engine of this dtype, with a small error of
+    its product with the inputs. A row keeps the nearest values if these have less error."""
     parts = w.split(max(1, ELEMENTS // w.shape[1]))
     packed, scales = zip(
         *(_calibrated(x, inputs, scheme, dtype, kernels) for x in parts), strict=True

@@ -7,7 +7,7 @@
       form: int4
       group: 64                          # values that share a scale; 0: the row
       scale: f16                         # dtype of the scales; `engine`: the engine's dtype
-      otherwise: int8                    # if the group size does not divide the row
+      otherwise: int8                    # if the groups, or the format's blocks, do not fit the row
     - tensors: [layers]                  # every matrix of the layers that no other rule names
       form: int8                         # `others`: every matrix outside of layers; `projections`:
                                          # these but for the token table of an encoder
@@ -39,7 +39,7 @@ SUFFIXES = (".yaml", ".yml")
 NONE = "none"
 #: name of the config of a checkpoint that is already quantised; no file has it
 FROM_CHECKPOINT = "checkpoint"
-#: name of a config chosen by --bits (builder/bits.py), and its file in an engine
+#: name of a config that --bits chose (builder/bits.py), and of its file in an engine
 MEASURED, QUANT_FILE = "measured", "quant.yaml"
 #: the token table, which is also the LM head of most decoders
 TABLE = "embed.table"
@@ -97,8 +97,8 @@ _Scale = Annotated[str, OneOf(("bf16", "f16", "f32", ENGINE))]
 
 @dataclass(frozen=True)
 class Rule:
-    """Weights by name, their format, optionally another group size and dtype of scales than the
-    format's defaults, and the format for rows that the groups do not divide."""
+    """Weights by name and their format; optionally, group size and dtype of scales other than the
+    format's defaults (SCHEMES), and the format for rows that this one does not fit."""
 
     tensors: Annotated[tuple[_Pattern, ...], Length(1, MAX_NAMES)]
     form: _FormatName
@@ -113,21 +113,25 @@ class Rule:
 
     @property
     def first(self) -> Scheme:
-        """The preferred scheme, for rows that its groups divide."""
+        """The preferred scheme, for rows that it fits."""
         default = SCHEMES[self.form]
         group = default.group if self.group is None else self.group
         scale = self.scale or default.scale
         return Scheme(self.form, group, None if scale == ENGINE else scale)
 
     def scheme(self, name: str, t: Type) -> Scheme:
-        """Return the scheme of a weight: the preferred one, or that of `otherwise` if the groups do
-        not divide its rows; InputError if neither fits."""
+        """Return the scheme of a weight: the preferred one, or that of `otherwise` if the first
+        does not fit its rows; InputError if neither fits."""
         schemes = [self.first, *([SCHEMES[self.otherwise]] if self.otherwise else [])]
         for scheme in schemes:
             if scheme.fits(t):
                 return scheme
+        share, fix = FORMATS[self.form].share, "leave it out of the rule, or give `otherwise: int8`"
+        if self.first.group % share:
+            groups = f"rows of {t.shape[-1]} in groups of {self.first.group}"
+            why = f"{self.form} needs a multiple of {share} as group"
+            raise InputError(f"{name}: {groups}: {why}; correct it, or {fix}")
         groups = f"the groups of {self.first.row_multiple} of {self.form}"
-        fix = "leave it out, or add `otherwise: int8`"
         raise InputError(f"{name}: rows of {t.shape[-1]} do not divide into {groups}; {fix}")
 
 
@@ -156,8 +160,8 @@ class QuantConfig:
         return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))
 
     def schemes(self, weights: Mapping[str, Type], is_encoder: bool = False) -> dict[str, Scheme]:
-        """Return weight -> scheme. InputError for a rule that matches no weight, a weight with two
-        rules, and rows that groups do not divide."""
+        """Return weight -> scheme. InputError for a rule without weights, a weight with two rules,
+        and rows that a rule's formats do not fit."""
         schemes: dict[str, Scheme] = {}
         unnamed = {n for n in weights if not any(r.matches(n) for r in self.rules)}
         groups = {n: _groups(n, is_encoder) for n in unnamed}
@@ -165,7 +169,10 @@ class QuantConfig:
             members = {n for n in unnamed if groups[n] & set(rule.tensors)}
             names = [n for n in weights if rule.matches(n) or n in members]
             if not names:
-                raise InputError(self._says(rule, f"names no weight; {_weight_kinds(weights)}"))
+                kinds, groups_of = _weight_kinds(weights), {"layers", "others", "projections"}
+                only = "only weights that other rules name"
+                no = only if groups_of & set(rule.tensors) else "no weight"
+                raise InputError(self._says(rule, f"names {no}; {kinds}"))
             if twice := sorted(schemes.keys() & set(names)):
                 raise InputError(self._says(rule, f"names {twice[0]}, as another rule does"))
             schemes |= {n: rule.scheme(n, weights[n]) for n in names}
@@ -222,7 +229,7 @@ def find_quant_config(name_or_path: str | Path | None) -> QuantConfig | None:
         return QuantConfig(build(QuantConfig, parse_tree(data, f"{name}.yaml")).rules, name)
     if not name.endswith(SUFFIXES):
         names = ", ".join((NONE, *built_in_names()))
-        raise InputError(f"--quant {name}: expected {names}, or a file that ends in .yaml")
+        raise InputError(f"--quant {name}: expected {names}, or a .yaml or .yml file")
     tree = read_tree(Path(name))
     if "name" in tree.entries:
         raise fail(tree.keys["name"], "name", "is taken from the file's name; leave it out")

@@ -22,9 +22,9 @@ from .recipe import ENGINE, FROM_CHECKPOINT, QuantConfig, Rule, Scheme
 
 #: op -> its operands that may be quantised
 WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
-#: ops with codes and scales as inputs
+#: ops with codes and scales as inputs, before weights are packed
 QUANTISED_OPS = ("dequantize", "embedding_quantized")
-#: suffixes of weights that are dequantised, and converted to int8
+#: suffixes in the names of dequantised weights, and of those converted to int8
 DENSE, BYTES = ".dense", ".bytes"
 
 
@@ -103,9 +103,9 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
 
 
 def simplify_formats(g: Graph, reads: Callable[[Node], bool] = lambda n: False) -> Graph:
-    """Return a graph for targets that support only int8, int4, fp8, and weights of nodes that
-    `reads` accepts. Of all other weights, at build, those with minima are dequantised and the rest
-    converted to int8."""
+    """Return a graph for targets that read only int8, int4 and fp8, but for the nodes
+    (QUANTISED_OPS) that `reads` accepts. The weights of other nodes are dequantised at build if
+    they have minima, else converted to int8."""
     b = Builder(g.name)
     for n in g.nodes:
         quantised = n.op in QUANTISED_OPS and not reads(n)
