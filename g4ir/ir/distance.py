@@ -1,7 +1,9 @@
 """Compares logits or embeddings with a reference's: distances and tolerances, for positions,
-verification steps and greedy tokens of `verify`. A row is the logits of one position.
+verification steps and greedy tokens of `verify`. A row is the logits of one position, or one
+embedding.
 
-fp32 has a fixed tolerance, relative to the row's RMS. In 16 bits, rounding depends on the model
+fp32 has a fixed tolerance, relative to the row's RMS; if a row exceeds it, four times the model's
+own rounding error is allowed too. In 16 bits, rounding depends on the model
 and its weights, so the tolerance follows from the reference's own distance to the same model in
 float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes (which sum in
 different orders). A correct engine is as far from float64 as the reference is. Its distance to the
@@ -30,7 +32,7 @@ ROUNDED = ("bf16", "f16")
 #: one model differ by a factor of up to 2.6 if a router's near ties flip (`verify` then checks
 #: intermediate values too), by up to 1.1 otherwise
 TYPICAL, WORST = 2.0, 4.0
-#: cap on any row's distance, relative to its RMS (a row of zeros has 1, another token's row 1.4):
+#: cap on any row's distance, relative to the RMS (a row of zeros has 1, another token's row 1.4):
 #: MAX_DISTANCE, or BEYOND times the reference's worst row if that is more
 MAX_DISTANCE, BEYOND = 0.5, 1.5
 #: a row is far if its distance exceeds FAR times the limit of the median; allowed far rows:
@@ -79,9 +81,9 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Tolerance of rows of logits; one field is set: max absolute error relative to the RMS of the
-    reference's row, min cosine similarity, or the reference's own rounding, from which the allowed
-    distances follow."""
+    """Tolerance of rows; one field is set: max absolute error relative to the RMS of the
+    reference's row, cosine similarity that must be exceeded, or the reference's own rounding, from
+    which the allowed distances follow."""
 
     relative: float | None = None
     cosine: float | None = None
@@ -188,8 +190,9 @@ def _block_errors(got: Tensor, want: Tensor, rms: Tensor, floor: Tensor) -> tupl
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """What distances in 16 bits are measured from: rows [N, n] of `name` (float64), and the
-    reference's rows in its other modes. If `reason` is set, the rows are the reference's own."""
+    """Rows [N, n] from which distances in 16 bits are measured: the model's in float64 or, with a
+    `reason`, the reference's own; and the reference's rows in its other modes. `name`: to what the
+    reference's own distance is, in reports."""
 
     name: str
     rows: Tensor

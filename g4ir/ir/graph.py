@@ -1,8 +1,9 @@
 """A small SSA IR without control flow, and its builder.
 
 Tensors are positional, metadata is keyword. The name of a value is its identity and stays the same
-under passes. Caches are `state`: read as values, with `next` mapping each to its new value. Params
-are weights; nodes that depend on params alone form the weight prologue, which runs once at build.
+under passes. Caches are `state`: read as values, with `next` mapping those that are updated to
+their new values. Params are weights; nodes that depend on params alone form the weight prologue,
+which runs once at build, if their ops may `fold`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Node:
 
     @property
     def chunk(self) -> tuple[Value, ...]:
-        """Inputs of an attention after its KV cache: K and V of the chunk, block ids."""
+        """Inputs of an attention after its KV caches, if any: K and V of the chunk (or its latent
+        rows), then block ids."""
         return self.inputs[self._cache_range()[1] :]
 
     def _cache_range(self) -> tuple[int, int]:
@@ -132,7 +134,8 @@ class Graph:
     next: Mapping[str, Value] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Print one line per value and node; `parse_graph` reads it back."""
+        """Return the graph's text, a line per source, node, output and updated cache, which
+        `parse_graph` reads back."""
         sources = {"input": self.inputs, "param": self.params, "state": self.state}
         lines = [f"{kind} {v}: {v.type}" for kind, values in sources.items() for v in values]
         lines += map(print_node, self.nodes)
@@ -175,7 +178,8 @@ class Graph:
 
     @cached_property
     def last_uses(self) -> dict[int, list[str]]:
-        """Node index -> values whose last use is there, to be freed."""
+        """Node index -> names of the values to be freed after it: it reads them last, or defines
+        them and none reads them. Results and caches stay."""
         keep = {v.name for v in (*self.results(), *self.state)}
         nodes = enumerate(self.nodes)
         last = {v.name: i for i, n in nodes for v in (*n.inputs, *n.outputs)}
@@ -291,8 +295,8 @@ MAX_INFERRED = 1 << 16
 def infer(
     op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], where: str
 ) -> tuple[Type, ...]:
-    """Return the result types of an op. VerifyError, for an unknown op or inputs and attributes
-    that do not fit, has `where` and the inputs' types."""
+    """Return the result types of an op. VerifyError, which begins with `where`, for an unknown op,
+    or for inputs (printed with their types) or attributes that do not fit."""
     if op not in OPS:
         raise VerifyError(f"{where}: unknown op {op!r}")
     types = tuple(v.type for v in inputs)

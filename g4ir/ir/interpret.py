@@ -1,4 +1,5 @@
-"""The interpreter: runs each op's reference in order, which defines a graph's meaning."""
+"""The interpreter: runs each node's reference, or those of its expansion, in order. This defines a
+graph's meaning."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def interpret(
     """Run `g`; returns (outputs by name, new state by name). The arguments are not modified.
 
     Tensors may be wider than declared: with float64 tensors, all is computed in float64 except the
-    results of ops with a fixed dtype (RoPE tables). `watch` is called with every result of a node.
-    `run` replaces `run_node`.
+    results of ops with a fixed dtype (RoPE tables). `watch` is called with each result of each node
+    of `g`: value and tensor. `run` replaces `run_node`.
 
     Raises InputError if a tensor is missing.
     """
@@ -57,7 +58,8 @@ def interpret(
 
 
 def run_node(n: Node, tensors: list[Any], run: Run | None = None) -> tuple[Any, ...]:
-    """Run an op's reference, or else its expansion, whose nodes `run` runs if given."""
+    """Run the reference of a node's op, or else its expansion, node by node with `run` (default:
+    `run_node`)."""
     definition = n.definition
     if definition.reference:
         return as_tuple(definition.reference(*tensors, **n.attrs))
@@ -70,8 +72,8 @@ def run_node(n: Node, tensors: list[Any], run: Run | None = None) -> tuple[Any, 
 
 
 def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[str, Any]:
-    """Return name -> zeroed cache; `dims` binds their named dims, the torch dtype `dtype` replaces
-    floating dtypes."""
+    """Return name -> zeroed cache; `dims` binds their named dims, the torch dtype `dtype`, if
+    passed, replaces floating dtypes."""
     out = {}
     for v in g.state:
         t = v.type.bind(dims)

@@ -9,8 +9,8 @@ _OF_LAYER = re.compile(r"(?:([a-z]+)\.)?L(\d+)\.(.+)")
 
 
 def split_name(name: str) -> tuple[str, int | None, str]:
-    """Return (tower, layer, suffix): `vision.L3.attn.q` -> ("vision", 3, "attn.q"), tower "" for
-    the text model; ("", None, name) outside the layers, a tower's too."""
+    """Return (tower, layer, suffix): `vision.L3.attn.q` -> ("vision", 3, "attn.q"), with tower ""
+    for the text model; ("", None, name) for a value outside the layers, even a tower's."""
     match = _OF_LAYER.fullmatch(name)
     return (match[1] or "", int(match[2]), match[3]) if match else ("", None, name)
 

@@ -95,7 +95,8 @@ def _retyped(n: Node, graph: str) -> Node:
 
 
 def drop_dead(g: Graph) -> Graph:
-    """Remove nodes, params and states that no result depends on."""
+    """Remove nodes and params that no result depends on, and caches that are neither updated nor
+    read by the rest."""
     live = {v.name for v in g.results()}
     nodes: list[Node] = []
     for n in reversed(g.nodes):

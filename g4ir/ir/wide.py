@@ -1,6 +1,7 @@
 """Evaluation in float64. `Float64Matmuls` runs a torch model with 16-bit weights without a float64
-copy of them: a linear's weight is converted block by block, in all other ops torch promotes them to
-the dtype of float64 activations. `in_float64` runs a graph, with all params converted at once."""
+copy of them: a linear's weight is converted block by block, operands of a matmul for that matmul
+only, and in other ops torch promotes weights to the dtype of float64 activations. `in_float64` runs
+a graph, with all floating params converted at once."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def in_float64(
     g: Graph, feeds: Mapping[str, Tensor], params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return name -> value, for every value of a graph without caches: floats in float64 (results
-    of ops with a fixed dtype are converted), integers and quantised weights as they are."""
+    """Return name -> value, for every value of a graph without caches: floats in float64 (fp8 codes
+    and results of ops with a fixed dtype are converted), integers and other quantised weights as
+    they are."""
     env = {k: _double(t) for k, t in {**feeds, **params}.items()}
     for n in g.nodes:
         outputs = run_node(n, [env[v.name] for v in n.inputs])
