@@ -69,9 +69,9 @@ def visible_pairs(queries: int, keys: int, window: int) -> int:
 
 def attention_workspace(q: Type, operands: Sequence[Type], parts: int, softcap: float) -> int:
     """Return the bytes of temporaries of the torch backend's attention; the first `parts` of
-    `operands` are caches. They are: cache and chunk concatenated (T = slots + S), K and V
-    dequantised, a mask [B,S,T] and its bias for each query head of a group, and with a softcap the
-    scores [B,nq,S,T]."""
+    `operands` are caches. The temporaries: with a chunk, cache and chunk concatenated (T = slots +
+    S; else T = slots); K and V if dequantised; a mask [B,S,T] and its bias for each query head of a
+    group; with a softcap the scores [B,nq,S,T]."""
     caches, chunk = operands[:parts], len(operands) > parts
     b, s, heads, d = map(int, q.shape)
     kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
@@ -85,7 +85,7 @@ def attention_workspace(q: Type, operands: Sequence[Type], parts: int, softcap: 
 
 def require_groups(op: str, heads: Dim, groups: Dim) -> None:
     fits = isinstance(heads, int) and isinstance(groups, int) and heads % groups == 0
-    require(fits, f"{op}: {heads} query heads do not divide into {groups} groups")
+    require(fits, f"{op}: {heads} query heads are no multiple of {groups} KV heads")
 
 
 def attend(q: Any, keys: Any, values: Any, mask: Any, scale: float, softcap: float = 0.0) -> Any:

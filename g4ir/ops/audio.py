@@ -98,7 +98,7 @@ class sigmoid_glu:
     def infer(x: Type) -> Type:
         size = x.shape[-1]
         fits = isinstance(size, int) and size % 2 == 0
-        require(fits, f"sigmoid_glu: last dim of {x} is not even")
+        require(fits, f"sigmoid_glu: last dim of {x} is no even int")
         return x.with_shape(*x.shape[:-1], int(size) // 2)
 
     @staticmethod
@@ -149,7 +149,7 @@ class relative_keys:
         require(w.rank == 2 and count > 0, f"relative_keys: {w} is no matrix, or count {count} < 1")
         size = w.shape[1]
         fits = isinstance(size, int) and size % 2 == 0
-        require(fits, f"relative_keys: last dim of {w} is not even")
+        require(fits, f"relative_keys: last dim of {w} is no even int")
         return w.with_shape(count, w.shape[0])
 
     @staticmethod
@@ -217,7 +217,7 @@ class chunked_attention:
     def infer(*inputs: Type, **attrs: Any) -> Type:
         q, k, v, relative, dim_scale, mask = inputs
         chunk, left, right, cap, _ = (attrs[name] for name in CHUNKS)
-        require(q.rank == 4 and q == k == v, f"chunked_attention: q {q}, k {k}, v {v} differ")
+        require(q.rank == 4 and q == k == v, f"chunked_attention: q {q}, k {k}, v {v} do not fit")
         b, t, n, d = q.shape
         fits = isinstance(n, int) and isinstance(d, int)
         fits = fits and relative.shape[1:] == (int(n) * int(d),) and dim_scale.shape == (d,)

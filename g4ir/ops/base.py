@@ -190,7 +190,7 @@ def _parameters(op: str, function: Callable[..., Any], cls: Mapping[str, Any]) -
     unknown = kinds_of - _KINDS.keys()
     if unknown or any(p.kind is p.VAR_KEYWORD for p in parameters):
         kinds = ", ".join(sorted(unknown)) or "**"
-        raise TypeError(f"op {op}: attribute of kind {kinds}; one of {', '.join(_KINDS)}")
+        raise TypeError(f"op {op}: attribute of kind {kinds}; expected {', '.join(_KINDS)}")
     return parameters
 
 

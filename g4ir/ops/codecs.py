@@ -42,11 +42,11 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """A quantised format: dtype of its codes, largest code, bit layout. `share`: divisor of group
-    sizes; `scales`: number per group, 1, or 2 with a minimum; `shared`: number of values that share
-    an integer (`fp4`: an e4m3 scale) of at most `max_integer`, 0: none; `table`: the value of each
-    index that is stored, ascending but in `fp4`; `shift`: a constant that a group of values with a
-    shared integer may add to each value."""
+    """A quantised format: dtype of its codes, largest code (with minima: largest value), bit
+    layout. `share`: group sizes are multiples of it; `scales`: number per group, 1, or 2 with a
+    minimum; `shared`: number of values that share an integer (`fp4`: an e4m3 scale) of at most
+    `max_integer`, 0: none; `table`: the value of each index that is stored, ascending but in `fp4`;
+    `shift`: a constant that a group of values with a shared integer may add to each value."""
 
     codes: str
     largest: float
@@ -67,7 +67,8 @@ class QuantFormat:
         return self.layout.nbytes // ITEMSIZE[self.codes]
 
     def elements_for(self, values: int) -> int:
-        """Return the number of elements of the codes' dtype that store `values` values."""
+        """Return the number of elements of the codes' dtype that store `values` values, whole
+        blocks."""
         return values // self.block_values * self.block_elements
 
     def values_in(self, elements: int) -> int:
@@ -81,7 +82,7 @@ class QuantFormat:
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 #: values of `fp4`, twice those of e2m1 (OCP Microscaling Formats 1.0)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-#: values of the nonuniform formats: dense near zero, as weights are
+#: values of the nonuniform formats, dense near zero, as weights are; and their shift
 _NONUNIFORM = {
     "nl4": (_IQ4, 4),
     "nl3": ((-63, -40, -23, -10, 1, 13, 28, 47), 4),
@@ -214,9 +215,9 @@ def unpack_codes(codes: Any) -> Any:
 
 
 def shared_integers(codes: Any) -> tuple[Any, ...]:
-    """Return the factors [.., K/shared] that `shared` values have in common, or () for formats
-    without: i8, for fp4 f32; for formats with minima a pair of u8: the integers of scales and those
-    of minima."""
+    """Return a tuple of factors [.., K/shared] that `shared` values have in common: one of i8, for
+    fp4 of f32; for formats with minima two of u8, of scales and of minima; () for formats without
+    shared integers."""
     fmt = _format_of(codes)
     if not fmt.shared:
         return ()
@@ -271,7 +272,7 @@ def integer_range(name: str) -> tuple[int, int]:
 
 
 def with_values(codes: Any, values: Any) -> Any:
-    """Return codes with other values [N, K], and the same shared integers."""
+    """Return the codes with other values [N, K] (`fp4`: indices), and the same shared integers."""
     integers = _integer_bytes(codes) if _format_of(codes).shared else None
     return pack_codes(values.to(torch.int16), FORMAT_OF[dtype_name(codes.dtype)], integers)
 
@@ -391,8 +392,8 @@ def _with_integers(name: str, y: Any) -> Any:
 
 def _fp4(y: Any) -> Any:
     """Return fp4 codes of y [n, G, g], already divided by its scales, packed [n, 1, bytes]: an e4m3
-    scale per 16 values, with which the largest is about that of the table, then the nearest values;
-    of two that are equally near, the one nearer to 0."""
+    factor per 16 values, which maps their absolute maximum to about 12, the table's; then the
+    nearest values of the table, of two equally near the one nearer to 0."""
     shared = y.flatten(-2).unflatten(-1, (-1, FORMATS["fp4"].shared))
     scales = (shared.abs().amax(-1) / max(_FP4)).to(torch.float8_e4m3fn)
     x = shared / scales.to(y.dtype).clamp(min=2.0**-9)[..., None]
@@ -497,7 +498,7 @@ _EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
 _STARTS = (-8.0, -7.0, 7.4)
 #: the same with weighted errors: an extremum of small weight may be clipped, or get a small code
 _WEIGHTED_STARTS = tuple(-2.8 - 0.8 * i for i in range(12))
-#: number of a group's values that are tested first, whether they are on a 4-bit grid
+#: number of values of a group that are first tested for a 4-bit grid
 _FIRST = 3
 #: largest relative error of a grid value after its scale and the value are rounded to bf16
 _NEAR = 2.0**-6
@@ -519,7 +520,8 @@ def int4_scales(x: Any, dtype: Any, moments: Any = None) -> Any:
 
 
 def grid_scales(x: Any, extreme: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return whether each group of x [n, G, g] is exactly on a 4-bit grid, and the grid's scale."""
+    """Return whether each group of x [n, G, g] is exactly on a 4-bit grid, and the grid's scale (1
+    for groups that are on none, and for zeros)."""
     groups, ends = x.flatten(0, 1), extreme.flatten()
     on, scales = ends == 0, torch.ones_like(ends)
     tried = ends[:, None] / torch.tensor(_EXTREMES).to(ends)
@@ -547,7 +549,7 @@ def _matches(w: Any, d: Any) -> Any:
 
 
 def _neighbours(d: Any, dtype: Any) -> list[Any]:
-    """Return d rounded to a dtype, the next value above and the next below."""
+    """Return d rounded to a dtype, and its neighbours of larger and of smaller magnitude."""
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     near = d.to(dtype).view(ints)
     return [n.view(dtype).to(d.dtype) for n in (near, near + 1, near - 1)]

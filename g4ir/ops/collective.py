@@ -61,7 +61,7 @@ class all_gather:
     @staticmethod
     def infer(x: Type, *, ranks: int) -> Type:
         fits = x.rank > 0 and isinstance(x.shape[-1], int) and ranks > 0
-        require(fits, f"all_gather: {x} of {ranks} ranks has no last dim to join")
+        require(fits, f"all_gather: {x}, ranks {ranks}: expected a known last dim, 1 rank or more")
         return x.with_shape(*x.shape[:-1], ranks * int(x.shape[-1]))
 
     @staticmethod

@@ -52,7 +52,7 @@ class mul:
 
 @op
 class scale:
-    """x * value: a Python float, so the factor is not rounded to x's dtype first (rule 3, 4)"""
+    """x * value: a Python float, so the factor is not rounded to x's dtype first (rules 3, 4)"""
 
     budget = Budget(1, 0, "one product, rounded once")
     rows = (0,)

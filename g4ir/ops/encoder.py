@@ -18,7 +18,8 @@ MIN_NORM = 1e-12
 
 
 def text_of_tokens(ends: Any, count: int) -> Any:
-    """Return the index of each token's text, i64 [count]: the number of ends up to the token."""
+    """Return the index of each token's text, i64 [count]: the number of ends up to the token; B for
+    tokens after the last."""
     tokens = torch.arange(count, device=ends.device)
     return (ends[:, None] <= tokens).sum(0)
 
@@ -44,7 +45,7 @@ class packed_attention:
     @staticmethod
     def infer(q: Type, k: Type, v: Type, ends: Type, *, window: int, scale: float) -> Type:
         _require_packed("packed_attention", q, ends, 4)
-        require(k.rank == 4 and k == v, f"packed_attention: k {k}, v {v} differ")
+        require(k.rank == 4 and k == v, f"packed_attention: k {k}, v {v} differ or are not rank 4")
         fits = k == q.with_shape(1, q.shape[1], k.shape[2], q.shape[3]) and window >= 0
         require(fits, f"packed_attention: k {k} does not fit q {q}; window {window}")
         require_groups("packed_attention", q.shape[2], k.shape[2])

@@ -32,5 +32,5 @@ def cast(value: torch.Tensor, dtype: str, tensor: str) -> torch.Tensor:
     result = value.to(torch_dtype(dtype))
     if dtype == "f16" and value.dtype != result.dtype and bool(result.isinf().any()):
         largest = f"{float(value.abs().max()):g} does not fit float16, which ends at 65504"
-        raise WeightsError(f"{tensor}: {largest}; take --dtype bfloat16 (GGUF: BF16)")
+        raise WeightsError(f"{tensor}: {largest}; give --dtype bfloat16 (GGUF: BF16)")
     return result

@@ -1,7 +1,8 @@
 """Nonuniform grids: scales and level shifts of groups of weights, and the nearest levels.
 
-A weight is integer * row scale * (level + shift). A group of 32 weights shares the integer (signed,
-7 bits) and the shift, which is 0 or a constant of the format: one byte.
+A weight is integer * scale * (level + shift). The scale is the row's, or that of a part of the row.
+A group of 32 weights shares the integer (signed, 7 bits) and the shift, which is 0 or a constant of
+the format: one byte.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def fit_groups(
 
 
 def integers_of(scales: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return integers [.., G] and the row's scale [.., 1], rounded to `dtype`, whose products
-    approximate the scales [.., G] of its groups."""
+    """Return integers [.., G] and a common scale [.., 1], rounded to `dtype`: their products
+    approximate the scales [.., G] of groups of 32."""
     row = (scales.abs().amax(-1, keepdim=True) / INTEGER_MAX).to(dtype).to(scales.dtype)
     row = row.where(row != 0, 1.0)
     integers = (scales / row).round()
@@ -85,5 +86,5 @@ def integers_of(scales: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def group_bytes(integers: Any, shift: Any) -> Any:
-    """Pack integers and chosen shifts [..] into bytes u8."""
+    """Pack integers, and whether the shifts [..] are not 0, into bytes u8 [..]."""
     return (integers.to(torch.int16) * 2 + (shift != 0)).to(torch.int8).view(torch.uint8)

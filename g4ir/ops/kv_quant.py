@@ -45,7 +45,7 @@ def quantized_type(t: Type, dtype: str) -> Type:
 
 def dequantized_type(t: Type, dtype: str) -> Type:
     """Return the type of a cache or of rows after dequantisation to a dtype; unchanged if that
-    dtype is not wider."""
+    dtype is not wider, or if it is no type of a quantised cache (NARROW)."""
     if t.dtype not in NARROW or t.rank == 0 or not isinstance(t.shape[-1], int):
         return t
     narrower = ITEMSIZE[t.dtype] < ITEMSIZE[dtype]

@@ -47,7 +47,8 @@ class latent_row:
 
 
 def keys_values(row: Any, w: Any) -> tuple[Any, Any]:
-    """Return K and V [..., d] of rows [..., d + 2p]; K's unrotated dims are V * w, rounded once."""
+    """Return K and V [..., d] of rows [..., d + 2p], with w [d] the weight of K's norm; K's
+    unrotated dims are V * w, rounded once."""
     d = w.shape[0]
     half, pairs = d // 2, (row.shape[-1] - d) // 2
     v, low, high = row.split([d, pairs, pairs], -1)
@@ -56,8 +57,8 @@ def keys_values(row: Any, w: Any) -> tuple[Any, Any]:
 
 
 def _split(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Split inputs into the cache with the chunk's rows, and the block ids (a tuple of one or
-    none)."""
+    """Split the inputs after w into [cache, and the chunk's rows if passed] and (block ids,), or ()
+    without these."""
     rows, block_ids = split_chunk(caches[1:], 1)
     return [caches[0], *rows], () if block_ids is None else (block_ids,)
 

@@ -131,7 +131,7 @@ class heads:
     def infer(x: Type, *, n: int) -> Type:
         size = x.shape[-1]
         fits = isinstance(size, int) and n > 0 and size % n == 0
-        require(fits, f"heads: {x} does not split into {n}")
+        require(fits, f"heads: {x} does not split into {n} heads")
         return x.with_shape(*x.shape[:-1], n, int(size) // n)
 
     @staticmethod
@@ -152,7 +152,7 @@ class merge_heads:
     @staticmethod
     def infer(x: Type) -> Type:
         *lead, n, d = x.shape
-        require(isinstance(n, int) and isinstance(d, int), f"dims {x.shape[-2:]} must be ints")
+        require(isinstance(n, int) and isinstance(d, int), f"merge_heads: dims {n},{d} are no ints")
         return x.with_shape(*lead, int(n) * int(d))
 
     @staticmethod

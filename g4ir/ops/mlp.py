@@ -72,7 +72,7 @@ class glu_packed:
     @staticmethod
     def expand(b: Any, x: Any, *, act: str) -> Any:
         size = x.type.shape[-1]
-        require(isinstance(size, int) and size % 2 == 0, f"last dim of {x.type} is not even")
+        require(isinstance(size, int) and size % 2 == 0, f"last dim of {x.type} is no even int")
         half = size // 2
         gate, up = b.emit_all("split", x, sizes=(half, half))
         return b.emit("glu", gate, up, act=act)

@@ -28,7 +28,7 @@ class qkv_write:
     norm_q, norm_k [d]; cos, sin [B,S,d]; start, lengths i64[B] and the caches as in `cache_write`.
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
     caches. Forms `plain` and `unnormed` (V = v) have caches of K and V; `value` has one, of
-    `latent_row` with this many pairs. Caches may be quantised (`narrow_row`).
+    `latent_row` with `pairs` pairs. Caches may be quantised (`narrow_row`).
     """
 
     budget = Budget(2, 16, "as norm_rope or rms_norm; the rest moves data")
@@ -45,10 +45,10 @@ class qkv_write:
         separate = form in SEPARATE_CACHES
         require(separate or not values, f"form {form} takes no V projection; give values=False")
         require(form == "value" or pairs == 0, f"form {form} takes no pairs; give 0")
-        norms = (norm_q.type, norm_k.type)
-        require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]} differ")
-        d = norms[0].shape[0]
-        require(isinstance(d, int), f"the dim of norms {norms[0]} must be an int")
+        norm, other = norm_q.type, norm_k.type
+        require(norm == other and norm.rank == 1, f"norms {norm}, {other} differ or are not rank 1")
+        d = norm.shape[0]
+        require(isinstance(d, int), f"the dim of norms {norm} must be an int")
         widths = (heads * d, *(kv_heads * d,) * (1 + values))
         q, *kv = b.emit_all("split", qkv, sizes=widths)
         q = b.emit("norm_rope", b.emit("heads", q, n=heads), norm_q, cos, sin, eps=eps)

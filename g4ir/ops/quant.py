@@ -73,7 +73,7 @@ class quantize:
         each = group or int(size)
         fits = group >= 0 and int(size) % each == 0 and int(size) % FORMATS[form].block_values == 0
         fits = fits and each % FORMATS[form].share == 0
-        require(fits, f"quantize: {form} in groups of {each} does not divide rows of {w}")
+        require(fits, f"quantize: {form} in groups of {each} does not fit rows of {w}")
         codes = Type(FORMATS[form].codes, (*w.shape[:-1], FORMATS[form].elements_for(int(size))))
         scales = int(size) // each * FORMATS[form].scales
         return codes, Type(scale, (*w.shape[:-1], scales))
@@ -237,7 +237,8 @@ class columns:
 
 @op
 class dequantize_columns:
-    """dequantize(codes, scales) of transposed codes and scales (`columns`)"""
+    """w [.., N, K] from codes and scales that `columns` transposed to [.., K, N] (4-bit codes:
+    [.., K, N/2]) and [.., G, N]"""
 
     budget = Budget(1, 0, "one product, rounded once")
     fold = False

@@ -44,7 +44,7 @@ _DTYPES = {
 }
 _NAMES = ", ".join(_DTYPES)
 _DTYPES |= {
-    # quantised weights in torch's bit dtypes, which support only copies
+    # quantised weights in torch's dtypes of bits and of pairs of fp4, which support only copies
     "b16": ("bits16", 2),
     "b8": ("bits8", 1),
     "b4": ("bits4x2", 1),
@@ -130,7 +130,7 @@ def zeros(t: Type, device: str = "cpu") -> torch.Tensor:
 
 
 def is_float(t: torch.Tensor) -> bool:
-    """Whether a tensor holds floats, not quantised values in a dtype of floats."""
+    """Whether a tensor holds floats (fp8 codes too), not packed codes in a dtype of floats."""
     return t.is_floating_point() and str(t.dtype) not in _CARRIERS
 
 

@@ -160,7 +160,7 @@ class encoder_attention:
 
     @staticmethod
     def infer(q: Type, k: Type, v: Type, valid: Type, *, scale: float) -> Type:
-        require(q.rank == k.rank == 4 and k == v, f"encoder_attention: q {q}, k {k}, v {v} differ")
+        require(q.rank == k.rank == 4 and k == v, f"encoder_attention: {q}, {k}, {v} do not fit")
         b, p, heads, d = q.shape
         n = k.shape[2]
         fits = k == Type(q.dtype, (b, p, n, d)) and valid == Type("bool", (b, p))
