@@ -2,12 +2,13 @@
 
 A pass is a file of this folder with
   a function of the same name, `Graph -> Graph`, whose argument `note(value, reason)` is called with
-      what it did and why a candidate does not match; or JOINS, the ops of join.py
-  AFTER  the previous pass, with the reason; None: it is the first
+      what it did, or why a candidate does not match; or JOINS, fused ops: join.py derives the pass
+  AFTER  the previous pass, with the reason as a comment; None: it is the first
 and optionally
-  OPTIONS  default options, a frozen dataclass that checks its fields: the function's third argument
-  CHANGES_STATE  true: it may change the types of the caches
-  CHANGES_MEANING  true: it may round, or change values that keep their names
+  OPTIONS  default options, a frozen dataclass that checks its fields: the argument `options`
+  CHANGES_STATE  True: it may change the caches, in number or type
+  CHANGES_MEANING  True: it may change what a graph computes, such as by rounding; `check` does not
+      compare it with the pass before
 
 Weights are packed before `last_token_only`, so that prefill and decode share them, and
 `fuse_cache_write` runs after the passes that change caches.
@@ -54,7 +55,7 @@ def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
     for name in modules:
         if name not in names:
             after = f"AFTER = {modules[name].AFTER!r}"
-            raise PassError(f"pass {name}: {after} is no pass, or one that comes after it")
+            raise PassError(f"pass {name}: from {after} no chain of AFTERs leads to the first pass")
     return {name: modules[name] for name in names if name}
 
 
@@ -87,11 +88,11 @@ class PassOptions:
     records: tuple[Any, ...] = ()
 
     def of(self, kind: type[Record]) -> Record:
-        """Return the record of this type, or its defaults if there is none."""
+        """Return the record of this type; the type's defaults if there is none."""
         return next((r for r in self.records if isinstance(r, kind)), None) or kind()
 
     def changed(self, record: Any) -> PassOptions:
-        """Return a copy in which one pass has this record."""
+        """Return a copy with this record, which replaces one of the same type."""
         records = (r for r in self.records if type(r) is not type(record))
         return replace(self, records=(*records, record))
 

@@ -82,7 +82,7 @@ def _unquantised(g: Graph, row: Value) -> Value:
 def _write(g: Graph, v: Value) -> Node:
     """Return the write that defines a cache value; NoMatch if the old cache has other readers."""
     if v in g.state:
-        raise NoMatch(f"it reads {v} as it was before the write")
+        raise NoMatch(f"it reads {v} itself, not the result of a write")
     write = produced_by(g, v, "cache_write")
     old = write["cache"]
     if old not in g.state or g.next.get(old.name) != v:

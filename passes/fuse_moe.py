@@ -39,7 +39,7 @@ def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
 
     out = edit_each(g, g.find("linear_glu"), edit, note)
     for n in (n for siblings in routed.values() for n in siblings):
-        note(n.out.name, "left: no gated MLP reads the same residual")
+        note(n.out.name, "left: not fused with a gated MLP that reads the same residual")
     return out
 
 

@@ -46,7 +46,7 @@ def _post_norm(g: Graph, add: Node) -> Node:
 
 
 def _is_pre_norm(g: Graph, n: Node, post: Node) -> bool:
-    """Return whether a node is a norm like `post` that is not itself a post-norm."""
+    """Return whether a node is a norm with the eps of `post` that is not itself a post-norm."""
     if n.op != "rms_norm" or n.attrs != post.attrs:
         return False
     return [u.op for u in g.readers(n.out)] != ["add"]

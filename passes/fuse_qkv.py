@@ -31,7 +31,7 @@ def _edit(g: Graph, group: list[Node]) -> Edit:
     if format_of(g, weights[0]) is None:
         raise NoMatch(f"its weight {weights[0]} is not a param")
     if len(group) == 1:
-        raise NoMatch("the only projection of its input")
+        raise NoMatch("the only projection of its input with a weight of its format")
     b = Builder()
     weight = _joined([v.name.removesuffix(DENSE) for v in weights])
     y, old = pack(b, g, group, weight, _joined([v.name for v in outs]))

@@ -1,4 +1,5 @@
-"""Producer-reader fusion: a node and its only reader become one op, which a pass lists in JOINS.
+"""Producer-reader fusion: a node and a reader of its result become one op, which a pass lists in
+JOINS.
 
 The pattern is the fused op's expansion, a producer and its reader. The fused op's results are the
 reader's, then those of the producer's that the expansion returns too. Its operands are matched by
@@ -84,8 +85,8 @@ def _pairs(op: str) -> tuple[_Pair, ...]:
 
 
 def join(g: Graph, note: Note = ignore, *, ops: Sequence[str]) -> Graph:
-    """Fuse each node with the producer of its operand if the two match the expansion of one of
-    `ops`."""
+    """Fuse each node with the producer of one of its operands, if the two match the expansion of
+    one of `ops`."""
     pairs = [pair for op in ops for pair in _pairs(op)]
     positions = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}
 

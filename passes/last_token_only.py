@@ -22,22 +22,22 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
     """Move `last_row` towards the inputs as far as all readers allow."""
     sink = next((n for n in g.find("last_row") if n.out in g.outputs), None)
     if sink is None:
-        note(g.outputs[0].name, "left: the logits of every token are an output")
+        note(g.outputs[0].name, "left: no output is a `last_row`")
         return g
     region = _region(g, sink)
     for n in (n for n in g.find("attention") if n.out.name not in region):
         write = next((m for m in after(g, n.outputs) if m.op == "cache_write"), None)
-        why = f"for {write.out}" if write else "and not for the last one alone"
-        note(n.out.name, f"left: every token is read, {why}")
+        why = f"{write.out} depends on" if write else "other nodes read"
+        note(n.out.name, f"left: {why} every token of it")
     if sink["x"].name not in region:
-        note(sink.out.name, f"left: {sink['x']} has another user")
+        note(sink.out.name, f"left: {sink['x']} has another user, or its op mixes tokens")
         return g
     return _narrow(g, sink, region, note)
 
 
 def _region(g: Graph, sink: Node) -> set[str]:
-    """Return the names of values [B,S,...] of which only each sequence's last valid token is
-    read."""
+    """Return the names of values [B,S,...] of which only each sequence's last valid token is read,
+    and whose op can run on that token alone."""
     region = set[str]()
 
     def last_only(v: Value, user: Node) -> bool:
@@ -80,7 +80,8 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
 
 
 def _end(g: Graph, b: Builder) -> Value | None:
-    """Return the number of cached tokens after the chunk, start + lengths; None without caches."""
+    """Return the value start + lengths, the number of cached tokens after the chunk; None if the
+    graph writes no cache."""
     write = next(g.find("cache_write"), None)
     if write is None:
         return None

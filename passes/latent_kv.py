@@ -56,7 +56,7 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
             if options.form == PLAIN:
                 raise NoMatch("the form `off` keeps K and V")
             if 2 * match.rotated == match.table.attrs["dim"]:
-                raise NoMatch("every dim of K is rotated, so K does not follow from V")
+                raise NoMatch("every dim of K is rotated: a latent row would be as long as K and V")
         except NoMatch as reason:
             note(k, f"left: {reason}")
             continue
@@ -114,8 +114,8 @@ class _Match:
         return b.nodes
 
     def read(self, n: Node, write: Node) -> Node:
-        """Return the attention that reads the latent cache, before or after its write, as the
-        replaced one did."""
+        """Return the node that replaces the attention `n`; like it, it reads the cache before or
+        after the write."""
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
         operands = [write.out if after else write["cache"], *[write["new"]] * bool(fresh)]
@@ -160,6 +160,6 @@ def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
         after = {v == w.out for w, v in zip(writes, n.caches, strict=True)}
         chunk, _ = split_chunk(n.chunk, 2)
         if len(after) > 1 or chunk not in ((), tuple(w["new"] for w in writes)):
-            raise NoMatch(f"{n.out} reads K and V before and after a write")
+            raise NoMatch(f"{n.out} reads only one of K and V after its write, or another chunk")
         if chunk and n.inputs[1:2] != m.table.inputs:
             raise NoMatch(f"{n.out} has queries at other positions than RoPE's")

@@ -64,7 +64,8 @@ def producer_of(g: Graph, v: Value, *ops: str) -> Node | None:
 
 
 def produced_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
-    """Return the node that defines a value; NoMatch if it is of another op."""
+    """Return the node of op `op` that defines a value; if none does, NoMatch with the reason
+    `otherwise` or a default."""
     n = producer_of(g, v, op)
     if n is None:
         raise NoMatch(otherwise or f"{v} is not a result of {op}")
@@ -106,15 +107,17 @@ def match_parts(g: Graph, fused: Node) -> list[Node]:
 
 
 def only_reader(g: Graph, v: Value, op: str) -> Node:
-    """Return the only reader of a value; NoMatch if there are others or it is of another op."""
+    """Return the only reader of a value, of op `op`; NoMatch if there are others or it is of
+    another op."""
     users = g.readers(v)
     if [n.op for n in users] != [op]:
-        raise NoMatch(f"{v} has another user")
+        raise NoMatch(f"{v} is not read by one {op} alone")
     return users[0]
 
 
 def after(g: Graph, values: Iterable[Value]) -> Iterator[Node]:
-    """Yield the nodes that depend on values, breadth first, not through cache writes."""
+    """Yield the nodes (RESULT too) that depend on values, breadth first; no readers of cache
+    writes."""
     visited = set[int]()
     queue = [u for v in values for u in g.readers(v)]
     for n in queue:
@@ -161,8 +164,8 @@ def pack(
     b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
 ) -> tuple[Value, list[Node]]:
     """Emit one linear with the concatenated rows of several weights: of codes and scales if they
-    are quantised, as int8 if their formats differ. Returns its result and the nodes that it
-    replaces."""
+    are quantised, as int8 if their formats differ. `weight`, `name`: names of the packed weight and
+    of the result. Returns the result and the nodes that the linear replaces."""
     dequantizers = [n for p in products if (n := g.producer(p["w"]))]
     if dequantizers:
         parts = [n.inputs for n in dequantizers]
@@ -180,7 +183,7 @@ def pack(
 
 
 def _to_int8(b: Builder, pair: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Convert codes and scales to int8 if their format supports it."""
+    """Convert codes and scales to int8 if their format is in JOINED_AS_BYTES, else return them."""
     if FORMAT_OF[pair[0].type.dtype] not in JOINED_AS_BYTES:
         return pair
     ends = (v.name.rpartition(".") for v in pair)
