@@ -153,7 +153,7 @@ def cached_rows(net: Network, n: Node, caches: tuple[Operand, ...]) -> list[Oper
     """Return the parts of the KV caches [B,n,T,d] that an attention reads; they contain the chunk's
     tokens too (graph.py)."""
     chunk, _ = split_chunk(n.chunk, len(n.caches))
-    assert not chunk, f"{n.out}: a chunk beside its caches"
+    assert not chunk, f"{n.out} reads its chunk separately from its caches"
 
     def rows(cache: Value, x: Operand) -> Operand:
         if is_ring(cache.type):
@@ -215,7 +215,8 @@ def qkv_write(net: Network, n: Node, qkv: Operand, *inputs: Operand) -> tuple[Op
 def _norm_weights(
     e: Emitter, q: Operand, k: Operand, heads: int, count: int, values: bool
 ) -> Operand:
-    """Return f32[1,heads,1,d]: the weights of each head's norm; those of values are 1."""
+    """Return the norm weight of each head of q and k, and with `values` ones for those of v, as
+    f32[1, heads of all, 1, d]."""
     rows = [e.cast(e.unsqueeze(w, 0, 1, 2), "f32") for w in (q, k)]
     ones = [e.constant(torch.ones(1, count, 1, int(q.shape[0])))] if values else []
     return e.concat([rows[0]] * heads + [rows[1]] * count + ones, 1)

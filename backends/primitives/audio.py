@@ -36,8 +36,8 @@ def sigmoid_glu(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def windows(e: Emitter, x: Operand, at: torch.Tensor, axis: int) -> Operand:
-    """Gather windows of entries `at` [count, width] along an axis; zero for entries out of
-    range."""
+    """Gather windows of entries `at` [count, width] along an axis, which becomes two axes: count,
+    width. Zero for entries out of range."""
     size = int(x.shape[axis])
     seen = e.gather(x, e.constant(at.clamp(0, size - 1)), axis)
     inside = (at >= 0) & (at < size)
@@ -83,7 +83,8 @@ def chunked_attention(
     dim_scale: Operand,
     mask: Operand,
 ) -> Operand:
-    """Attend within chunks, in fp32; tensors are [B, n, blocks, queries or keys of a block, d]."""
+    """Attend by blocks of `chunk` queries, in fp32: q, k and v [B,T,n,d] are regrouped to [B, n,
+    blocks, queries or keys of a block, d]."""
     e, (b, t, heads, d) = net.e, map(int, q.shape)
     chunk, cap = n.integer("chunk"), n.number("cap")
     visible = net.shared(
@@ -108,7 +109,8 @@ def chunked_attention(
 
 
 def _context(n: Node, t: int) -> torch.Tensor:
-    """Return i64[blocks, width]: the frames that the queries of each block may see."""
+    """Return i64[blocks, width]: the frames that some query of a block may attend to; those out of
+    range do not exist."""
     chunk, past = n.integer("chunk"), n.integer("left") - 1
     return steps(-(-t // chunk), chunk, -past, past + chunk + n.integer("right"))
 
@@ -130,7 +132,8 @@ def _seen(net: Network, n: Node, mask: Value) -> Operand:
 
 def _by_distance(e: Emitter, queries: Operand, relative: Operand, width: int) -> Operand:
     """Return relative-position scores [B, n, blocks, chunk, width], shifted so that row i begins at
-    column i: zero-padded to width + 1 and flattened, each row begins one entry later."""
+    column i: with rows zero-padded to width + 1, then flattened and cut into rows of `width`, each
+    row begins one entry later than the one before."""
     b, heads, blocks, chunk, d = map(int, queries.shape)
     count = int(relative.shape[0])
     fill = torch.zeros(width + 1 - count, heads * d)

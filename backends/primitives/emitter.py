@@ -62,7 +62,7 @@ class Emitter(ABC):
 
     @contextmanager
     def shared_scope(self) -> Iterator[None]:
-        """Context for tensors that several values share: names get SHARED."""
+        """Context for tensors that several values share: `scope` gets the suffix SHARED."""
         before = self.scope
         self.scope = before if before.endswith(SHARED) else before + SHARED
         try:
@@ -134,8 +134,7 @@ class Emitter(ABC):
     def _number(self, value: float, like: Operand) -> Operand:
         return self.constant(torch.full((1,) * like.rank, value, dtype=torch_dtype(like.dtype)))
 
-    # --- matmuls and reductions
-    # --------------------------------------------------------------------
+    # --- matmuls and reductions ---------------------------------------------------------------
 
     def linear(self, x: Operand, w: Operand, columns: bool = False) -> Operand:
         """Return x w^T for a weight w [out, in]; if `columns`, w is stored as [in, out]."""
@@ -233,7 +232,7 @@ class Emitter(ABC):
         """Return the entries [start, stop) of an axis."""
         size = x.shape[axis]
         fits = 0 <= start < stop and (isinstance(size, str) or stop <= size)
-        _need(fits, f"slice: [{start}, {stop}) is not within axis {axis} of {x.type}")
+        _need(fits, f"slice: [{start}, {stop}) is empty or not within axis {axis} of {x.type}")
         if (start, stop) == (0, size):
             return x
         shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
@@ -256,8 +255,7 @@ class Emitter(ABC):
         shape = (name if i == axis else d for i, d in enumerate(x.shape))
         return self._block(x, axis, first, count, x.type.with_shape(*shape))
 
-    # --- gather and scatter
-    # -----------------------------------------------------------------------------
+    # --- gather and scatter -------------------------------------------------------------------
 
     def gather(self, x: Operand, index: Operand, axis: int) -> Operand:
         """Return entries of an axis: x.shape[:axis] + index.shape + x.shape[axis + 1:]."""
@@ -347,7 +345,7 @@ def reshape_spec(x: Type, t: Type) -> list[int]:
 
 
 def broadcast(op: str, a: Type, b: Type) -> tuple[Dim, ...]:
-    """Return the shape of a pointwise result; ValueError if ranks or sizes differ."""
+    """Return the shape of a pointwise result; ValueError if ranks differ, or sizes other than 1."""
     _need(a.rank == b.rank, f"{op}: {a} and {b} differ in rank")
     pairs = list(zip(a.shape, b.shape, strict=True))
     _need(all(m == n or 1 in (m, n) for m, n in pairs), f"{op}: {a} and {b} do not fit")

@@ -15,7 +15,7 @@ from .network import Network, full_slots
 def packed_attention(
     net: Network, n: Node, q: Operand, k: Operand, v: Operand, ends: Operand
 ) -> Operand:
-    """Attend within each text, bidirectionally, and within the window on each side; q
+    """Attend within each text, bidirectionally, and within the window (0: none) on each side; q
     [1,S,heads,d]."""
     e, window = net.e, n.integer("window")
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
@@ -67,8 +67,8 @@ def _tokens(net: Network, x: Operand) -> Operand:
 
 
 def _text_of_tokens(net: Network, n: Node, x: Operand, ends: Operand) -> Operand:
-    """Return i64[1,S]: the index of the text of each token of x [1,S,...], which is the number of
-    ends up to it."""
+    """Return i64[1,S]: the index of the text of each token of x [1,S,...]: the number of texts that
+    end before the token."""
     e = net.e
 
     def number() -> Operand:

@@ -19,7 +19,8 @@ def times(e: Emitter, x: Operand, value: float) -> Operand:
 
 
 def capped(e: Emitter, x: Operand, cap: float) -> Operand:
-    """Return tanh(x / cap) * cap, each step in fp32 and rounded once; x if cap is 0."""
+    """Return tanh(x / cap) * cap, each of the three steps in fp32 and rounded to x's dtype; x if
+    cap is 0."""
     if not cap:
         return x
     x = in_fp32(e, x, lambda h: e.div(h, cap))

@@ -15,8 +15,8 @@ from .emitter import Emitter, Operand
 from .network import Network
 from .pointwise import weight_like
 
-#: maximum attention scores of a tower at a time: queries are processed in blocks, so that 10080
-#: patches (16 heads, 1.6 * 10^9 scores) need about as much memory as 2520
+#: attention scores of a tower that exist at a time, about: queries are processed in blocks, so that
+#: 10080 patches (16 heads, 1.6 * 10^9 scores) need about as much memory as 2520
 SCORES = 1 << 26
 
 

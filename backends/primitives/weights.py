@@ -27,7 +27,8 @@ def dequantize_at_build(g: Graph, keeps_codes: Callable[[Graph, Node], bool]) ->
 
 def by_columns(g: Graph, dtypes: Collection[str] = tuple(PACKED)) -> Graph:
     """Return the graph with quantised weights of these code dtypes stored column-major. Two 4-bit
-    codes share a byte, so a weight with an odd number of rows is dequantised at build time."""
+    codes share a byte, so a 4-bit weight with an odd number of rows is dequantised at build
+    time."""
 
     def in_columns(n: Node) -> bool:
         return n["codes"].type.dtype in dtypes
