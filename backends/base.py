@@ -102,8 +102,8 @@ class State(Protocol):
             t.zero_()
 
     def copy(self, source: Any, start: int, row: int, context: int) -> None:
-        """Copy the first `context` tokens of sequence `start` of `source`, which may be this state,
-        to sequence `row`."""
+        """Copy the slots in use of sequence number `start` of `source`, which may be this state, to
+        sequence number `row`; both have at most `context` tokens."""
         mine = self.row(row, context)
         for name, t in source.row(start, context).items():
             mine[name].copy_(t)
@@ -119,9 +119,9 @@ class State(Protocol):
 
 
 class Runtime(Protocol):
-    """A loaded engine. The graph `decode` takes one token per sequence, `prefill` a chunk of any
-    length. By default the host embeds and samples tokens, and `resident` exposes no param, since
-    runtimes change the layout of params."""
+    """A loaded engine. The graph `decode` takes one token per sequence, `prefill` a chunk of them.
+    By default the host embeds and samples tokens, and `resident` exposes no param, since runtimes
+    change the layout of params."""
 
     #: the packed params that the runtime was loaded from
     source: ParamSource
@@ -184,7 +184,7 @@ class Backend(PlannedBackend, ABC):
     packs_weights: bool = False
     #: whether compiled files (if `machine` is not "any") run only with the torch that built them
     of_torch: bool = True
-    #: type of the record that `compile` returns, for spec/reader.py
+    #: dataclass as which spec/reader.py reads the record that `compile` returned
     record: Any = Nothing
 
     def aimed(self, target: str | None) -> Backend:

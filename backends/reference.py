@@ -65,8 +65,9 @@ class ReferenceRuntime(Runtime):
         return outputs if step.logits else None
 
     def _run_node(self, n: Node, operands: list[Any]) -> tuple[Any, ...]:
-        """Run a node. On a CPU, outputs of a node that reads params alone (dequantised weights:
-        nearly all work of a step) are cached while all together fit into MAX_CACHED_BYTES."""
+        """Run a node. On a CPU, outputs of a node that reads params alone and cannot be folded at
+        build (dequantised weights: nearly all work of a step) are cached while all together fit
+        into MAX_CACHED_BYTES."""
         names = [v.name for v in n.inputs]
         if n.definition.fold or not self.params.keys() >= {*names}:
             return self._run(n, operands)

@@ -25,7 +25,7 @@ from g4ir.errors import InputError
 from .background_mask import BackgroundMask
 from .background_mask import LogitsMask as LogitsMask  # re-exported
 
-#: upper bound of seeds; a request without a seed gets a random one
+#: seeds are below this; a request without a seed gets a random one
 SEEDS = 1 << 63
 #: max top_k of the method TOP, which always selects and sorts this many logits
 CANDIDATES = 64
@@ -47,8 +47,8 @@ TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
 ALL = 2.0
 #: (min, max, text for errors) of biases and additive penalties
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")
-#: (setting, min, max, text for errors). A setting that may be negative has a colon after its name,
-#: as the error prints it: `presence_penalty: -2e9`
+#: (setting, min, max, text for errors). An additive penalty has a colon after the name, which the
+#: error prints: `presence_penalty: -2e9`
 LIMITS: tuple[tuple[Any, ...], ...] = (
     ("temperature", 0, sys.float_info.max, "0 (greedy) or more, finite"),
     ("top_k", -1, math.inf, "at least 1, or 0 or -1 for no limit"),
@@ -247,8 +247,8 @@ class Sampler:
             self._penalise(row)
         if float(row.amax()) == -math.inf:
             raise InputError(
-                f"after {len(self.generated)} tokens no token is allowed: the logits mask allows "
-                f"only suppressed tokens, or stop tokens before min_tokens {s.min_tokens}"
+                f"after {len(self.generated)} tokens no token is allowed: each is suppressed, "
+                f"masked by the logits mask, or a stop token before min_tokens {s.min_tokens}"
             )
         if s.min_p and s.temperature > 0:
             weights = weights_of(row[None], s.temperature)[0]
@@ -272,7 +272,8 @@ class Sampler:
 def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
     """Sample a token for each sequence of `samplers` (row of the logits [B, vocab] -> sampler), and
     append it to the sampler's generated tokens. A row that fails appends none (see `Drawn`)."""
-    # One NaN or infinite logit makes a row's sum so; one transfer from a device for both.
+    # One NaN or infinite logit makes a row's sum NaN or infinite; one transfer from a device for
+    # sums and argmax.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((greatest(logits).double(), sums.double())).tolist()
     out: dict[int, Drawn] = dict.fromkeys(samplers)
@@ -326,8 +327,8 @@ def read_logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
 
 
 def bits(mask: Any, vocab: int) -> torch.Tensor:
-    """Return a result of `LogitsMask.mask`, not None, as bool [vocab]; InputError for other types
-    or shapes."""
+    """Convert a mask that `LogitsMask.mask` returned to bool [vocab]; InputError for another dtype
+    or shape."""
     t, words = torch.as_tensor(mask), -(-vocab // 32)
     if t.dtype == torch.bool and t.shape == (vocab,):
         return t
@@ -448,5 +449,5 @@ def draw(
 def weights_of(values: torch.Tensor, temperature: Any) -> torch.Tensor:
     """Return unnormalised probabilities in float64, relative to the largest of `values`.
     `temperature`: a number, or f64[B, 1]."""
-    # The largest becomes 0 before the division, so that no temperature overflows.
+    # The largest becomes 0 before the division, so that no low temperature makes it infinite.
     return ((values - values.amax(-1, keepdim=True)).double() / temperature).exp()
