@@ -11,7 +11,8 @@ import torch
 
 Tensor = torch.Tensor
 
-#: max rows (batch x tokens) of steps that share an arena; verification steps of more are split
+#: max rows (batch x tokens) of the decode and verification steps that share an arena; a larger
+#: verification step is split
 ROWS = 8
 #: alignment of a value's memory, in bytes
 LINE = 64
@@ -20,10 +21,10 @@ LINE = 64
 class Arena:
     """Memory for the values of steps: reused after a value's last use, and by the next step.
 
-    A block has the size of its value in a step of ROWS rows, or with `max_sizes` (bytes, in the
-    order of allocation) in the largest step. So steps of fewer rows use the same blocks, and since
-    the first free block is taken, a value has the same address in all of them. Memory that no step
-    touches never becomes resident.
+    A block has the size of its value in a step of ROWS rows, or of the step's rows if these are
+    more; with `max_sizes` (bytes, in the order of allocation) in the largest step. So steps of
+    fewer rows use the same blocks, and since of the free blocks of a size the oldest is taken, a
+    value has the same address in all of them. Memory that no step touches never becomes resident.
     """
 
     def __init__(self, device: str, max_sizes: Sequence[int] = ()) -> None:
@@ -64,8 +65,8 @@ class Arena:
         return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
     def use(self, t: Tensor, more: int) -> None:
-        """Add `more` users (0 or negative, too) of a tensor's memory; a block without users is
-        free."""
+        """Add `more` users (0 or negative, too) of a tensor's memory; a block left without users is
+        freed."""
         key = storage_of(t)
         self._users[key] += more
         if not self._users[key] and key in self._lent:

@@ -26,8 +26,9 @@ PANEL_DTYPES = (DTYPES[torch.bfloat16], DTYPES[torch.float32])
 def quantized(
     w: torch.Tensor, *, form: str, group: int, scale: str, moments: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
-    """Return the codes and scales of a weight, bit-identical to `quantize.reference`, the fallback
-    for other formats, weights beyond 4096, infinities, NaN, and machines without the kernel."""
+    """Return the codes and scales of a weight, bit-identical to `quantize.reference`, which is the
+    fallback for other formats than int4 with bf16 scales, absolute values above 4096, infinities,
+    NaN, group sizes that packing.c does not support, and machines without the kernel."""
     size, dtype, threads = group or w.shape[-1], DTYPES.get(w.dtype), torch.get_num_threads()
     if form == "int4" and scale == "bf16" and w.is_cpu and _has_kernel(dtype, size):
         codes = torch.empty(*w.shape[:-1], w.shape[-1] // 2, dtype=torch.uint8)
@@ -48,7 +49,8 @@ def fitted_groups(
     x: torch.Tensor, levels: tuple[int, ...], shift_by: int, moments: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and shifts of groups [.., GROUP] as `fit_groups` does, by the C kernel;
-    `fit_groups` itself is the fallback for the cases that `quantized` lists."""
+    `fit_groups` itself is the fallback for other dtypes than fp32, absolute values above 4096,
+    infinities, NaN, and machines without the kernel."""
     if x.is_cpu and x.dtype == torch.float32 and _has_kernel(DTYPES[x.dtype], GROUP):
         x, weights = x.contiguous(), None if moments is None else moments.contiguous()
         scales, shifts = (x.new_empty(x.shape[:-1]) for _ in range(2))
@@ -76,9 +78,9 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 
 
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
-    """Add x^T x to `total` f32[n, n] as `add_products` does, by the C kernel if there is one; bf16
-    inputs are multiplied as bf16. Sums do not depend on the number of threads. MemoryError if
-    the kernel has no memory for its packed inputs."""
+    """Add x^T x of inputs x [T, n] to the upper triangle of `total` f32[n, n] as `add_products`
+    does, by the C kernel if there is one, which multiplies bf16 inputs as bf16. Its sums do not
+    depend on the number of threads. MemoryError if it has no memory for its packed inputs."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 #: name -> function of kernels/kernels.h
 _kernels: dict[str, Callable[..., int]] = {}
-#: dtype of x, outputs (bf16, fp32) and scales -> its id in kernels/kernels.h
+#: dtype of x and outputs (bf16 or fp32), or of scales -> its id in kernels/kernels.h
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 #: dtype of a quantised weight -> id of its format in kernels/kernels.h
 FORMAT_IDS = {torch_dtype(name): number for number, name in enumerate(KERNEL_FORMATS)}

@@ -125,8 +125,9 @@ class CpuRuntime(ProgramRuntime):
             return program.run(feeds)["soft"]
 
     def _max_tokens(self, phase: str, tokens: int) -> int:
-        """Return the tokens per sequence for which the arena of a step is sized: those of the
-        largest chunk in graphs of chunks, else of the step."""
+        """Return the tokens per sequence for which a step's arena is sized: in prefill and encoder
+        graphs (CHUNKS) those of the longest chunk, at least the 3 of the recorded programs
+        (`_program`); in others the step's."""
         return max(tokens, self.limits.prefill_chunk, 3) if phase in CHUNKS else tokens
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:

@@ -168,8 +168,8 @@ class Code:
 
 
 class Recorder:
-    """Records the nodes of graphs, all dims bound, as instructions; nodes without an instruction as
-    calls of `run`, by torch."""
+    """Records the nodes of graphs whose dims are all bound: as instructions, or as calls of `run`
+    (torch) for nodes without an instruction."""
 
     def __init__(self, arena: Arena, run: Run = run_node) -> None:
         self.arena, self._run = arena, run
@@ -209,7 +209,8 @@ class Recorder:
         return len(self.instructions), len(self.torch_ops)
 
     def _watched_values(self, n: Node) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, value) of the outputs of a node, except caches and quantised weights."""
+        """Yield (name, value) of a node's outputs, except caches and values that are not computed
+        yet: quantised weights and `Rounded` rows."""
         updated = {new.name for _, new in n.definition.updated(n.inputs, n.outputs)}
         for v in n.outputs:
             if v.name not in updated and isinstance(value := self.env[v.name], Tensor):

@@ -15,7 +15,7 @@ static inline void shape_amx(const amx_shapes *shapes) {
 }
 static inline void end_amx(void) { __asm__ volatile("tilerelease" : : : "memory"); }
 
-/* Loads register R from rows with a stride of APART bytes, and stores it. */
+/* Load register R from, or store it to, rows with a stride of APART bytes. */
 #define LOAD_AMX(R, FROM, APART)                                                                    \
     __asm__ volatile("tileloadd (%0,%1), %%tmm" #R : : "r"(FROM), "r"((int64_t)(APART)) : "memory")
 #define STORE_AMX(R, TO, APART)                                                                     \

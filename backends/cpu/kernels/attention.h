@@ -4,7 +4,7 @@
 #include "dense.h"
 
 /* KEYS: keys per block, a multiple of the keys that a dot product takes at once, few enough that their values stay in
- * the core's private cache. KEYS_LEAST: minimum slots per split. */
+ * the core's private cache. KEYS_LEAST: slots of the cache for each split after the first. */
 #define KEYS 96
 #define KEYS_LEAST 48
 /* Maximum splits: each has its own sums, for every sequence of a batch. */
@@ -28,7 +28,7 @@ typedef struct {
     int64_t wide;               /* d, rounded up to a multiple of PAIR */
     int as_held;                /* whether cache rows are used as stored, else converted to fp32 */
     float *partial;
-    uint32_t *made; /* completed splits of each KV head of each sequence */
+    uint32_t *made; /* number of completed splits of each KV head of each sequence */
 } attention;
 
 /* Keys or values at a constant stride. */
@@ -259,7 +259,7 @@ static void in_twos(const sums *weights, int64_t count, uint32_t *to) {
 ADD(bf16, bf16, float, 1, ADD_ONE)
 #endif
 
-/* out += weights * values of up to TOGETHER rows. */
+/* out += weights * values, for up to TOGETHER query rows. */
 static void add_values(const attention *a, row_run values, const sums *weights, room *own,
                        int64_t here, float *out) {
     const float *plain = weights[0];

@@ -36,7 +36,8 @@ static inline void read_int8(const uint8_t *p, float *to) {
 #endif
 }
 
-/* e4m3 is subnormal below 2^-6: decoded as if normal a code gives `high`; its value, `low`, is smaller. */
+/* Decodes a block of e4m3 codes. Without AVX-512 a value is the lesser of `high`, which is right for normal codes, and
+ * `low`, for subnormal ones (below 2^-6). */
 static inline void read_fp8(const uint8_t *p, float *to) {
 #ifdef __AVX512BW__ /* e4m3 bits, shifted, are an fp16 2^8 times smaller */
     __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));

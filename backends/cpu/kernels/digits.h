@@ -79,7 +79,7 @@ static inline void factors_of(const int form, row_words codes, row_words *to) {
 #define ADD_PRODUCTS(INSTRUCTION, SUM, FACTORS, X)                                              \
     __asm__(INSTRUCTION " %2%{1to16%}, %1, %0" : "+v"(SUM) : "v"(FACTORS), "m"(*(X)))
 
-/* Keeps compilers from reordering the additions of a sum, which takes more registers than AVX2 has. */
+/* Keeps compilers from reordering the additions of a sum: reordered, they take more registers than AVX2 has. */
 #define ADD_NOW(SUM) __asm__ volatile("" : "+x"(SUM))
 
 #if WIDE == 32

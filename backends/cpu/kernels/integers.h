@@ -17,20 +17,20 @@
 #define EACH_VECTOR UNROLLED for (int v = 0; v < vectors; v++)
 #define EACH_ROW UNROLLED for (int r = 0; r < rows; r++)
 
-/* Accumulates the products of word j of block b of the codes `at` with block i of each row of x. */
+/* Accumulates the products of word j of block b of the codes at byte offset `at` with block i of each row of x. */
 ALWAYS word_product(const int form, const int rows, const int vectors, const int parts, int b, int j,
                     int64_t at, const strip *of, const digits *const *x, int64_t i,
                     row_sums (*made)[TOGETHER][3]) {
     row_words factors[VECTORS_MOST][2];
     EACH_VECTOR factors_of(form, code_word(form, of[v].codes + at, b, j), factors[v]);
     EACH_ROW add_word(form, vectors, parts, factors, x[r] + i, j, made, r);
-#if WIDE == 32 /* keeps compilers from loading all words first, to more registers than there are; four words of INT2
-                * are one load */
+#if WIDE == 32 /* keeps compilers from loading all words first, to more registers than there are; of INT2 and INT3 four
+                * words come from one load */
     if (!FOURTHS(form)) __asm__ volatile("" ::: "memory");
 #endif
 }
 
-/* Multiplies block b of the codes `at` with block i of each row of x; `of`: strips of one tile. */
+/* Multiplies block b of the codes at byte offset `at` with block i of each row of x; `of`: strips of one tile. */
 ALWAYS block_product(const int form, const int rows, const int vectors, const int parts, int b, int64_t at,
                      const strip *of, const row_floats *scale, const row_floats *least,
                      const digits *const *x, int64_t i, row_floats (*sum)[TOGETHER]) {
@@ -77,7 +77,7 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
         left += together * BLOCK;
         UNROLLED for (int b = 0; b < together; b++) UNROLLED for (int s = 0; s < strips; s += vectors) {
             const int line = b * WORDS_OF(form) / together;
-            /* four streams too for few bits on AVX2: int4 in 0.9 of the time (Zen 4) */
+            /* four streams are prefetched only for formats of few bits on AVX2: int4 in 0.9 of the time (Zen 4) */
             if (strips / vectors < STRIPS_MOST || SUMS_IN_16_BITS(form))
                 UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
                     __builtin_prefetch(of[s].codes + at + j * LINE + TILE_AHEAD, 0, 2);

@@ -67,9 +67,9 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                 int64_t window, double scale, int threads);
 
-/* The same for a prefill chunk: queries attend to the cache, then to k and v[batch, queries, kv_heads,
- * width] of the chunk, up to position last[batch, queries]. g4ir_takes_chunk returns whether these dtypes and head
- * sizes are supported. */
+/* The same for a prefill chunk: queries attend to the cache, then to the chunk's fresh_k and fresh_v[batch, queries,
+ * kv_heads, width], up to position last[batch, queries]. g4ir_takes_chunk returns whether these dtypes and head sizes
+ * are supported. */
 int g4ir_takes_chunk(int dtype, int held, int64_t d);
 int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
                       const int64_t *written, const void *k, const void *v, const void *fresh_k,

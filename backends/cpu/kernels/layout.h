@@ -21,7 +21,7 @@ enum { THREES_HIGH = 32, THREES_SHARED = 48, THREES_BYTES = 56, TWOS_SHARED = 32
 enum { ABOVE_HIGH = 128, ABOVE_UINT4 = 140, ABOVE_UINT5 = 172 };
 /* Bytes of a block of int5 or min5: low 4 bits, then a word of the upper bits. */
 #define FIVES_BYTES 20
-/* Bytes of a block of int2: 2 bits; of int3: low 2 bits, then a word of the upper bits. */
+/* Bytes of a block of int2 (2 bits per value) and of int3 (low 2 bits, then a word of the upper bits). */
 enum { INT2_BYTES = 8, INT3_BYTES = 12 };
 /* Super-block of fp4, of 64 values: byte offset of the half blocks' e4m3 scales, and the size in bytes. */
 enum { FP4_SHARED = 32, FP4_BYTES = 36 };
@@ -39,7 +39,7 @@ enum { NL3_HIGH = 32, NL4_BYTES = 68, NL3_BYTES = 52, NL2_BYTES = 36 };
 #define SUPER(form) ((form) == UINT4 || (form) == UINT5)
 #define MINIMA(form) (SUPER(form) || (form) == UINT2 || (form) == MIN4 || (form) == MIN5)
 #define HALVES(form) ((form) == INT6 || (form) == INT3K || (form) == UINT2 || (form) == FP4)
-/* Blocks per super-block (1: the format has none), and its size in bytes. */
+/* Blocks per super-block (1: the format has none), and the size in bytes of a super-block, or else of a block. */
 #define BLOCKS_OF(form) ((form) == FP4 ? 2 : HALVES(form) || NONUNIFORM(form) ? 4 : SUPER(form) ? 8 : 1)
 #define BYTES_OF(form)                                                                          \
     ((form) == INT4 || (form) == IQ4 || (form) == MIN4 ? HALF                                   \
@@ -55,14 +55,14 @@ enum { NL3_HIGH = 32, NL4_BYTES = 68, NL3_BYTES = 52, NL2_BYTES = 36 };
      : (form) == NL4 ? NL4_BYTES                                                                \
      : (form) == NL3 ? NL3_BYTES                                                                \
      : (form) == NL2 ? NL2_BYTES : BLOCK)
-/* Minimum values of a group (that share a scale); a group is a multiple. */
+/* Minimum values per group (values that share a scale); group sizes are multiples of it. */
 #define SHARE_OF(form) ((form) == INT8 || (form) == FP8 ? HALF : BLOCKS_OF(form) * BLOCK)
 /* Order of values in unpacked words. EVEN_ODD, formats with two codes per byte: of every eight values the even ones,
  * then the odd ones. FOURTHS, formats with four: of every sixteen every fourth one. Others: as they are. */
 #define FOURTHS(form) ((form) == INT2 || (form) == INT3)
 #define EVEN_ODD(form)                                                                          \
     ((form) == FP4 || (form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form) && !NONUNIFORM(form))
-/* The value of a block in byte j % 4 of unpacked word j / 4. */
+/* Index in its block of the value that byte j % 4 of unpacked word j / 4 has. */
 static inline int value_at(int form, int j) {
     if (FOURTHS(form)) return j / 16 * 16 + j / 4 % 4 + j % 4 * 4;
     return EVEN_ODD(form) ? j / 8 * 8 + j / 4 % 2 + j % 4 * 2 : j;
@@ -72,7 +72,8 @@ static inline int value_at(int form, int j) {
  * (detected by SSE4A) are fastest with four streams and no prefetch: int8 34 and 51 GB/s against 30 and 36 for
  * one prefetched stream (Zen 4, slow and fast memory), int4 and fp8 8 and 35 % faster. Intel CPUs are fastest
  * with two prefetched streams: a decode step of E2B takes 95 ms instead of 112 in Q8_0, 53 instead of 57 in
- * Q4_0 (Emerald Rapids). Formats that take more instructions to unpack gain from two, or lose. */
+ * Q4_0 (Emerald Rapids). Formats that take more instructions to unpack are fastest with two streams, or with one
+ * (strips_of). */
 #define STRIPS_MOST 4
 static inline int strips_of_one(void) {
 #ifdef __x86_64__
@@ -80,9 +81,9 @@ static inline int strips_of_one(void) {
 #endif
     return 2;
 }
-/* Whether AMX (amx.h) is used for this many rows of x: eight rows in cache take 0.8 of the time with int4 and
- * uint4, 0.7 with 5 bits (Emerald Rapids). No gain for four rows, for int8 (no unpacking) or for one digit of
- * x; int6, with a scale per half block, stores twice as many sums. */
+/* Whether AMX (amx.h) is used for this many rows of x: with weights in cache, eight rows take 0.8 of the time with
+ * int4 and uint4, 0.7 with 5 bits (Emerald Rapids). No gain for four rows, for int8 (no unpacking) or for one digit
+ * of x; formats with a scale per half block would store twice as many sums. */
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define ON_AMX
 #endif

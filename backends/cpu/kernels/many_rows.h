@@ -30,7 +30,7 @@ typedef struct {
     const void *x;
     void *y;
     int dtype; /* of x and y */
-    int upper; /* rows are columns of x; products are added to fp32 y [n, n] in units not below its diagonal */
+    int upper; /* adds x^T x to fp32 y [n, n], in units not below its diagonal; `rows` and n count columns of x */
     int64_t stride; /* with `upper`: elements from one row of x to the next */
     int64_t rows, n, k;
     const micro_kernel_set *by;

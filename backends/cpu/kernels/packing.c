@@ -31,7 +31,7 @@ enum { WEIGHTED_STARTS = 12 };
 
 typedef struct {
     const void *w;
-    const float *moments; /* [groups / matrix, row, group], or NULL */
+    const float *moments; /* second moments of a matrix's columns, [matrices, row, group]; NULL: unweighted errors */
     uint8_t *codes;
     bf16 *scales;
     int64_t groups, group, row, matrix; /* number of groups, values per group, groups per row and per matrix */
@@ -215,7 +215,7 @@ int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, in
     return p.refused;
 }
 
-/* Half the entries of a table of levels, four per unit of y (grids.py). */
+/* Half the number of entries of a table of levels, which has four entries per unit of y (grids.py). */
 enum { REACH = 512 };
 
 /* Looks up the level nearest to y; NaN takes the first entry. */
@@ -307,7 +307,7 @@ static int fit_units(void *context, units *u) {
     return 0;
 }
 
-/* `fit_groups` for fp32 groups of LEVELS_GROUP values; returns 1 like g4ir_pack. */
+/* `fit_groups` for fp32 groups of LEVELS_GROUP values; returns 1 for the weights for which g4ir_pack does. */
 int g4ir_fit_groups(const float *x, const float *moments, const float *levels, float *scales, float *shifts,
                     int64_t groups, int64_t row, int lowest, int shift, int threads) {
     grid_search p = {x, moments, levels, scales, shifts, groups, row, lowest, shift, 0};

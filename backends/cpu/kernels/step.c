@@ -16,8 +16,8 @@
 #define READ_AHEAD (1 << 20)
 /* Nanoseconds after which a thread that waits for steps looks again. */
 #define LOOK_NS 50000000
-/* Rows of x that the GEMV takes for every quantised format; without a GEMM kernel x is multiplied in pieces of as
- * many. */
+/* Max rows of x for which the GEMV takes any quantised format (some take more); without a GEMM kernel, x is multiplied
+ * this many rows at a time. */
 #define ROWS_TOGETHER 8
 /* Result of a step after which no sequence is active. */
 #define ALL_REST -1
@@ -534,8 +534,8 @@ static int takes_gemm(const coded_product *p) {
     return g4ir_takes_gemm(p->form, p->rounded, p->dtype, p->rows, p->n, p->k, p->groups);
 }
 
-/* GEMV for few rows; GEMM on packed panels, if the CPU supports it, for more rows and for all prefill chunks,
- * so that a prompt's rows do not depend on where it is cut. */
+/* GEMV for few rows; GEMM on packed panels, if the weight is tiled and these sizes are supported, for more rows and for
+ * all prefill chunks, so that a prompt's rows do not depend on where it is cut; else GEMVs. */
 static int multiply_coded(const coded_product *p, int threads) {
     int few = !p->chunk && g4ir_takes_codes(p->form, p->rounded, p->dtype, p->rows, p->k, p->groups);
     if (!few && p->tiles && takes_gemm(p))
@@ -808,8 +808,8 @@ static inline int64_t local_expert(const running *a, int64_t e, int64_t local) {
     return e < 0 || e > local ? local : e;
 }
 
-/* Grouped GEMM: multiplies rows of x, sorted by expert, with their experts' weights. `w`: weight and scales;
- * `form` is negative if it is not quantised. */
+/* Grouped GEMM: multiplies rows of x, sorted by expert, with their experts' weights. `w`: weight and scales; `form`:
+ * negative if the weight is not quantised; `tiles`: 1 if it is tiled, plus 4 for a prefill chunk. */
 static int expert_products(const running *a, const operand *w, int64_t form, int tiles, const operand *x,
                            const operand *y) {
     const operand *scales = w + 1;
@@ -964,8 +964,8 @@ static int lora_high(void *context, units *left) {
     return 0;
 }
 
-/* x [T, K], index [B], A [L, P R, K], B [L, R, N], columns of each part [P]; scratch h [T, P R]; y [T, N], which is
- * added to. n: tokens of a sequence, P. A sequence's result does not depend on the others'. */
+/* x [T, K], index [B], A [L, P R, K], B [L, R, N], columns of each of the P parts of y [P]; scratch h [T, P R]; y
+ * [T, N], which is added to. n: tokens of a sequence, P. A sequence's result does not depend on the others'. */
 static int lora(const running *a) {
     const operand *x = a->of, *h = a->of + 5, *y = a->of + 6;
     int64_t rows = rows_of(x), active = 0;

@@ -130,8 +130,8 @@ static void place(int thread, int cpu, int there) {
 static int caller_cpu(void) { return LOAD(team.cpu); }
 static int is_in_its_place(void) { return PLACES_THREADS && this_cpu() == caller_cpu(); }
 
-/* Joins the region unless it has closed or has enough threads. Returns whether the caller is waiting for this
- * CPU. */
+/* Joins the region and computes units of it, unless it has closed or has enough threads. Returns whether the caller
+ * is waiting for this CPU. */
 static int join(int worker, uint64_t gate) {
     uint64_t number = gate / REGION;
     if (is_in_its_place()) place(0, caller_cpu(), 0), gate = gate_now(); /* before the caller waits for it */

@@ -65,7 +65,7 @@ static const void *tile_of_rows(const coded *p, int64_t tile, uint8_t *to) {
 
 /* ---- vectors: one word, or value, of each of WORDS rows ---- */
 
-/* Prefetch distance in bytes (to L2) with one or two streams; hardware prefetchers cover four. */
+/* Prefetch distance in bytes (to L2), mostly with one or two streams: hardware prefetchers cover four. */
 #define TILE_AHEAD 4096
 /* Whether the kernels of integers.h are compiled: they need AVX2, AVX-512 VNNI or NEON's dotprod. */
 #if WIDE > 16 || defined(__ARM_FEATURE_DOTPROD)
@@ -228,8 +228,8 @@ INLINED row_words code_word(const int form, const uint8_t *p, int b, int j) {
     return c | (upper & 0x01010101u) << 4;
 }
 
-/* signed_byte: byte `nth` of each word, sign-extended. integer_in: the unsigned 6-bit scale, or with `least` minimum,
- * of block b. */
+/* signed_byte: byte `nth` of each word, sign-extended. integer_in: the unsigned 6-bit scale of block b, or with
+ * `least` its minimum. */
 static inline row_floats signed_byte(row_words w, int nth) {
     return __builtin_convertvector((row_sums)(w << (24 - 8 * nth)) >> 24, row_floats);
 }
@@ -253,8 +253,8 @@ static inline strip strip_of(const coded *p, int64_t tile, int lane, float *out)
 }
 #define EACH_STRIP UNROLLED for (int s = 0; s < strips; s++)
 
-/* Decodes e4m3 code t of each word. Below 2^-6 a code is subnormal: decoded as if normal it gives `high`; its value,
- * `low`, is smaller. */
+/* Decodes e4m3 code t of each word: the lesser of `high`, which is right for normal codes, and `low`, for subnormal
+ * ones (below 2^-6). */
 INLINED row_floats fp8_number(row_words codes, int t) {
     row_words c = codes << (24 - 8 * t);
     row_floats high = (row_floats)((c >> 4 & 0x07f00000u) + (120u << 23));

@@ -12,7 +12,7 @@ static void transpose_16(const uint32_t *from, int64_t from_row, uint32_t *to, i
         made[i] = _mm512_unpacklo_epi32(line[i], line[i + 1]);
         made[i + 1] = _mm512_unpackhi_epi32(line[i], line[i + 1]);
     }
-    /* column 4 q + j of rows 4 i and three more, as quarter q of line[4 i + j] */
+    /* column 4 q + j of rows i to i + 3, as quarter q of line[i + j] */
     UNROLLED for (int i = 0; i < 16; i += 4) {
         UNROLLED for (int h = 0; h < 2; h++) {
             line[i + 2 * h] = _mm512_unpacklo_epi64(made[i + h], made[i + 2 + h]);
