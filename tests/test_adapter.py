@@ -444,8 +444,10 @@ def test_what_is_refused(lora: Lora, tmp_path: Path) -> None:
             adapters.load("new", folder)
     with pytest.raises(InputError, match="adapter 'a0' is loaded already, from"):
         adapters.load("a0", lora.folder / "a0")
-    with pytest.raises(InputError, match="expected a name without"):
+    with pytest.raises(InputError, match="expected a name of printable characters"):
         adapters.load("a:b", lora.folder / "a0")
+    with pytest.raises(InputError, match=r"adapter 'a\\x00': expected a name of printable"):
+        adapters.load("a\0", lora.folder / "a0")
     assert all(torch.equal(t, before[n]) for n, t in adapters.slots.tensors.items())
     for name in ("b0", "b1"):
         adapters.load(name, lora.folder / "a0")

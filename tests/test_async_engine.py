@@ -83,7 +83,7 @@ def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting_tokens=20))
     gate = closed_gate(service, monkeypatch)
     long = Asked(service, job(30))
-    with pytest.raises(BusyError, match=r"30 of .* prompt tokens"):
+    with pytest.raises(BusyError, match=r"30 of .* prompt tokens, and this request has 1"):
         Asked(service, job(1))
     gate.set()
     assert len(long.text()) == 6

@@ -351,10 +351,9 @@ def test_texts_tasks_and_sizes(model: Any) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("{", "is no JSON object"),
-        ("[]", "found a list"),
-        ('{"prompts": {"query": 3}}', "prompts must map names to texts"),
-        ('{"prompts": {}, "default_prompt_name": "q"}', "'q' is none of its prompts"),
+        ("{", "is no JSON object"), ("[]", "found a list"), ('{"prompts": {"query": 3}}', "prompts
+        must map names to texts"), ('{"prompts": {}, "default_prompt_name": "q"}', "'q' is none of
+        its prompts; restore the file"),
     ],
 )
 def test_invalid_prompts_of_tasks(prompts: str, message: str, model: Any, tmp_path: Path) -> None:
@@ -582,6 +581,8 @@ def test_embed_command_with_media(tmp_path: Path) -> None:
         clip = {"type": "audio", "audio": read_audio(audio)}
         want = engine.embed(["ab", part, {"type": "video", "video": video}, clip])
         both = engine.embed([["w7 ", part, part], "ab"])
+        with pytest.raises(InputError, match=r"tokens; shorten its text, or give fewer media, or"):
+            engine.embed([["w7 " * engine.limits.max_seq, part]], truncate=True)
     flags = ("--text", "ab", "--image", image, "--video", video, "--audio", audio)
     out = ok("embed", tmp_path / "e", *flags, "--set", "image_budget=70", "--json")
     assert json.loads(out)["embeddings"] == want.tolist()

@@ -144,7 +144,7 @@ def test_a_damaged_file_is_not_used(
     (path,) = files(own_home)
     DAMAGE[damage](path)
     assert restarted(engine, request) == 0
-    assert "is damaged" in caplog.text and str(path) in caplog.text
+    assert "cannot be used and is removed" in caplog.text and str(path) in caplog.text
     if damage != "no file":
         assert restarted(engine, request) == 30  # written again
 

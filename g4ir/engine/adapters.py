@@ -5,7 +5,7 @@
     adapters.unload("fr")            # requests that use it finish
 
 New requests no longer get an adapter that was removed or replaced; its slot is free once the last
-request that uses it has ended. Thread-safe.
+request or session that uses it has ended. Thread-safe.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Adapters:
         invalid, or taken without `replace`, or no slot is free; InputError or WeightsError for an
         adapter that does not fit the model. After an error nothing has changed."""
         if not name or not name.isprintable() or set(name) & set(":=/ "):
-            raise InputError(f"adapter {name[:40]!r}: expected a name without : = / and spaces")
+            why = "expected a name of printable characters, without : = / and spaces"
+            raise InputError(f"adapter {name[:40]!r}: {why}")
         adapter = Adapter.of(path)
         digest = f"{sha256(adapter.weights)} {adapter.config} {adapter.factor}"
         with self._lock:

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AsyncEngineConfig:
-    """Bounds of the queue: requests without a slot, and the sum of their prompt tokens."""
+    """Bounds of the queue: requests whose prefill has not started, and the sum of their prompt
+    tokens."""
 
     waiting: int = 64
     waiting_tokens: int = 1 << 20
@@ -100,7 +101,7 @@ class AsyncEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                raise TimeoutError(f"the service did not end within {timeout} seconds")
+                raise TimeoutError(f"the current step takes longer than {timeout} seconds")
 
     def _check_capacity(self, request: Request) -> None:
         """Raise EngineError or BusyError if the request is refused; if no request waits, one of any
@@ -117,7 +118,8 @@ class AsyncEngine:
         if waiting and full:
             raise BusyError(
                 f"the queue is full: {len(waiting)} of {s.waiting} requests, {tokens} of "
-                f"{s.waiting_tokens} prompt tokens; try again later"
+                f"{s.waiting_tokens} prompt tokens, and this request has {len(request.tokens)}; "
+                f"try again later"
             )
 
     def _run(self) -> None:

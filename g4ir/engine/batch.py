@@ -58,7 +58,8 @@ class Batch(Generic[T]):
         return self.sessions[len(self.slots)]
 
     def put(self, source: Session, sequences: Sequence[T], row: int = 0) -> None:
-        """Copy a row of `source` to a free slot for each sequence."""
+        """Copy row `row` of `source` to a free slot for each sequence; move to a larger bucket if
+        there are too few."""
         count = len(self.sequences) + len(sequences)
         if count == len(sequences) or count > len(self.slots):
             self._move(self._bucket_for(count))

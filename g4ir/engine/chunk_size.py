@@ -10,9 +10,9 @@ from __future__ import annotations
 
 #: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
-#: while requests wait, the bound is multiplied by QUEUED_FACTOR * (sequences that decode or wait),
-#: at least by 1 and at most by MAX_QUEUED_FACTOR: large chunks take less time in total, steps of
-#: few sequences use the bandwidth poorly, and steps of many are long anyway
+#: while requests wait, the bound is multiplied by QUEUED_FACTOR * (sequences that decode + requests
+#: that wait), at least by 1 and at most by MAX_QUEUED_FACTOR: large chunks take less time in total,
+#: steps of few sequences use the bandwidth poorly, and steps of many are long anyway
 QUEUED_FACTOR, MAX_QUEUED_FACTOR = 0.25, 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8
@@ -35,8 +35,8 @@ class ChunkSize:
         #: seconds of the last two decode steps without a chunk, 0 until measured; number of steps
         #: with a chunk since then
         self._steps_s, self._mixed_steps = (0.0, 0.0), 0
-        #: if requests wait behind this chunk's prompt: number of sequences that decode or wait, at
-        #: most max_batch; else 0
+        #: if requests wait behind this chunk's prompt: number of sequences that decode plus
+        #: requests that wait, at most max_batch; else 0
         self.queued_rows = 0
 
     @property
@@ -61,8 +61,9 @@ class ChunkSize:
         self._since, self.computed = now, 0
 
     def record(self, now: float) -> None:
-        """Record that the host has read tokens sampled after the computed chunks, and adapt the
-        size. A short chunk (the end of a prompt) counts only if it exceeded the bound."""
+        """Record that the host has read sampled tokens, and adapt the size to the time since it
+        last did, if prompt tokens were computed in it (else a plain decode step is measured). A
+        short chunk (the end of a prompt) counts only if the time exceeded the bound."""
         seconds, computed, full = now - self._since, self.computed, not self.remaining
         self.start(now)
         if not computed:

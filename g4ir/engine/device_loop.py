@@ -1,8 +1,8 @@
 """Decode loop on the device: a fixed set of sequences, sampling included.
 
 The scheduler opens a loop when no sequence needs the host between two tokens, and closes it before
-the batch changes: when a sequence ends, joins, pauses or is cancelled. `TokenSteps` decodes one
-token per step; the host reads the tokens of a step while the next one runs.
+the batch changes: when a sequence ends, joins or is cancelled. `TokenSteps` decodes one token of
+each sequence per step; the host reads the tokens of a call while the next one runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .speculative import NGRAM, RowDrafts
 #: max calls (of one or several steps) in flight before the host reads the oldest
 AHEAD = 2
 
-#: new tokens by row of the session; None: logits that are NaN or infinite
+#: new tokens by row of the session; None instead of a token: its logits are NaN or infinite
 Tokens = Mapping[int, Sequence[int | None]]
 Drafters = Mapping[int, RowDrafts]
 
 
 class TokenSteps:
     """Decode steps until a sequence reaches its max_new_tokens. With n-gram `drafters`, also until
-    their pause ends, or, if one is not paused, until it proposes a draft, checked after each step.
-    `close` returns control of the session."""
+    the first of their pauses ends, or, if one is not paused, until it proposes a draft, checked
+    after each step. `close` returns control of the session."""
 
     def __init__(
         self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters
@@ -43,7 +43,7 @@ class TokenSteps:
         self.remaining, self.started = min(s.remaining for s in running), 0
         if pauses and not self.watches:
             self.remaining = min(self.remaining, *pauses)
-        #: steps whose tokens were read by the last call of `step`, and by all calls
+        #: number of steps whose tokens the last read returned, and that all reads returned
         self.steps = self.received = 0
         tokens, self.active, draws = _rows(session, running)
         samplers = {s.slot: s.sampler for s in running}

@@ -42,8 +42,10 @@ PACKED_TOKENS = 1024
 #: min tokens of a chunk, since a chunk of one token would run the kernels of a decode step
 MIN_TOKENS = 2
 #: number of inputs that are tokenised and sorted together, which bounds the memory: if all are
-#: texts, and if one has media
+#: texts or token ids, and if one is given as parts, which may have media
 WINDOW, MEDIA_WINDOW = 4096, 64
+#: fix of a text without media that is too long
+TRUNCATE = "cut it, give --truncate"
 #: max characters per token of the context: longer texts are cut or refused before they are
 #: tokenised
 MAX_CHARACTERS = 64
@@ -79,7 +81,8 @@ def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | 
     default = values.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise EngineError(
-            f"{path}: default_prompt_name {str(default)[:80]!r} is none of its prompts"
+            f"{path}: default_prompt_name {str(default)[:80]!r} is none of its prompts; "
+            f"restore the file"
         )
     return {**FAMILIES[spec.model_type]["prompts"], **prompts}, default
 
@@ -110,8 +113,9 @@ class Embedder:
         return self.engine.tokenizer()
 
     def prompt(self, task: str | None) -> str:
-        """Return the text that a task puts before each input (None: the default task, if any; none:
-        ""). InputError for an unknown task."""
+        """Return the text that a task puts before each input; task None: the default task. The text
+        is "" for the task `none`, and for None without a default. InputError for an unknown
+        task."""
         name = self.default_task if task is None else task
         if name is None or name == "none":
             return ""
@@ -119,7 +123,7 @@ class Embedder:
             near = did_you_mean(name, self.prompts)
             tasks = ", ".join(("none", *self.prompts))
             model = self.engine.spec.name
-            raise InputError(f"task {name[:80]!r}{near}; the tasks of {model} are {tasks}")
+            raise InputError(f"unknown task {name[:80]!r}{near}; the tasks of {model} are {tasks}")
         return self.prompts[name]
 
     def size(self, dims: int | None) -> int:
@@ -141,8 +145,8 @@ class Embedder:
         progress: Callable[[int], None] | None = None,
     ) -> Iterator[Tensor]:
         """Yield the embeddings float32 [n, dims] of up to WINDOW inputs at a time (MEDIA_WINDOW if
-        one has media), in order, arguments as in `Engine.embed`; `progress` is called with the
-        number of texts done."""
+        one of them is given as parts), in order, arguments as in `Engine.embed`; `progress` is
+        called with the number of inputs done."""
         prompt, size = self.prompt(task), self.size(dims)
         done = 0
         while done < len(texts):
@@ -183,7 +187,8 @@ class Embedder:
                 raise InputError(f"{name}: {e}") from None
             if len(ids) > limit:
                 if soft or not truncate:
-                    raise _too_long(name, f"{len(ids)} tokens", limit)
+                    fix = "shorten its text, or give fewer media" if soft else TRUNCATE
+                    raise _too_long(name, f"{len(ids)} tokens", limit, fix)
                 ends = string is not None and ids[-1] in spec.tokens.eos
                 ids = [*ids[: limit - 1], ids[-1]] if ends else ids[:limit]
             out.append(EncoderTokens(ids, soft))
@@ -204,10 +209,10 @@ class Embedder:
                 return None, ()
             text, soft = self._content([text] if isinstance(text, Mapping) else text, name)
         if not text.strip():
-            raise InputError(f"{name} is empty; leave it out")
+            raise InputError(f"{name} is empty or white space; leave it out")
         if len(text) > MAX_CHARACTERS * limit:
             if not truncate:
-                raise _too_long(name, f"{len(text)} characters", limit)
+                raise _too_long(name, f"{len(text)} characters", limit, TRUNCATE)
             text = text[: MAX_CHARACTERS * limit]
         try:
             text.encode()
@@ -303,14 +308,15 @@ def _is_text(text: EncoderInput) -> bool:
     return isinstance(text, str) or (isinstance(text, Sequence) and {*map(type, text)} <= {int})
 
 
-def _too_long(name: str, length: str, limit: int) -> InputError:
-    fix = "cut it, give --truncate, or build with a longer --max-seq"
-    return InputError(f"{name}: {length}, and this engine takes {limit} tokens; {fix}")
+def _too_long(name: str, length: str, limit: int, fix: str) -> InputError:
+    problem = f"{length}, and this engine takes {limit} tokens"
+    return InputError(f"{name}: {problem}; {fix}, or build with a larger --max-seq")
 
 
 def pack(lengths: Sequence[int], limit: int, count: int) -> Iterator[list[int]]:
-    """Yield the indices of the texts of each chunk, the longest first: at most `count`, with at
-    most min(limit, PACKED_TOKENS) tokens in total, or a single longer text. lengths: in tokens."""
+    """Yield the indices of the texts of each chunk, the longest first: at most `count` texts, with
+    at most min(limit, PACKED_TOKENS) tokens in total, or a single longer text. lengths: tokens of
+    each text."""
     budget, chunk, size = min(limit, PACKED_TOKENS), list[int](), 0
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if chunk and (size + lengths[row] > budget or len(chunk) == count):

@@ -106,13 +106,13 @@ class Engine(EngineParts):
 
         An answer ends with a stop id, which is part of the result, or after max_new_tokens.
         `stop_ids`: instead of the checkpoint's. `on_token(token)` is called with each token of a
-        single prompt, `on_token(row, token)` of several. Prompt i is sampled with seed + i.
-        temperature 0: greedy. InputError for invalid arguments; CheckError if logits are NaN or
-        infinite.
+        single prompt, `on_token(i, token)` with those of several, i being the prompt's index.
+        Prompt i is sampled with seed + i. temperature 0: greedy. InputError for invalid arguments;
+        CheckError if logits are NaN or infinite.
 
         images, videos, audio: lists of what `encode` takes. They belong to the placeholders of
-        their kind in order, row by row: one placeholder for each medium, or one for each soft
-        token (media/prompt.py).
+        their kind in order, prompt by prompt: one placeholder for each medium, or one for each
+        soft token (media/prompt.py).
 
         With `chat` a prompt is the text of a user message, or a list of messages (OpenAI's format);
         several prompts are a list of these. The checkpoint's template renders them, and the tokens
@@ -171,13 +171,14 @@ class Engine(EngineParts):
         """Return values of the plain graphs (values.py) for a text, name -> tensor [1, S, ...] on
         the host, computed in the engine's dtype with its weights, dequantised.
 
-        tokens: ids [S] or [1, S]. names: such as `L*.out` (`*`: no dots) and `L3.attn.out`, which
-        `g4ir show --after none` prints; also `L3.attn.probs`, the attention's probabilities
-        [1, S, heads, S]. phase: prefill, decode (token by token), or verify. media: `images`,
-        `videos`, `audio`, as in `generate`; values of the towers begin with `vision.` and `audio.`,
-        of a second item they end with `[1]`. Those of the draft model begin with `draft.`,
-        [1, steps, ...] after the text. Raises InputError for a name that matches nothing, and for
-        values that do not fit in memory.
+        tokens: ids [S] or [1, S]. names: `L3.attn.out` and others that `g4ir show --after none`
+        prints, patterns such as `L*.out` (`*`: any characters but dots), and `L3.attn.probs`, the
+        attention's probabilities [1, S, heads, S]. phase: prefill, decode (token by token), or
+        verify. media: `images`, `videos`, `audio`, as in `generate`; names of towers' values begin
+        with `vision.` and `audio.`; those of a second item end with `[1]`. Names of the draft
+        model's begin with `draft.`; these have shape [1, steps, ...], one step per draft token
+        after the text. Raises InputError for a name that matches nothing, and for values that do
+        not fit in memory.
         """
         return compute_values(self.inspect(tokens, names, phase, **media))
 
@@ -196,15 +197,15 @@ class Engine(EngineParts):
         progress: Callable[[int], None] | None = None,
     ) -> Any:
         """Return the embeddings of a text or several, float32 [N, D], L2-normalised: the inner
-        product of two is their cosine similarity. A text may be a list of token ids, and have
-        media: an image is {"type": "image", "image": PATH or pixels}, a text with it ["a red car",
-        {...}], in a list of such; `image_budget`, `frames`, `fps` and `audio_too_long` are keys of
-        the object.
+        product of two is their cosine similarity. A text may be a list of token ids, or have
+        media: an image alone is {"type": "image", "image": PATH or pixels}, a text with it is
+        ["a red car", {...}], passed in a list of texts even if it is the only one. `image_budget`,
+        `frames`, `fps` and `audio_too_long` are further keys of the object.
 
         `task`: whose prompt goes before each text (query, document, ...; default: the checkpoint's
         default, else none); `dims`: a smaller size that the model was trained for. `truncate` cuts
-        texts beyond max_seq, which are an InputError otherwise. `progress` is called with the
-        number of texts done.
+        texts without media beyond max_seq, which are an InputError otherwise. `progress` is called
+        with the number of texts done.
         """
         if not isinstance(texts, Sequence | Mapping):
             raise InputError(f"texts {texts!r:.80}: expected a text or a list of texts")

@@ -56,7 +56,7 @@ class HiddenStates:
         self._after = torch.where(unchanged | new if states is not None else unchanged, after, 0)
 
     def copy_row(self, source: HiddenStates, start: int, row: int, length: torch.Tensor) -> None:
-        """Copy row `start` of another batch, whose rows have lengths `length`, to a row."""
+        """Copy row `start` of another batch, whose rows have lengths `length`, to row `row`."""
         state = source.of(length)
         if state is not None:
             if self.states is None:

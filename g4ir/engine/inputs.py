@@ -49,7 +49,8 @@ class SessionInputs:
         (bool [batch]) have none."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
         if tokens.shape != (self.batch,):
-            raise InputError(f"decode: expected tokens [{self.batch}], found {list(tokens.shape)}")
+            found = f"found shape {list(tokens.shape)}"
+            raise InputError(f"decode: expected tokens of shape [{self.batch}], {found}")
         if active is not None:
             lengths = _tensor(active, "decode: active")
             if lengths.shape != (self.batch,) or lengths.dtype != torch.bool:
@@ -77,7 +78,7 @@ class SessionInputs:
         """Return the number of tokens each row keeps, int64 [batch]; at most `length`."""
         keep = _integers(n, "truncate")
         if keep.shape not in ((), (self.batch,)):
-            expected = f"expected a length, or {self.batch}: one per row"
+            expected = f"expected one length for all rows, or one for each of {self.batch} rows"
             raise InputError(f"truncate to {keep.tolist()}: {expected}")
         keep = keep.expand(self.batch).clone()
         if bool((keep < 0).any()) or bool((keep > length).any()):

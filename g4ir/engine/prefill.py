@@ -37,8 +37,8 @@ from .prefix_disk import Keys, PrefixDisk
 from .requests import Request
 from .session import Session, Snapshot
 
-#: min and max default size of the prefix cache; number of prompts of LONG tokens that it should
-#: hold, memory permitting: agents resend 10,000 to 20,000 tokens with each step
+#: min and max default size of the prefix cache, which may pass the max to hold MIN_PROMPTS prompts
+#: of LONG tokens, memory permitting: agents resend 10,000 to 20,000 tokens with each step
 MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
 #: minimum tokens that two prompts share beyond the longest cached prefix, for the end of the shared
 #: part to be cached
@@ -171,7 +171,7 @@ class Prefiller:
         self.placeholder_ids = placeholders(engine.spec.tokens, engine.media.kinds)
         #: tokens of the current prompt that were reused, not computed
         self.num_cached = 0
-        #: prompts that started from a snapshot
+        #: number of prompts that started from a snapshot
         self.restored = 0
         self._session: Session | None = None
         #: salt and keys of the session's tokens; no keys if the next prompt must not reuse them
@@ -212,7 +212,7 @@ class Prefiller:
 
     @property
     def session(self) -> Session:
-        """The session; after the last chunk it holds the full prompt."""
+        """The one-row session; after the last chunk it holds the full prompt."""
         if self._session is None:
             self._session = Session(self.engine, 1)
         return self._session
@@ -268,7 +268,7 @@ class Prefiller:
             if request.reuse and any(
                 shared_length(keys, k) >= num_cached + MIN_FORK for k in earlier
             ):
-                break  # it reuses the prefix of an earlier one
+                break  # once an earlier one is computed, it can reuse that one's prefix
             lengths.append(len(keys) - num_cached)
             earlier.append(keys)
             padded_tokens = len(lengths) * max(lengths)
@@ -362,7 +362,7 @@ class Prefiller:
         return length
 
     def borrow_session(self, batch: Batch[Any]) -> None:
-        """Take over the batch's unused one-row session, if there is none yet."""
+        """Take over the batch's one-row session, if it has an unused one and this has none yet."""
         if self._session is None:
             self._session = batch.release()
 

@@ -2,11 +2,12 @@
 
     ~/.cache/g4ir/prefixes/SCOPE/LENGTH-KEYS-CONTENT.safetensors
 
-SCOPE is a digest of g4ir's version, engine, machine and salt (API key, adapter), KEYS of the
-prompt's keys (token ids, digests of media), CONTENT of the file: it is checked when the file
-is mapped. A thread of low priority writes to a temporary file, which is renamed when complete.
-Processes share the folder: one at a time writes and evicts (a file lock), and reading needs no
-lock, since a removed file stays mapped.
+SCOPE is a digest of g4ir's version, engine, machine and salt (API key, adapter). LENGTH is the
+number of a prefix's keys, one per token, KEYS a digest of them (token ids, digests of media).
+CONTENT is the SHA-256 of the file, which is checked when the file is mapped. A thread of low
+priority writes to a temporary file, which is renamed when complete. Processes share the folder: one
+at a time writes and evicts (a file lock), and reading needs no lock, since a removed file stays
+mapped.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class PrefixDisk:
         return entries
 
     def _open(self, path: Path) -> Snapshot | None:
-        """Map a file whose content has the digest of its name; None if it is gone or damaged."""
+        """Map a file whose content has the digest of its name; None if it is gone or cannot be
+        used."""
         with self._changed:
             if path in self._mapped and path.exists():
                 self._mapped.move_to_end(path)
@@ -153,7 +155,7 @@ class PrefixDisk:
         except FileNotFoundError:  # evicted by another process
             return None
         except (OSError, WeightsError, ValueError, KeyError) as e:
-            log.warning("prefix cache: %s is damaged and was removed: %s", path, e)
+            log.warning("prefix cache: %s cannot be used and is removed: %s", path, e)
             with suppress(OSError):
                 path.unlink()
             return None

@@ -20,7 +20,8 @@ def checked_ids(ids: Sequence[int], vocab: int, name: str) -> list[int]:
     if {*map(type, ids)} <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < vocab:
         return ids
     i, t = next((i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab)
-    raise InputError(f"{name}: token {t!r} at index {i} is outside the vocabulary of {vocab}")
+    why = f"outside the vocabulary of {vocab}" if type(t) is int else "no int"
+    raise InputError(f"{name}: token {t!r} at index {i} is {why}")
 
 
 def checked_prompt(
@@ -55,8 +56,8 @@ _OTHERS, _NEUTRAL = frozenset(TABLE["others"]), TABLE["neutral"]
 class Defaults:
     """Defaults from a checkpoint's generation_config.json. `stop`: stop ids; None: the file has
     none. `suppress`: ids that are never sampled. `sampling`: the settings present, by names of
-    SamplingParams; temperature, top_k, top_p and min_p only if the file has `do_sample`, without
-    which decoding is greedy. `unused`: keys that affect generation and are not supported.
+    SamplingParams; temperature, top_k, top_p and min_p only if `do_sample` is true, without which
+    decoding is greedy. `unused`: unsupported or unknown keys with values that are not neutral.
     """
 
     stop: tuple[int, ...] | None = None

@@ -1,7 +1,7 @@
 """Tensor parallelism: runtime calls on rank 0 run on all ranks.
 
-Sessions, the scheduler and sampling are on rank 0 alone. Its runtime (`Led`) sends each call to the
-other ranks, which execute it too (builder/rank_worker.py): which graph, which caches, which inputs.
+Sessions, the scheduler and sampling are on rank 0 alone. Its runtime (`Led`) sends each call
+(graph, KV caches, inputs) to the other ranks, which execute it too (builder/rank_worker.py).
 Embedding tables and towers are used on rank 0 alone: embedded rows are sent with the call.
 """
 

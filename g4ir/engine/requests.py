@@ -67,7 +67,7 @@ class Counts:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decode rate, without the first token; None for a single token."""
+        """Decode rate, without the first token; None for fewer than two tokens."""
         tokens, seconds = self.generated - 1, (self.total_s or 0.0) - (self.first_token_s or 0.0)
         return round(tokens / seconds, 3) if tokens > 0 and seconds > 0 else None
 
@@ -92,11 +92,11 @@ class SequenceState:
     sampler: Sampler
     slot: int = -1
     finish: str | None = None
-    #: tokens published as events
+    #: number of tokens published as events
     emitted: int = 0
     #: set by `RequestHandle.stop`
     stop_requested: bool = False
-    #: state of speculative decoding; None before the first draft
+    #: state of speculative decoding; None until it is first on for this sequence
     drafter: RowDrafts | None = None
 
     @property
@@ -185,9 +185,9 @@ class Event:
 
 @dataclass
 class Totals:
-    """Counts since start-up: prompt tokens `computed` or `cached` (reused), tokens `generated`;
-    prefill `chunks` and their seconds; decode `steps` by number of running sequences, `step_s`
-    their seconds by bucket; answers `ended` by finish reason."""
+    """Counts since start-up or warm-up: prompt tokens `computed` or `cached` (reused), tokens
+    `generated`; prefill `chunks` and their seconds; decode `steps` by number of running sequences,
+    `step_s` their seconds by bucket; answers `ended` by finish reason."""
 
     computed: int = 0
     cached: int = 0

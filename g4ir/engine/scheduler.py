@@ -63,17 +63,17 @@ MAX_LAST_CHUNK = 1.25
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`buckets`: batch sizes (default 1, 2, 4, 8, 16, ...). One chunk of a prompt, of at most
-    `chunk_tokens` (default: --prefill-chunk; the last one up to MAX_LAST_CHUNK times that), is
-    prefilled between two decode steps; with `prefill_first` all prompts that have a slot are.
-    `max_gap_ms` bounds the time between two tokens of a running sequence (the bound is higher while
-    requests wait, or if plain decode steps are long): chunks are shortened to meet it, and several
-    short prompts are prefilled if there is time (chunk_size.py). The batch shrinks after more than
-    `patience` consecutive steps for which a smaller bucket would have been enough. `prefix_bytes`:
-    size of the prefix cache (default: from free memory; 0: off), `prefix_disk`: of the one on disk
-    (0: off). `draft`: speculative decoding, while at most `draft_rows` sequences decode: with more,
-    the extra tokens cost more than reading the weights. `warm_up`: run a short request first, so
-    that no user's request waits for what the first steps record and allocate."""
+    """`buckets`: batch sizes (default: 1, 2, 4, multiples of 8, max_batch). One chunk of a prompt,
+    of at most `chunk_tokens` (default: --prefill-chunk; the last one up to MAX_LAST_CHUNK times
+    that), is prefilled between two decode steps; with `prefill_first` all prompts that have a slot
+    are. `max_gap_ms` bounds the time between two tokens of a running sequence (the bound is higher
+    while requests wait, or if plain decode steps are long): chunks are shortened to meet it, and
+    several short prompts are prefilled if there is time (chunk_size.py). The batch shrinks after
+    more than `patience` consecutive steps for which a smaller bucket would have been enough.
+    `prefix_bytes`: bytes of the prefix cache (default: from free memory; 0: off), `prefix_disk`: of
+    the one on disk (0: off). `draft`: speculative decoding, while at most `draft_rows` sequences
+    decode: with more, the extra tokens cost more than reading the weights. `warm_up`: run a short
+    request first, so that no user's request waits for what the first steps record and allocate."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False
@@ -218,7 +218,8 @@ class Scheduler:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in the KV caches of the sequences in decode."""
+        """Prompt and generated tokens of the sequences in decode: those in the KV caches, and the
+        newest of each sequence."""
         return sum(s.handle.counts.prompt + len(s.tokens) for s in self.batch.sequences)
 
     @property
@@ -365,7 +366,8 @@ class Scheduler:
                         self._accept(sequence, choice)
 
     def _open_drafters(self, running: Running) -> dict[int, RowDrafts]:
-        """Return the draft states by slot; empty while too many sequences decode."""
+        """Return the draft states by slot; empty without speculative decoding, and while too many
+        sequences decode."""
         draft, drafters = self.config.draft, dict[int, RowDrafts]()
         if draft and len(running) <= self.config.draft_rows:
             for s in running:
@@ -465,7 +467,8 @@ class Scheduler:
         return bool(self.waiting) and self.waiting[0].request.n <= self.max_batch - self.num_running
 
     def _schedule_prefill(self) -> None:
-        """Prefill a chunk of one prompt, or all next prompts that fit into one chunk together."""
+        """Prefill several short prompts in one chunk if `count_batchable` finds them, else a chunk
+        of one prompt."""
         free = 0 if self._prompt else self.max_batch - self.num_running
         candidates = [*takewhile(lambda h: h.batchable, islice(self.waiting, free))]
         limit = self.engine.limits.prefill_chunk
@@ -513,7 +516,7 @@ class Scheduler:
     def _start_batch(
         self, handles: Sequence[RequestHandle], logits: torch.Tensor, session: Session
     ) -> None:
-        """Sample the first token of each prompt; unfinished sequences join the batch."""
+        """Sample the first token after each prompt; unfinished sequences join the batch."""
         rows = [handle.answers[0] for handle in handles]
         try:
             for row, s in enumerate(rows):

@@ -180,7 +180,7 @@ class Session:
         self.hidden.forget(index)
 
     def copy_row(self, source: Session, start: int, row: int) -> None:
-        """Copy row `start` of a session of the same engine, of any number of rows, to a row."""
+        """Copy row `start` of a session of the same engine, of any number of rows, to row `row`."""
         self._inputs.rows(row, "copy to")
         source._inputs.rows(start, "copy from")
         if source.engine is not self.engine:
@@ -257,7 +257,7 @@ class Session:
         self, prompt: TokenBatch, pieces: Sequence[Piece] | None, all_logits: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
         """Yield each piece, the rows that end in it (bool [B]), and its logits (of all tokens, or
-        of the last; None if they are not needed)."""
+        of the last; None if they are not needed). A piece of one token is a decode step."""
         for piece in pieces or prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             need_logits = all_logits or bool(ends.any())
@@ -273,8 +273,8 @@ class Session:
         need_logits: bool = True,
         media: tuple[TokenBatch, Piece] | None = None,
     ) -> torch.Tensor | None:
-        """Run a graph that appends `count` of the tokens [B, S] to each row; return its logits if
-        needed. A chunk of one token is a decode step."""
+        """Run a graph that appends `count` of the tokens [B, S] to each row (int64 [B]); return its
+        logits if needed."""
         positions, after = self.length[:, None], self.length + count
         if tokens.shape[1] > 1:
             positions = positions + torch.arange(tokens.shape[1])

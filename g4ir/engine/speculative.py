@@ -29,7 +29,7 @@ DRAFTS = (NONE, NGRAM, MTP)
 MIN_MATCH, MAX_MATCH = 2, 16
 #: assumed cost of a draft token, as a fraction of a step, until measured
 COST = 0.12
-#: newest measurements per (batch, tokens) that count
+#: number of newest measurements per (batch, tokens) that count
 NEWEST = 9
 #: decay factor, per verification step, of earlier draft tokens in the acceptance rate
 MEMORY = 0.7
@@ -228,7 +228,7 @@ class RowDrafts:
         self._costs = costs
         proposer = draft.proposer or NgramProposer
         self.text = proposer(prompt) if draft.source == NGRAM else None
-        #: generated tokens already in `text`
+        #: number of generated tokens already in `text`
         self._followed = 0
 
     def count(self, max_tokens: int, batch: int) -> int:
@@ -287,8 +287,8 @@ class AcceptanceStats:
         self.accepted.update(other.accepted)
 
     def to_dict(self) -> dict[str, object]:
-        """Return steps (`rounds`), tokens per step, and the acceptance rate by draft position, as
-        JSON."""
+        """Return a JSON object: steps (`rounds`), tokens per step (None without steps), and the
+        acceptance rate by draft position."""
         shares = [round(self.accepted[i] / n, 4) for i, n in sorted(self.drafted.items())]
         per_round = round(self.tokens / self.rounds, 4) if self.rounds else None
         return {"rounds": self.rounds, "tokens_per_round": per_round, "accepted": shares}

@@ -91,8 +91,9 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
 
 def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
     """Whether an index suffices for this tokenizer: a BPE without dropout and affixes, whose ids
-    are 0 .. N - 1, with at most LONGEST characters per token, and whose normaliser replaces at most
-    one character, so that all tokens of a text are substrings of its normalised form."""
+    are 0 .. N - 1, with at most LONGEST characters per token, and whose normaliser, if any,
+    replaces one character wherever it occurs, so that all tokens of a text are substrings of its
+    normalised form."""
     model, normalizer, split = frame["model"], frame.get("normalizer"), frame.get("pre_tokenizer")
     pattern = ""
     if normalizer is not None:
@@ -113,7 +114,8 @@ def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
 
 
 def _library_accepts(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether the library accepts the file without vocabulary and merges."""
+    """Whether the library accepts the file without merges and with only the added and fallback
+    tokens."""
     from tokenizers import Tokenizer
 
     small = {t["content"]: t["id"] for t in frame["added_tokens"]}
@@ -191,7 +193,8 @@ class IndexedTokenizer:
             self._frame = json.loads(arrays["frame"].tobytes())
             self._empty = Tokenizer.from_str(_subset(self._frame, {}, []))
         except Exception as e:  # of the library too
-            raise EngineError(f"{path} is no index of a tokenizer: {e}; build it again") from None
+            problem = f"is no index of a tokenizer: {e}"
+            raise EngineError(f"{path} {problem}; build the engine again") from None
         self._text, self._ends = arrays["text"], arrays["ends"]
         self._hashes, self._ids = arrays["hashes"].view(np.uint64), arrays["ids"]
         self._lengths = [0, *np.cumsum(arrays["lengths"]).tolist()]

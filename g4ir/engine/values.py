@@ -140,8 +140,8 @@ def inspect_values(
     """Plan the values of one text that match the names of `towers`: `*` matches any characters but
     dots, `**` any. ids: token ids, with a placeholder for each of the `soft` tokens, which `towers`
     encoded; phase: prefill (in the engine's chunks), decode (token by token) or verify (as draft
-    tokens, if the engine has them). InputError for tokens that a session would
-    refuse, another phase, and a name that matches no value (with the nearest one)."""
+    tokens, if the engine has them). InputError for tokens that a session would refuse, another
+    phase, and a name that matches no value (with the nearest one)."""
     engine = towers.engine
     row_prompt(engine, ids, soft)
     chunks = {"prefill": None, "decode": 1}
@@ -209,7 +209,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     if matches := [name for name in names if re.fullmatch(_regex(pattern), name.partition("[")[0])]:
         return matches
     near = did_you_mean(pattern.removeprefix("%").replace("*", "0"), names)
-    raise InputError(f"values: no value of the plain graph is called {pattern!r}{near}")
+    raise InputError(f"values: no value of the engine matches {pattern!r}{near}")
 
 
 def compute_values(plan: Inspection) -> dict[str, Tensor]:
