@@ -115,7 +115,7 @@ class ChatSession:
         self.settings: dict[str, int | float] = {}
         #: additional stop ids
         self.stop_ids: frozenset[int] = frozenset()
-        #: tokens of the last answer and its prompt; 0 before the first answer
+        #: number of tokens of the last answer and its prompt; 0 before the first answer
         self.held = 0
         #: False once closed or after a rank has failed
         self.alive = True
@@ -261,7 +261,7 @@ class ChatSession:
         self.messages.append(_call_answer(self.open_calls[0], text))
 
     def leave_calls(self) -> None:
-        """Answer all open tool calls with "not run"."""
+        """Set the result of all open tool calls to NOT_RUN."""
         self.messages += [_call_answer(c, NOT_RUN) for c in self.open_calls]
 
     def say(self, text: str, on_event: OnEvent = lambda event: None) -> Turn:

@@ -36,7 +36,7 @@ RAW = (
     "(`g4ir run --chat` adds them)"
 )
 
-#: sampling settings of a request or a flag
+#: names of the sampling settings of a request or a flag, but `stop`
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
 #: requests admitted beyond the batch size, so that a free slot never waits for input
 AHEAD = 2
@@ -112,7 +112,7 @@ class Result:
 
     @property
     def counts(self) -> Counts:
-        """Counts of the scheduler; times include `encode_s`."""
+        """Counts of the scheduler; `first_token_s` and `total_s` include `encode_s`."""
         c = self.handle.counts
         first, total = (self.encode_s + (s or 0.0) for s in (c.first_token_s, c.total_s))
         return replace(c, first_token_s=first, total_s=total)

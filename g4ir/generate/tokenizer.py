@@ -26,9 +26,10 @@ class Codec:
 
     def encode(self, text: str, name: str, bos: bool = True) -> list[int]:
         """Return the token ids of a raw prompt, in which special tokens are parsed, with exactly
-        one BOS at the start, whatever the tokenizer's files say, since all models of the family
-        were trained with it. `bos` False: none is added. InputError, which begins with `name`, for
-        a text that is not valid UTF-8 or certainly exceeds the engine's context."""
+        one BOS (if the model has one) at the start, whatever the tokenizer's files say, since all
+        models of the family were trained with it. `bos` False: none is added. InputError, which
+        begins with `name`, for a text that is not valid UTF-8 or certainly exceeds the engine's
+        context."""
         self.vocabulary.check_length(len(text), self.room, name)
         try:
             text.encode()
