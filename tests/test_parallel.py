@@ -34,7 +34,7 @@ from g4ir.artefact.directory import open_artefact
 from g4ir.builder.load import open_runtime
 from g4ir.chat import Vocabulary
 from g4ir.cli import main
-from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.errors import EngineError, InputError, MissingError, RankError
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import split_prologue
@@ -44,7 +44,7 @@ from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.types import Type
-from g4ir.parallel.group import RankLaunch, RankProcess, join, launched
+from g4ir.parallel.group import Group, RankLaunch, RankProcess, join, launched
 from g4ir.parallel.shard import collectives, rank_name, shard, shard_program, unroll
 from g4ir.parallel.table import FIRST, Sharding, Share
 from g4ir.passes import PassOptions, run_passes, run_program
@@ -623,6 +623,13 @@ def test_a_rank_without_a_gpu(engine_of_two: Path) -> None:
         open_runtime(on_cuda, no_progress, alone, cuda_graph=True, trust=True)  # type: ignore[arg-type]
 
 
+def test_a_group_that_was_left() -> None:
+    group = object.__new__(Group)
+    group.rank, group.ranks, group.broken, group.lost = 0, 2, True, None
+    with pytest.raises(RankError, match="rank 0: an earlier call failed, or the group was left"):
+        group.gather_values([])
+
+
 # --- what starts them -----------------------------------------------------------------------------
 
 
@@ -645,7 +652,7 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         pass
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    with pytest.raises(MissingError, match="this torch lacks gloo, which ranks"), join():
+    with pytest.raises(MissingError, match="this torch lacks gloo, which ranks need"), join():
         pass
 
 

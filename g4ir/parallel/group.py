@@ -94,7 +94,7 @@ class Group:
 
         self._dist: Any = dist
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
-        #: one GPU per rank, with NCCL
+        #: whether this rank has a GPU of its own and NCCL
         self.on_gpus = on_gpus
         #: whether a call failed or the group was left: no collective may follow
         self.broken = False
@@ -245,7 +245,8 @@ class Group:
     def _watched(self) -> Iterator[None]:
         """Context that converts the failure of a collective to a RankError with the lost ranks."""
         if self.broken:
-            raise self.lost or RankError(f"rank {self.rank}: an earlier collective failed")
+            why = "an earlier call failed, or the group was left; start all ranks again"
+            raise self.lost or RankError(f"rank {self.rank}: {why}")
         try:
             yield
         except RuntimeError as e:
@@ -337,7 +338,7 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        raise MissingError("this torch lacks gloo, which ranks communicate by; install one with it")
+        raise MissingError("this torch lacks gloo, which ranks need; install a torch that has it")
     on_gpus = launch.local < torch.cuda.device_count() and dist.is_nccl_available()
     if on_gpus:
         torch.cuda.set_device(launch.local)
@@ -348,7 +349,8 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
         named = dist.PrefixStore("g4ir", store)
         dist.init_process_group(backend, store=named, rank=rank, world_size=ranks, timeout=wait)
     except (dist.DistStoreError, dist.DistNetworkError) as e:
-        raise RankError(f"{who}: not all ranks joined within {timeout_s:g} s: {_first(e)}") from e
+        why = f"not all ranks could join (timeout {timeout_s:g} s): {_first(e)}"
+        raise RankError(f"{who}: {why}; start all ranks again") from e
     except (RuntimeError, ValueError) as e:
         why = f"{who}: the ranks cannot reach each other: {_first(e)}"
         fix = "GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"

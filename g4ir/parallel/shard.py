@@ -192,10 +192,11 @@ def split_name(name: str) -> tuple[int | None, str]:
 
 
 def unroll(g: Graph, sharded: Collection[str], ranks: int) -> Graph:
-    """%x of a rank, all_reduce(%x)  ->  %r0.x, %r1.x, their sum: all ranks in one graph
+    """%x of a rank, all_reduce(%x)  ->  %r0.x, %r1.x, their sum (all_gather: concatenation)
 
-    Values that depend on `sharded` params (names) or on caches are duplicated per rank; values that
-    depend only on results of collectives and replicated weights keep their names."""
+    Return the graph of all ranks. Values that depend on `sharded` params (names) or on caches are
+    duplicated per rank; values that depend only on results of collectives and replicated weights
+    keep their names."""
     local_names, b = {*sharded, *(v.name for v in g.state)}, Builder()
     for n in g.nodes:
         if n.op in COLLECTIVES:
