@@ -294,6 +294,6 @@ def test_altered_graphs_are_refused(engines: Any, made: list[Path], tmp_path: Pa
     with pytest.raises(EngineError, match="SHA-256"):
         open_artefact(path)
     resigned(path, lambda values: None)
-    with pytest.raises(EngineError, match="is not what this g4ir makes"):
+    with pytest.raises(EngineError, match="is not what this g4ir builds"):
         open_artefact(path)
     assert len(made) == 2

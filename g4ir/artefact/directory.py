@@ -320,7 +320,7 @@ def read_manifest(path: Path, check_weights: bool = False, rank: int | None = No
             raise EngineError(f"larger than {LARGEST} bytes")
         values = tensorfile.parse_json(file, raw)
     except (G4Error, OSError) as e:
-        raise EngineError(f"{file} is altered or damaged: {e}; build the engine again") from e
+        raise EngineError(f"{file} cannot be read: {e}; build the engine again") from e
     values.pop("digest", None)
     # The full text is compared, white space included.
     if raw != manifest_text(values).encode():
@@ -472,8 +472,9 @@ def _check_config(file: Path, m: Manifest) -> None:
         raise _altered(file, "ple_placement: is missing")
     if c.drafter and not c.draft_tokens:
         raise _altered(file, "options.plan_cache.slack: must be above 0 with a draft model")
-    if c.options.of(LatentOptions).keep != layers_read(c.spec, c.drafter):
-        raise _altered(file, "options.latent_kv.keep: is not the layers that the draft model reads")
+    if c.options.of(LatentOptions).keep != (read := layers_read(c.spec, c.drafter)):
+        expected = f"expected {[*read]}, the layers that a draft model reads"
+        raise _altered(file, f"options.latent_kv.keep: {expected}")
 
 
 def _packing_of(path: Path, m: Manifest) -> packings.Packing:
@@ -499,7 +500,7 @@ def _rebuild_packing(path: Path, m: Manifest) -> packings.Packing:
         stored, expected = (path / name).read_bytes(), text.encode()
         if stored != expected:
             line = f"{path / name}: line {_first_difference(stored, expected)}"
-            why = f"{line} is not what this g4ir makes of the engine's spec and options"
+            why = f"{line} is not what this g4ir builds from the engine's spec and options"
             raise EngineError(f"{why}; {rebuild(path, m)}")
     return packing
 
