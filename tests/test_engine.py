@@ -12,6 +12,7 @@ import importlib
 import inspect
 import io
 import json
+import math
 import os
 import pydoc
 import random
@@ -40,6 +41,7 @@ from g4ir import Engine, load_engine, load_spec
 from g4ir.artefact.directory import MANIFEST, Manifest, open_artefact, read_manifest
 from g4ir.backends.reference import ReferenceBackend
 from g4ir.builder.build import prepare, write_engine
+from g4ir.cli.build import _tell_notes
 from g4ir.errors import EngineError, InputError, WeightsError
 from g4ir.generate import jsonl
 from g4ir.plan.options import BuildConfig, BuildOptions
@@ -359,6 +361,16 @@ def test_what_is_not_used_is_reported(tmp_path: Path) -> None:
     assert outcome.code == 0
     assert "g4ir: note: 11 tensors not used: K or V of a layer" in outcome.err
     assert "g4ir: note: 1 tensors not used: part of vision" in outcome.err
+
+
+def test_absent_tensors_are_reported_by_their_value(capsys: pytest.CaptureFixture[str]) -> None:
+    defaults = {"a.layer_scalar": 1.0, "t.input_max": math.inf, "t.output_max": math.inf}
+    prepared: Any = SimpleNamespace(source=SimpleNamespace(ignored={}, defaults=defaults))
+    _tell_notes(prepared)
+    assert capsys.readouterr().err == (
+        "g4ir: note: 1 tensors absent (a.layer_scalar): filled with 1\n"
+        "g4ir: note: 2 tensors absent (t.input_max, ...): filled with inf\n"
+    )
 
 
 # --- options of build -------------------------------------------------------------------------

@@ -727,7 +727,7 @@ def test_a_quantised_file_keeps_its_codes(tmp_path: Path) -> None:
     words = ("--preset", "laptop", "--max-seq", "64", "--dry-run", "--out", tmp_path / "e")
     done = g4ir("build", "--checkpoint", file, *words)
     assert done.code == 0 and "quant          checkpoint\n" in done.out, done
-    assert f"note: {file} is quantised already: --quant int8 is left out\n" in done.err
+    assert f"note: {file} is quantised already: the preset's --quant int8 is left out\n" in done.err
     assert "checkpoint" in g4ir("plan", file, "--preset", "laptop").out
     assert "is quantised already; leave" in refused("plan", file, "--quant", "int8")
 

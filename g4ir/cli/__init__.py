@@ -1,10 +1,10 @@
 """The command line: `g4ir VERB ...`.
 
 stdout carries the result (`--json` for machines), stderr progress and logs. Exit codes: 0 ok;
-1 a check failed, or some of many requests; 2 wrong usage or bad input; 3 the environment lacks
-something; 4 another rank ended or does not answer; 70 a bug in g4ir (as in sysexits.h); 128 + N
-ended by signal N, so 130 interrupted; 141 the reader of stdout went away. Nothing here imports
-torch before a verb needs it.
+1 a check failed, or some requests of a file did; 2 wrong usage or bad input; 3 the environment
+lacks something; 4 another rank ended or does not answer; 70 a bug in g4ir (as in sysexits.h);
+128 + N ended by signal N, so 130 interrupted; 141 the reader of stdout went away. Nothing in this
+package imports torch before a verb needs it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .parser import Parser
 #: threshold of the garbage collector's first generation: with 700, the default of Python 3.11,
 #: collections take a tenth of the time to load torch and an engine
 GARBAGE = 200_000
-#: Python's own thresholds, restored by a server: reference cycles may keep requests' media alive
+#: Python's own thresholds, which a server restores: it must free media in reference cycles soon
 USUAL = gc.get_threshold()
 #: verb -> its dataclass, `module.Class`, and its help
 VERBS: Mapping[str, tuple[str, str]] = {
     "run": ("run.Run", "text generation from a prompt or a JSONL file"),
     "chat": ("chat.Chat", "interactive chat"),
-    "serve": ("serve.Serve", "HTTP server of the OpenAI and Anthropic APIs"),
+    "serve": ("serve.Serve", "HTTP server of the OpenAI, Anthropic and Ollama APIs"),
     "build": ("build.Build", "compile a model into an engine directory"),
     "plan": ("plan.PlanModels", "memory and speed estimate of a model, or of several"),
     "presets": ("presets.Presets", "named sets of build options"),
@@ -42,8 +42,8 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "bench-compare": ("bench_compare.Compare", "comparison of two benchmark reports"),
     "compare": ("compare.CompareFormats", "weight formats of a model: size, quality and speed"),
     "verify": ("verify.Verify", "comparison of an engine's logits with a reference, or on a text"),
-    "prove": ("prove.Prove", "report: exactness, modes, perplexity and needles in long contexts"),
-    "embed": ("embed.Embed", "embeddings of texts"),
+    "prove": ("prove.Prove", "report: exactness, modes, perplexity and needle in a haystack"),
+    "embed": ("embed.Embed", "embeddings of texts, images, audio and video"),
     "score": ("score.ScoreTexts", "log-probabilities of texts"),
     "export": ("export.Export", "a model as a Hugging Face checkpoint or a GGUF file"),
     "specs": ("specs.Specs", "shipped variants and spec files"),
@@ -61,9 +61,9 @@ first steps, with a Gemma model as a GGUF file:
 `g4ir VERB --help` describes a verb; README.md and docs/guide.md are the manual.
 Every verb takes --trace, which prints the traceback of an error.
 
-exit codes: 0 ok, 1 a check failed, 2 wrong usage or bad input, 3 the environment
-lacks something, 4 another rank ended or does not answer, 70 a bug in g4ir,
-128 + N ended by signal N (130 interrupted), 141 the reader of stdout went away"""
+exit codes: 0 ok, 1 a check failed, or some requests of a file did, 2 wrong usage or bad
+input, 3 the environment lacks something, 4 another rank ended or does not answer, 70 a bug
+in g4ir, 128 + N ended by signal N (130 interrupted), 141 the reader of stdout went away"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

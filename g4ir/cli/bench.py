@@ -35,14 +35,14 @@ class Bench(Verb):
     epilog = TERMS
     engines: list[str] = argument(f"{ANY_MODEL}; two are compared", "MODEL", "*")
     first_use: FirstUse
-    input_len: Counts | None = flag("prompt lengths, such as 32,512 (default 512)", None, "N,..")
-    output_len: int | None = flag("generated tokens per sequence (default 64)", None, "N")
+    input_len: Counts | None = flag("prompt lengths (default 512, or what fits)", None, "32,512")
+    output_len: int | None = flag("tokens to generate (default 64, or what fits)", None, "N")
     batch: Counts | None = flag("batch sizes, such as 1,4 (default 1)", None, "N,..")
     context: int = flag("tokens already in the KV cache of each sequence (default 0)", 0, "N")
     peer: list[str] = flag("baseline: hf, hf-static, hf-compile or llama.cpp (GGUF)", (), "NAME")
     checkpoint: str | None = flag("checkpoint of the baseline (default: MODEL's)", None, "DIR|FILE")
     text: str | None = flag("take prompts from a text, not random tokens", None, "FILE")
-    draft: str = flag("also measure drafts: ngram, or mtp (draft model)", "none", "SOURCE")
+    draft: str = flag("also measure speculative decoding: ngram or mtp", "none", "SOURCE")
     rounds: int = flag("measured rounds (default 5)", 5, "N")
     warmup: int = flag("warm-up requests (default 2)", 2, "N")
     json: str | None = flag(
@@ -58,7 +58,7 @@ class Bench(Verb):
 
     @property
     def file(self) -> Path | None:
-        """The file to write the report to; None: none, or stdout."""
+        """The file to write the report to; None: no JSON, or JSON on stdout."""
         return None if self.json in (None, STDOUT) else Path(str(self.json))
 
     def __call__(self) -> int:
@@ -75,7 +75,8 @@ class Bench(Verb):
         return 0 if all(r["outputs_agree"] for r in reports) else 1
 
     def _engine_paths(self) -> list[str]:
-        """Return the engine directories, built on first use for the largest of the batch sizes."""
+        """Return the engine directories, built on first use; without --max-batch for the largest
+        size of --batch."""
         use, options = self.first_use, self.first_use.options
         if "max_batch" not in self.explicit and not all(is_engine(Path(m)) for m in self.engines):
             largest = max(options.max_batch, *(self.batch or [1]))
@@ -88,7 +89,7 @@ class Bench(Verb):
         if not 1 <= len(self.engines) <= 2:
             raise InputError(f"bench takes one engine or two, not {len(self.engines)}")
         if self.file and not self.file.absolute().parent.is_dir():
-            raise InputError(f"{self.file}: no such directory to write the report to")
+            raise InputError(f"--json {self.file}: its directory does not exist")
         if self.file and self.file.exists() and self.file.suffix != ".json":
             raise InputError(f"--json {self.file}: exists and is not .json; put --json after MODEL")
         if self.plot:

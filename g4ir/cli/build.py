@@ -40,7 +40,9 @@ output_flag = partial(flag, title="output")
 class Build(Verb):
     """Build an engine, or print what a build would write."""
 
-    model: str | None = argument("variant, checkpoint or hub id", "MODEL", "?", title="model")
+    model: str | None = argument(
+        "variant, spec, GGUF, checkpoint or hub id", "MODEL", "?", title="model"
+    )
     source: Source = flag("", title="model")
     options: BuildOptions = options(GROUPS)
     preset: str | None = flag(PRESET, None, "NAME", title="device")
@@ -138,9 +140,9 @@ def _tell_notes(p: Prepared) -> None:
     whys = list(p.source.ignored.values())
     for why in dict.fromkeys(whys):
         console.say(f"note: {whys.count(why)} tensors not used: {why}")
-    if p.source.defaults:
-        first, value = next(iter(p.source.defaults.items()))
-        absent = f"{len(p.source.defaults)} tensors absent ({first}, ...)"
+    for value in dict.fromkeys(p.source.defaults.values()):
+        first, *more = [name for name, v in p.source.defaults.items() if v == value]
+        absent = f"{1 + len(more)} tensors absent ({first}{', ...' if more else ''})"
         console.say(f"note: {absent}: filled with {value:g}")
 
 

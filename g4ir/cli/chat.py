@@ -1,4 +1,4 @@
-"""`g4ir chat`: talk with an engine."""
+"""`g4ir chat`: a conversation with an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PROMPT, MORE = ">>> ", "... "
 #: delimiter of a message of several lines, also after a command
 QUOTES = '"""'
 TABLE = read_table(Path(__file__).with_suffix(".yaml"))
-#: command (a method of Repl) -> arguments and help; arguments in brackets are optional
+#: command -> arguments (in brackets: optional) and help. It calls the method of Repl of its name,
+#: or `attach` if it names a kind of media.
 COMMANDS: dict[str, list[str]] = TABLE["commands"]
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
@@ -109,8 +110,9 @@ def from_pipe(stream: Any) -> Lines:
 
 
 def read_message(lines: Lines, prompt: str) -> str | None:
-    '''Return a message, None after the last: a line, or from """ at its beginning to the next """,
-    without line breaks next to them. InputError if the second is missing.'''
+    '''Return the next message, None after the last: a line, or the text between """ at a line's
+    beginning and the next """, without the line breaks next to them; a command before it and text
+    after it are kept. InputError if the second """ is missing.'''
     line = lines(prompt)
     if line is None or not (begin := _BLOCK.match(line)):
         return line

@@ -50,7 +50,7 @@ FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill
 
 
 def emit(value: Any, indent: int | None = None) -> None:
-    """Print JSON on stdout: a value as `strict` returns it."""
+    """Print `strict(value)` as JSON on stdout."""
     print(json.dumps(strict(value), indent=indent), flush=True)
 
 
@@ -106,7 +106,7 @@ class Programs(Part):
 
     threads: int | None = flag("CPU threads (default: OMP_NUM_THREADS, else the cores)", None, "N")
     trust: bool = flag("run native code of an engine that was built elsewhere", False)
-    rank_timeout: float | None = setting("timeout of a rank under torchrun, in seconds")
+    rank_timeout: float | None = setting("seconds that ranks wait for each other (default 300)")
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
@@ -148,11 +148,11 @@ class Draft(Part, title="speculative decoding"):
     """Flags of speculative decoding."""
 
     draft: str = flag(
-        "ngram, mtp (draft model) or none; default: mtp if MODEL contains one",
+        "ngram, mtp (draft model; default if MODEL is a folder with one) or none",
         "none",
         "SOURCE",
     )
-    draft_tokens: int | None = flag("maximum draft tokens per step (0: none)", None, "K")
+    draft_tokens: int | None = flag("maximum draft tokens per step (default: as built)", None, "K")
 
     def __post_init__(self) -> None:
         if self.draft != "none":
@@ -185,7 +185,7 @@ class Draft(Part, title="speculative decoding"):
 class OnDisk(Part):
     """Flag of the prefix cache on disk, which outlives the process."""
 
-    prefix_disk: Size = flag("prefix cache on disk: maximum size, such as 4GiB", 0, "BYTES")
+    prefix_disk: Size = flag("prefix cache on disk: size, such as 4GiB (default: none)", 0, "BYTES")
 
 
 class MediaFlags(Part, title="media"):
@@ -204,8 +204,9 @@ class MediaFlags(Part, title="media"):
         return {name: vars(self)[name] for name in SETTING_KINDS}
 
     def check(self, lines: str | None, example: str) -> None:
-        """Raise InputError for a missing file, or a setting without its kind. `lines`: name of the
-        verb's flag for JSON lines if that is given: lines name their own files, as in `example`."""
+        """Raise InputError for a missing file, and for a setting without a file of its kind.
+        `lines`: the verb's flag for JSON lines if it is given: InputError for any file, since each
+        line names its own, as in `example`."""
         kinds = {kind for kind, _ in self.files}
         if lines and kinds:
             why = f"with {lines} each request names its own files, such as {example}"
@@ -280,8 +281,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
         return str(find_model(model, "", self.revision)[1])
 
     def _consent(self) -> Callable[[Any], bool] | bool:
-        """Return the function that decides on a download after it has printed its size: yes with
-        --download, else it asks on a terminal; False without a terminal."""
+        """Return a function that prints what would be downloaded and returns whether to: yes with
+        --download, else the user's answer; False with neither --download nor a terminal."""
 
         def agreed(download: Any) -> bool:
             console.say(str(download))
@@ -291,8 +292,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
 
 
 def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
-    """Return options without the preset's quantisation, with a note on stderr, if their checkpoint
-    is quantised already."""
+    """Return the options; without the preset's quantisation, and with a note on stderr, if their
+    checkpoint is quantised already."""
     if not preset or options.checkpoint is None or options.quant is None:
         return options
     from .models import named_model, without_quant
@@ -300,8 +301,8 @@ def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
     model = named_model(str(options.checkpoint))
     unquantised = without_quant(options, find_preset(preset), model)
     if unquantised != options:
-        path = options.checkpoint
-        console.say(f"note: {path} is quantised already: --quant {options.quant} is left out")
+        path, quant = options.checkpoint, options.quant
+        console.say(f"note: {path} is quantised already: the preset's --quant {quant} is left out")
     return unquantised
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FormatUse(FirstUse, title="build on first use, if MODEL is no engine"):
-    """Build options that all compared engines share, so without --quant."""
+    """Build options that all compared engines share; --quant is a flag of the verb."""
 
     options: BuildOptions = options(
         "backend device dtype max_seq random_weights settings", FIRST_USE_SETTINGS
@@ -40,9 +40,9 @@ class CompareFormats(Verb):
         "MODEL",
         "+",
     )
-    quant: str | None = flag("weight formats, such as int8,int4,FILE.yaml", None, "Q,..")
+    quant: str | None = flag("weight formats of the first MODEL: int8,FILE.yaml, ..", None, "Q,..")
     text: list[str] = flag("UTF-8 text to score (default: a short sample)", (), "FILE")
-    tokens: Count | None = flag("maximum number of tokens to score, such as 4K", None, "N")
+    tokens: Count | None = flag("maximum tokens to score, such as 4K (default: all)", None, "N")
     peer: Literal["llama.cpp"] | None = flag("also run GGUF files in llama.cpp", None, "llama.cpp")
     json: bool = json_flag()
     plot: str | None = flag("plot quality, size and speed, .png or .svg", None, "FILE")

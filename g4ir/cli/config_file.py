@@ -30,7 +30,7 @@ RESERVED = re.compile(r"G4IR_(ISA|SERVICE_.*|PORT_.*)")
 SWITCHES = dict.fromkeys((*TRUES, "1"), True) | dict.fromkeys((*FALSES, "0"), False)
 #: values that mean on or off in a file or variable -> value for --set
 WORDS = dict.fromkeys(TRUES, "on") | dict.fromkeys(FALSES, "off")
-#: key of a backend's own settings, a mapping
+#: key of a mapping of NAME: VALUE of --set
 SETTINGS = "set"
 
 

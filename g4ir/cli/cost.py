@@ -41,12 +41,12 @@ class StepSize(Part):
 
     batch: Count | None = flag("batch size (default 1)", None, "N")
     context: Count | None = flag("tokens in the KV cache after the step, such as 32K", None, "N")
-    prefill_chunk: Count | None = flag("prefill chunk (default 1K)", None, "N")
+    prefill_chunk: Count | None = flag("prefill chunk (default 1K, --context if less)", None, "N")
     gpu: str | None = flag(f"a GPU: {gpu_names()}", None, "NAME")
 
     def of(self, graph: NamedGraph) -> Step:
-        """Return the step that the options describe; InputError for one beyond the model's context,
-        and for an option that the graph does not have."""
+        """Return the step that the options describe; InputError for one longer than the model's
+        context or --context, and for an option that does not apply to the graph."""
         spec, phase, context, chunk = graph.spec, graph.graph_name, self.context, self.prefill_chunk
         longest = spec.text.max_position_embeddings
         single = phase in ("decode", VERIFY, DRAFT)
@@ -155,7 +155,8 @@ COLUMNS = (
 
 
 def _table(title: str, rows: dict[str, dict[str, Any]], roof: Any) -> list[str]:
-    """Return one row per entry; with a roofline also time, bound and share of the total."""
+    """Return the lines of a table: a heading, and one per entry; with a roofline also time, bound
+    and share of the total time."""
     times = sum(r["floor_s"] for name, r in rows.items() if name != "total") if roof else 0
     head = [title, *(c for c, _, _ in COLUMNS), *(["time", "bound", "share"] if roof else [])]
     body = [head]

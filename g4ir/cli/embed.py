@@ -37,7 +37,7 @@ class Embed(OnEngine):
         "FILE",
     )
     media: MediaFlags
-    task: str | None = flag("prompt in front: query, document, ... or none", None, "NAME")
+    task: str | None = flag("task that selects a prompt: query, document, .. or none", None, "NAME")
     dims: int | None = flag("size of the embeddings (Matryoshka)", None, "N")
     truncate: bool = flag("cut texts beyond the context (default: refuse)", False)
     out: str | None = flag(
@@ -111,7 +111,7 @@ def _text(where: str, line: str, as_json: bool) -> Any:
         try:
             values = json.loads(line)
         except ValueError as e:
-            raise InputError(f"{where}: no JSON: {str(e)[:100]}") from None
+            raise InputError(f"{where}: not JSON: {str(e)[:100]}") from None
         values = values if isinstance(values, dict) else {}
         text, parts = values.get("text"), values.get("content")
         if isinstance(text, str) == isinstance(parts, list):

@@ -22,7 +22,7 @@ class Export(Verb):
         "float32, bfloat16 or float16; with gguf F32, F16, BF16 (default), Q8_0 or Q4_0", None, "T"
     )
     options: BuildOptions = options("media mmproj adapter")
-    spec: str | None = flag("variant or spec file (YAML) of a checkpoint", None, "F")
+    spec: str | None = flag("variant or file, if a checkpoint's config is incomplete", None, "F")
     json: bool = json_flag()
 
     def __call__(self) -> int:

@@ -30,7 +30,7 @@ from .common import Source
 from .models import Model, named_model
 from .verb import ANY_MODEL, Part, argument, flag, flag_of, options
 
-#: part of a model -> kind of media of its towers
+#: name of a tower's graph (PARTS) -> kind of media that it encodes
 OF_PART = {"vision": "image", "audio": "audio"}
 #: default draft tokens of a printed verification graph
 DRAFTED = 4
@@ -61,7 +61,7 @@ class NamedGraph(Part):
 
     @cached_property
     def model(self) -> Model:
-        """The named model, cached: opening an engine reads all of its files."""
+        """The named model, cached: opening an engine checks the digests of its files."""
         if self.engine is not None:
             if self.source.variant is not None or self.source.spec is not None:
                 raise InputError("give either MODEL or --variant or --spec, not both")

@@ -23,7 +23,7 @@ from .cost import StepSize
 from .graphs import NamedGraph
 from .verb import Verb, json_flag
 
-#: default GPU of printed settings
+#: GPU whose kernels are printed without --gpu
 GPU = "h200"
 
 

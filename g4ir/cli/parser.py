@@ -1,4 +1,4 @@
-"""Command-line parser of a verb; errors suggest the nearest valid usage."""
+"""Command-line parser of a verb; errors suggest the nearest valid flag."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         self.flags = Flags(self, getattr(import_module(f".{module}", __package__), class_name))
 
     def format_help(self) -> str:
-        """Return the help, whose usage has the positional arguments alone."""
+        """Return the help; its usage line names the positional arguments, not the flags."""
         words = [self.prog, "[OPTIONS]"]
         for a in self._get_positional_actions():
             name = a.metavar or a.dest.upper()
@@ -78,8 +78,8 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
 
     def _reworded(self, e: InputError, values: Mapping[str, Any]) -> InputError:
-        """Return the error with the flag's name instead of the field's: `top_p 2.0: ...` begins
-        with `--top-p`."""
+        """Return the error with flags as the user gives them: `top_p 2.0: ...` becomes `--top-p
+        2.0: ...`, and `--frames 3: ...` of a setting `--set frames=3: ...`."""
         for name, flag in self.flags.names.items():
             value, text = values.get(name), str(e)
             if text.startswith((f"{name} {value}: ", f"{name} {value!r}: ")):

@@ -1,4 +1,4 @@
-"""`g4ir presets`: options of a build by name."""
+"""`g4ir presets`: lists the named sets of build options."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ BATCH = 3
 class Prove(OnEngine):
     """Check an engine against its definition, in every mode, and over long texts."""
 
-    ctx: Counts | None = flag("context lengths (default 4K, or the engine's)", None, "4K,32K")
+    ctx: Counts | None = flag("context lengths (default 4K, or --max-seq if less)", None, "4K,32K")
     kv_formats: str | None = flag(
-        "KV cache formats: bfloat16, float8, int8 (default: as built)",
+        "KV cache formats of engines built on first use: bfloat16, float8, int8",
         None,
         "T,T",
         name="--kv-dtype",
@@ -38,7 +38,7 @@ class Prove(OnEngine):
     json: str | None = flag("write the report as JSON", None, "FILE")
     html: str | None = flag("write the report as a page with plots", None, "FILE")
     checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
-    time_limit: float = flag("seconds after which no part is started (default 900)", 900.0, "S")
+    time_limit: float = flag("seconds until no further part is started (default 900)", 900.0, "S")
     load: Programs
 
     def __post_init__(self) -> None:
@@ -76,7 +76,8 @@ class Prove(OnEngine):
         return 0 if proof.ok else 1
 
     def _engine(self, kv: str | None) -> str:
-        """Return the engine of a format, built on first use with room for the longest context."""
+        """Return the engine directory for the KV cache format `kv` (None: the default), built on
+        first use; without --max-seq its maximum sequence length is the longest context."""
         if is_engine(Path(self.engine)):
             return self.engine
         options = self.first_use.options

@@ -49,7 +49,7 @@ class Serve(Verb):
     config: str | None = http("YAML file of flags; flags and G4IR_FLAG variables win", None, "FILE")
     host: str = http("bind address (default 127.0.0.1)", "127.0.0.1", "NAME")
     port: int = http("port (default 8000; 0: any free port)", 8000, "N")
-    served_name: list[str] = http("model name in the API; *: any (default: of MODEL)", (), "NAME")
+    served_name: list[str] = http("model name in the API; *: any (default: MODEL's)", (), "NAME")
     max_loaded: int | None = http(
         "maximum models loaded at a time (default: as many as fit)", None, "N"
     )
@@ -65,15 +65,23 @@ class Serve(Verb):
     tls_cert: str | None = access("TLS certificate chain (PEM)", None, "FILE")
     tls_key: str | None = access("private key of the certificate (PEM)", None, "FILE")
     queue: int = scheduler("maximum number of waiting requests (default 64)", 64, "N")
-    max_gap: float = scheduler("maximum ITL during prefill; up to 4 x under load", 100.0, "MS")
-    prefix_memory: Size | None = scheduler("prefix cache size in memory; 0: none", None, "BYTES")
+    max_gap: float = scheduler(
+        "maximum ITL during prefill (default 100); up to 4 x if requests wait", 100.0, "MS"
+    )
+    prefix_memory: Size | None = scheduler(
+        "prefix cache in memory (default: by free memory)", None, "BYTES"
+    )
     adapter: list[str] = flag(
         "LoRA adapter, for requests to model NAME or MODEL:NAME", (), "NAME=DIR", title="adapters"
     )
     adapter_dir: str | None = setting("directory of adapters that clients may load")
-    adapter_slots: int | None = setting("maximum adapters at a time (default: of --adapter, or 4)")
-    adapter_rank: int | None = setting("maximum rank of adapters (default: of --adapter, or 16)")
-    chunk_tokens: int | None = setting("prefill tokens between two decode steps")
+    adapter_slots: int | None = setting(
+        "maximum adapters at a time (default: --adapter's, at least 4)"
+    )
+    adapter_rank: int | None = setting(
+        "maximum rank of adapters (default: --adapter's; 16 without)"
+    )
+    chunk_tokens: int | None = setting("prefill tokens between decode steps (default: a chunk)")
     max_body: int = setting("maximum size of a request body in MiB", 32)
     key_requests: int | None = setting("requests a minute of a key without limits in its file")
     key_tokens: int | None = setting("tokens a minute of a key without limits in its file")
@@ -190,7 +198,7 @@ class Serve(Verb):
         several models."""
         folders = [Adapter.of(path).path.parent for path in self._adapters().values()]
         if len(self.models) > 1 and any(self.slots().values()):
-            raise InputError("--adapter is for one model; start a server for each")
+            raise InputError("adapters are for a server of one model; start one for each")
         return (*folders, *([Path(self.adapter_dir)] if self.adapter_dir else ()))
 
     def _pool(self, router: Any, engines: Mapping[str, str]) -> ModelPool:
@@ -253,7 +261,8 @@ class Serve(Verb):
         name, *aliases = own or [default]
         aliases += [ANY_NAME] if ANY_NAME in self.served_name else []
         self._check_names([name, *aliases])
-        check_minimums(vars(self), max_loaded=1, load_wait=0, key_requests=1, key_tokens=1)
+        minimums = {"queue": 1, "max_loaded": 1, "load_wait": 0, "key_requests": 1, "key_tokens": 1}
+        check_minimums(vars(self), **minimums)
         config = SchedulerConfig(
             chunk_tokens=self.chunk_tokens,
             max_gap_ms=self.max_gap,
@@ -313,12 +322,14 @@ def serve_one(pipe: Any, verb: Serve, secret: str) -> None:
 
 
 def _origins(origins: Sequence[str]) -> tuple[str, ...]:
-    """Return the origins; InputError for one that is not in the form that browsers send."""
+    """Return the origins; InputError for one that browsers do not send: a scheme other than
+    http(s), or a path."""
     for origin in origins:
         parts = urlsplit(origin)
         web = parts.scheme in ("http", "https") and parts.netloc and not parts.path
         if origin != "*" and not web:
-            raise InputError(f"--allow-origin {origin}: expected https://NAME without a path, or *")
+            fix = "expected http(s)://NAME without a path, or *"
+            raise InputError(f"--allow-origin {origin}: {fix}")
     return (*origins,)
 
 
@@ -326,7 +337,7 @@ def _root_path(prefix: str) -> str:
     """Return the URL path prefix without a slash at its end; InputError for an invalid one."""
     path = prefix.rstrip("/")
     if path and (not path.startswith("/") or set(path) & set("?#{} ")):
-        raise InputError(f"--root-path {prefix}: expected a path that begins with a slash")
+        raise InputError(f"--root-path {prefix}: expected /PATH without blanks and ?#{{}}")
     return path
 
 
@@ -365,7 +376,7 @@ def _pairs(word: str) -> list[tuple[str, str]]:
 
 def _pooled(name: str, engine: Path, memory: int, prefixes: int) -> PooledModel:
     """Return the entry of a model for the pool; `memory`: bytes for all models; `prefixes`: bytes
-    of its prefix cache, added to the planned ones of the engine."""
+    of its prefix cache, added to the planned bytes of the engine."""
     from g4ir.backends import find_backend
     from g4ir.builder.load import described
     from g4ir.chat import Template

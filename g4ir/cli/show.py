@@ -69,7 +69,8 @@ class Show(Verb):
             run_passes(graph, skip=skip, until=why, note=note, options=self.graph.config.options)
         output(self.json, rows, "".join(f"{row['value']}: {row['reason']}\n" for row in rows))
         if not rows:
-            console.say(f"{why} found no candidate in graph {graph.name}")
+            where = graph.name if self.layer is None else f"{graph.name}, layer {self.layer}"
+            console.say(f"{why} found no candidate in graph {where}")
         return 0
 
     def _ops(self) -> int:

@@ -146,7 +146,7 @@ def chat_summary(turn: Turn, talk: ChatSession) -> str:
 
 def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
     """Return an answer's summary line: prompt tokens (cached: from the prefix cache), new tokens,
-    TTFT, tokens/s, tokens per verification step, finish reason."""
+    TTFT, tokens/s, tokens per step if drafts were on, finish reason."""
     cached = f" ({c.cached} cached)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""

@@ -1,6 +1,6 @@
 """Verbs as frozen dataclasses: a field is a flag, with its type, default, metavar and help.
 
-A field of type `Part` holds flags that several verbs share; `options` are fields of BuildOptions.
+A field of type `Part` holds flags that several verbs share, a field `options` build options.
 A `setting` has no flag of its own: `--set NAME=VALUE` sets it.
 """
 
@@ -54,7 +54,7 @@ def token_ids(text: str, flag: str) -> list[int]:
     return [int(word) for word in words]
 
 
-# Types of fields whose flag is text: the value, and its parser, a function of text and flag.
+# Types of flags: the type of the value, and its parser, called with the text and the flag's name.
 Count = Annotated[int, parse_count]
 Counts = Annotated[list[int], parse_counts]
 Bytes = Annotated[int, parse_bytes]
@@ -79,7 +79,7 @@ def setting(help: str, default: Any = None, metavar: str | None = None, /) -> An
 def argument(
     help: str, metavar: str | None, nargs: str | None = None, default: Any = None, **kwargs: Any
 ) -> Any:
-    """Return the field of a positional argument; `?` and `*` may be left out."""
+    """Return the field of a positional argument; optional if `nargs` is `?` or `*`."""
     default = {None: MISSING, "*": ()}.get(nargs, default)
     return flag(help, default, metavar, nargs=nargs, positional=True, **kwargs)
 
@@ -89,9 +89,9 @@ def json_flag() -> Any:
 
 
 def options(names: str | Mapping[str, str], settings: str = "", **help: str) -> Any:
-    """Return the field `options: BuildOptions` of a verb. names: the options that have flags, as a
-    string, or title of a --help group -> string; settings: options that `--set` sets; help: texts
-    that replace the general ones."""
+    """Return the field `options: BuildOptions` of a verb. names: the options that have flags,
+    separated by spaces, or {title of their group in --help: such names}; settings: those that
+    `--set` sets; help: option=text instead of its help in options.yaml."""
     groups = {"": names} if isinstance(names, str) else names
     rows = {n: (title, help.get(n), False) for title, text in groups.items() for n in text.split()}
     return field(metadata={"options": rows | dict.fromkeys(settings.split(), ("", None, True))})
@@ -293,8 +293,8 @@ def _parse_setting(flag: str, kwargs: Mapping[str, Any], text: str) -> Any:
 
 
 def parse_pairs(words: Sequence[str], flag: str, expected: str) -> dict[str, str]:
-    """`["name=value", ...]` -> {name: value}; InputError, with `expected`, for other words and a
-    name given twice."""
+    """`["name=value", ...]` -> {name: value}; InputError, which says what is `expected`, for other
+    words and a name given twice."""
     table: dict[str, str] = {}
     for text in words:
         name, sign, value = text.partition("=")
@@ -312,7 +312,7 @@ def _parse_seconds(text: str, flag: str) -> list[float]:
     return [float(word) for word in words]
 
 
-#: fields of BuildOptions whose flag is text -> parser of the text, with the flag
+#: field of BuildOptions -> parser of its flag's text, called with the text and the flag's name
 _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "max_seq": parse_count,
     "prefill_chunk": parse_count,

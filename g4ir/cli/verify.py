@@ -22,10 +22,10 @@ UNQUANTISED = "the unquantised weights"
 class Verify(OnEngine):
     """Compare an engine with a reference, or on texts."""
 
-    against: str | None = flag("reference (default) or hf", None, "WHAT")
+    against: str | None = flag("reference: interpreter (default); hf: transformers", None, "WHAT")
     checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
     text: list[str] = flag(
-        "perplexity and KL divergence on a text (an engine needs --all-logits)", (), "FILE"
+        "perplexity and KL divergence on a text (build engines with --all-logits)", (), "FILE"
     )
     tokens: str | None = flag(
         "token ids (default: random); with --text: maximum number", None, "2,5,7"
