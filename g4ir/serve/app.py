@@ -756,8 +756,8 @@ class Running:
         )
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the answer in frames of its format (server-sent events or lines of JSON), all that
-        are queued at once; an error is the last frame."""
+        """Yield the answer as text, for each batch of events its frames (server-sent events or
+        lines of JSON); an error is the last frame."""
         format = self.format
         try:
             async for values in self._pieces():

@@ -28,7 +28,7 @@ TOKENISED = 128
 
 
 class EmbeddingModel:
-    """An encoder's engine with its thread; `name`: of the model in requests."""
+    """An encoder's engine, and the thread that it runs in; `name`: of the model in requests."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine, self.embedder = name, engine, engine.embedder

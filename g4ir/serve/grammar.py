@@ -165,7 +165,7 @@ class Mask:
     inside: bool = False
     #: state of the grammar; None: the answer is not constrained yet, or no longer
     matcher: Any = field(default=None, init=False)
-    #: number of tokens that were read
+    #: tokens of the answer that the mask has read
     read: int = field(default=0, init=False)
 
     def mask(self, generated: Sequence[int]) -> Any:

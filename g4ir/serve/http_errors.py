@@ -28,7 +28,7 @@ _FIELD = re.compile(r"(\w+)(?=[\[.: ])")
 
 @dataclass
 class Refused(Exception):
-    """An error response. `param` is the field of the request that is wrong."""
+    """An error response. `param`: the field of the request that is wrong, if it is one."""
 
     status: int
     message: str
@@ -84,7 +84,7 @@ def refusal(
 ) -> Refused:
     """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
     `fields`: names that a message may begin with, which become `param`; `hidden`: names and paths
-    of the engine, which messages leave out; `wait_s`: Retry-After if the queue is full."""
+    that messages replace by "the engine"; `wait_s`: seconds of Retry-After if the queue is full."""
     if isinstance(error, Refused):
         return error
     text = reduce(lambda t, name: t.replace(name, "the engine"), hidden, str(error))
@@ -102,7 +102,7 @@ def refusal(
     if isinstance(error, (G4Error, *_WITHOUT_TEXT)):
         named = f"{named}: {error}"
     log.error("request failed, error %s: %s\n%s", number, named, where)
-    # Errors of the engine itself, such as NaN logits, would recur: no Retry-After.
+    # Errors of g4ir, such as NaN logits, would recur: OpenAI's clients retry unless told not to.
     headers = {"x-should-retry": "false"} if isinstance(error, G4Error) else {}
     message = f"internal server error; the server's log has it under the id {number}"
     return Refused(500, message, SERVER, headers=headers)

@@ -43,7 +43,7 @@ class MediaQueue:
         """Run a request's work on its media in the thread of their kind; return the result.
         BusyError if the queue is full; Refused if the client disconnects."""
         if self.count >= self.limit:
-            raise BusyError(f"{self.count} requests with media wait already; try again later")
+            raise BusyError(f"{self.count} requests with media are in the queue; try again later")
         self.count += 1
         limit, loop = Limit(), asyncio.get_running_loop()
         kind = VIDEO if any(m.kind == VIDEO for m in media) else SMALL

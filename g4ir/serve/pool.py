@@ -31,7 +31,8 @@ UNLOADED, LOADING, READY, UNLOADING = "unloaded", "loading", "ready", "unloading
 class PooledModel:
     """A model: the directory of its engine, the bytes of memory that it needs, and its keys in
     /v1/models (`facts`) and /api/tags (`tag`). `active`: running requests; `used`: monotonic time
-    at which the last one began; `advice`: why it can never fit, else ""."""
+    at which the last one began, or the model was loaded; `advice`: why it can never fit, else
+    ""."""
 
     name: str
     path: Path
@@ -61,9 +62,10 @@ class Ticket:
 
 @dataclass
 class ModelPool:
-    """The models of a server, the first one the default. `capacity`: bytes for loaded models;
-    `start`: returns a new worker; `max_loaded`: loaded models at a time (None: no limit);
-    `max_waiting`: queued requests per model. Its methods run in the event loop."""
+    """The models of a server, the first one the default. `start`: returns a new worker for a model;
+    `capacity`: bytes for all loaded models; `max_loaded`: their maximum number (None: no limit);
+    `max_waiting`: queued requests per model; `wait_s`: maximum seconds that busy models block a
+    request. Its methods run in the event loop."""
 
     models: Sequence[PooledModel]
     start: Callable[[PooledModel], WorkerHandle]
@@ -86,7 +88,7 @@ class ModelPool:
         if model.advice:
             raise later(503, "does_not_fit", f"model: {model.advice}; {self._loaded()}", 60)
         if sum(t.model is model for t in self.line) >= self.max_waiting:
-            message = f"{self.max_waiting} requests wait for {model.name!r} already; try later"
+            message = f"{self.max_waiting} requests wait for model {model.name!r}; try again later"
             raise later(429, "queue_full", message)
         ticket = Ticket(model, asyncio.get_running_loop().create_future())
         self.line.append(ticket)

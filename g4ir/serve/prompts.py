@@ -212,7 +212,9 @@ class Prompts:
         if not tokens:
             raise bad(name, "is empty; give at least one token")
         if len(tokens) + count - 1 > max_seq:  # the last token is never written to the KV cache
-            sizes = f"the prompt has {len(tokens)} tokens, and {count} new ones are requested"
+            new = "1 new one is generated at least"
+            new = new if max_new_tokens(fields) is None else f"{count} new ones are requested"
+            sizes = f"the prompt has {len(tokens)} tokens, and {new}"
             message = f"{name}: {sizes}; the context has {max_seq} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")
         return max(count, 1)

@@ -22,7 +22,7 @@ HEADERS = ("X-Request-Id", "request-id")
 class RequestLog:
     """ASGI middleware. `log`: callback with the values of a log line, without texts of the request;
     None: no log. GET requests are not logged, nor are forwarded ones: the process that answers them
-    logs them. `count`: callback with the path and status of each response, 0 for none."""
+    logs them. `count`: callback with the path and status of each response; 0 if there was none."""
 
     app: ASGIApp
     log: Callable[..., None] | None = None

@@ -316,7 +316,7 @@ def _format(value: Any, name: str) -> Constraint | None:
         strict = isinstance(wrapper, dict) and wrapper.get("strict") is True
         schema = wrapper.get("schema", schema) if isinstance(wrapper, dict) else schema
         if not isinstance(schema, dict):
-            raise bad(name, "json_schema must be an object with a name and a schema")
+            raise bad(name, "json_schema must be an object with a schema, which is an object")
     schema = {"type": "object"} if schema is None else _schema(schema, name)
     return Constraint(name, JSON, schema, strict)
 
@@ -336,8 +336,8 @@ def _structured(value: Any, name: str) -> Constraint | None:
     return constrained(kinds[name_of_kind])(inner, f"{name}.{name_of_kind}")
 
 
-#: name in fields.yaml -> reader of a field (READERS), or factory of one that takes the other cells
-#: of the field's row (MAKERS)
+#: name in fields.yaml -> reader of a field (READERS), or (MAKERS) function that returns a reader
+#: and takes the arguments after the name
 READERS: dict[str, Read] = {"text": TEXT, "flag": FLAG, "top_p": _top_p, "stop": _stop, "ids": _ids}
 READERS |= {"biases": _biases, "stream_options": _stream_options, "options": _options}
 READERS |= {"messages": _messages, "prompts": _prompts, "choice": _choice}
@@ -392,7 +392,7 @@ UNSAID = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
     """Return the known fields of a body, checked, and without absent ones. Refused for invalid
-    fields, and for combinations of fields that exclude or lack each other."""
+    fields, for fields that exclude each other, and for one without another that it needs."""
     _log_unknown(body.keys() - table.keys() - HARMLESS)
     content = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):

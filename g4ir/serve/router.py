@@ -150,7 +150,8 @@ class Router(Server):
     async def _open(
         self, stack: AsyncExitStack, model: PooledModel, request: Request, path: str, raw: bytes
     ) -> httpx.Response:
-        """Send a request to a worker; return its response once the headers are read."""
+        """Send a request to the worker of a model, which stays loaded until `stack` closes; return
+        the response once its headers are read."""
         worker = await stack.enter_async_context(self._pool().lease(model))
         headers = {SECRET: self.secret, SALT: request.state.salt, "x-request-id": request.state.id}
         headers |= {k: request.headers[k] for k in ("content-type",) if k in request.headers}
@@ -159,7 +160,8 @@ class Router(Server):
         try:
             upstream = await self._client.send(call, stream=True)
         except httpx.TransportError:
-            raise later(503, "worker_ended", f"the process of {model.name!r} ended") from None
+            message = f"the server's process for model {model.name!r} ended; retry, which loads it"
+            raise later(503, "worker_ended", f"{message} again") from None
         stack.push_async_callback(upstream.aclose)
         return upstream
 

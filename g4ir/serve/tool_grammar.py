@@ -1,7 +1,7 @@
 """Grammar of tool calls in the model's native format, from the JSON Schemas of the functions.
 
 The grammar is Lark text for llguidance. Keys are bare if they can be read back so, strings are
-enclosed in the delimiter token, and there is no white space, so that each value has one spelling.
+enclosed in the delimiter token, and there is no white space: only numbers have several spellings.
 Schemas are read by `read_schema`, which drops unsupported constraints, or refuses strict schemas.
 Undeclared keys are never generated if a schema declares keys; more than one member of a `oneOf` may
 match.
@@ -21,7 +21,7 @@ from g4ir.chat.tools import TYPES, resolve_ref
 from .http_errors import Refused, missing
 from .json_schema import LARK, UNIONS, Schema, judge, llguidance, read_pattern, read_schema
 
-#: maximum schemas in one grammar, over all functions
+#: maximum schemas and subschemas in one grammar, over all functions
 MAX_SCHEMAS = 1 << 14
 #: max depth of a value without a schema
 ANY_DEPTH = 4
@@ -123,7 +123,7 @@ class _Rules:
     names: dict[str, str] = field(default_factory=dict)
     #: name -> body of possibly recursive rules
     recursive: dict[str, str] = field(default_factory=dict)
-    #: number of schemas so far
+    #: schemas and subschemas translated so far, for all functions; at most MAX_SCHEMAS
     count: int = 0
 
     def rule(self, body: str, prefix: str = "r") -> str:
@@ -148,7 +148,8 @@ class _Rules:
         return json.dumps(text, ensure_ascii=False)
 
     def key(self, name: str) -> str:
-        """Return the rule of a key, without delimiters if it can be read back without them."""
+        """Return the Lark text of a key and its colon, without delimiters if the key can be read
+        back without them."""
         return self.plain(f"{name}:") if is_bare_key(name) else f'{self.literal(name)} ":"'
 
     def literal(self, value: Any) -> str:

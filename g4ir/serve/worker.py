@@ -73,8 +73,8 @@ class Parent:
 
 
 class WorkerProcess(ServerProcess):
-    """A server on any free port, which it sends to its parent once the engine is loaded; or the
-    error."""
+    """A server on any free port. Once the engine is loaded it sends the port to its parent, or, if
+    loading fails, the error."""
 
     def __init__(self, server: Server, parent: Parent, loader: Callable[[], Engine]) -> None:
         log = lambda message, **values: None  # noqa: E731  # the router logs starts and ends
@@ -124,9 +124,9 @@ def warm_up() -> None:
 
 @dataclass
 class WorkerHandle:
-    """The parent's side. `main(pipe, *args)`: module-level function that runs in the child; `log`:
-    callback with the child's log lines; `charge`: callback with key salt and tokens of each of its
-    requests."""
+    """The parent's handle of a worker process. `main(pipe, *args)`: module-level function that runs
+    in the process; `log`: callback with its log lines; `charge`: callback with the salt of the key
+    and the tokens of each request that it has answered."""
 
     main: Callable[..., None]
     args: tuple[Any, ...]

@@ -163,7 +163,7 @@ async function look() {
   }
 }
 
-// Shows the server's status; changes are announced to screen readers, the busy slots are not.
+// Shows the server's status. Screen readers announce it unless `live` is "off", as for its load.
 function tell(words, live = "polite") {
   if (status.textContent === words) return;
   status.setAttribute("aria-live", live);
@@ -444,7 +444,7 @@ async function forget(id) {
   drawChats();
 }
 
-// Files and images are before the text, audio after it.
+// Returns the content of a user message: text files, images and videos, the text, then audio.
 function content(words, attached) {
   if (!attached.length) return words;
   const part = ({ kind, url, name, text: file }) => (kind === "text" ? { type: "text", text: file }
@@ -546,7 +546,7 @@ function showAttached() {
     }, { "aria-label": `Remove ${m.name}` }))));
 }
 
-// Attaches files, one by one. An event's file list is empty after the event.
+// Attaches files, one by one. They are copied first: an event's list of files is empty later.
 function attach(list) {
   const files = [...list];
   state.reading = Promise.resolve(state.reading).then(() => read(files));

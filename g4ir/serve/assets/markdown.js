@@ -42,7 +42,7 @@ function fence(lines, at) {
   return { kind: "code", end: Math.min(end + 1, lines.length), language: info.trim(), text };
 }
 
-// A display formula; without an end before a blank line it is still being generated.
+// A display formula; one without an end mark, which may still come, ends at a blank line.
 function formula(lines, at) {
   const start = lines[at].trim();
   const close = { "$$": "$$", "\\[": "\\]" }[start.slice(0, 2)];

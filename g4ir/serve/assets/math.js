@@ -97,7 +97,7 @@ class Formula {
     return this.row("}");
   }
 
-  // Text of a group, as it is.
+  // Returns the text of a group {...}, in which a backslash before a mark is removed.
   words() {
     if (this.peek() !== "{") throw new Error("expected {");
     let [out, open] = ["", 0];

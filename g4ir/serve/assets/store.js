@@ -2,8 +2,8 @@
 // Conversations in the browser's storage, and their format.
 //
 // A conversation: {version, id, title, created, updated, tools, messages}; tools and messages in
-// OpenAI's format, title "" for the first words. The page's own data of a message are under its key
-// `page`.
+// OpenAI's format; title "": the list shows the first words. Data of the page's own about a message
+// or a part are under its key `page`.
 
 const FORMAT = 1;
 const MOST_TITLE = 60;
@@ -66,9 +66,10 @@ function wrongRecord(given, id) {
   if (!isObject(given)) return "damaged";
   const { version, title, tools, created, updated } = given;
   if (version !== FORMAT) return `of version ${version} (this page reads ${FORMAT})`;
-  if (given.id !== id || !isText(title)) return "damaged: it has no title";
+  if (given.id !== id) return "damaged: its id is not its key";
+  if (!isText(title)) return "damaged: it has no title";
   if (!Array.isArray(tools)) return "damaged: tools: expected a list";
-  if (!Number.isFinite(created) || !Number.isFinite(updated)) return "damaged: it has no time";
+  if (!Number.isFinite(created) || !Number.isFinite(updated)) return "damaged: a time is missing";
   const wrong = wrongMessages(given.messages);
   return wrong && `damaged: ${wrong}`;
 }

@@ -96,8 +96,7 @@ def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -
     table, original = TABLES[protocol], out.original
     for name in table["not_of_it"]:
         if original.get(name) is not None and name not in table["becomes"]:
-            *_, key = (k for k, v in table["becomes"].items() if v == "messages")
-            raise bad(name, f"is not a field of this path, whose conversation is in {key!r}")
+            raise bad(name, f"is not one of the fields of this path: {', '.join(table['becomes'])}")
     groups = table["refused"]
     refused = {n: (v, group["way"]) for group in groups for n, v in group["neutral"].items()}
     for name, (neutral, fix) in refused.items():
