@@ -1,4 +1,4 @@
-"""g4ir: a compiler-style graph builder and engine for the Gemma 4 model family.
+"""g4ir: a compiler and inference engine for Gemma 4 and Gemma 3 models.
 
     spec   = g4ir.load_spec("tiny-moe")
     engine = g4ir.build(spec, out="engine", random_weights=0)

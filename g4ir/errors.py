@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class G4Error(Exception):
-    """Base of every expected error; the command line prints it without a traceback.
+    """Base of every expected error; the command line prints its traceback only with --trace.
 
     `exit_code` is what the command line returns: 1 a check failed or a queue is full, 2 wrong usage
     or bad input, 3 the environment lacks something, 4 another rank ended or does not answer.
@@ -54,7 +54,7 @@ class TrustError(EngineError):
 
 
 class InputError(G4Error):
-    """A request is wrong: the argument, its value and the limit."""
+    """A flag, an argument or a request is wrong: which, its value, and what was expected."""
 
 
 class BusyError(G4Error):
@@ -82,8 +82,8 @@ class MissingError(G4Error):
 
 
 def check_all(*checks: Callable[[], object]) -> None:
-    """Run every check, then raise its InputError or MissingError; if several failed, one
-    MissingError that lists them in this order."""
+    """Run every check. If one raised an InputError or MissingError, raise that; if several did, a
+    MissingError that lists the errors in the order of the checks."""
     errors: list[G4Error] = []
     for check in checks:
         try:

@@ -42,7 +42,7 @@ def say(message: str, level: str = "info", **values: Any) -> None:
 
 
 def plain_line(level: str, message: str, values: Mapping[str, Any]) -> str:
-    """Return a line for a terminal."""
+    """Return `g4ir: LEVEL: MESSAGE KEY=VALUE ...`; the level `info` is left out."""
     level = "" if level == "info" else f"{level}: "
     return " ".join([f"g4ir: {level}{message}", *(f"{k}={v}" for k, v in values.items())])
 
@@ -68,7 +68,7 @@ FORMATS: Mapping[str, LineFormat] = {"text": text_line, "json": json_line}
 
 
 def use_format(name: str | None) -> None:
-    """Write lines on stderr in a format of FORMATS from now on; None: for a terminal."""
+    """Write lines on stderr in a format of FORMATS from now on; None: `plain_line`."""
     _format[0] = FORMATS[name] if name else plain_line
 
 
@@ -81,7 +81,7 @@ def interactive() -> bool:
 
 
 def confirm(question: str) -> bool:
-    """Ask on stderr; whether the answer begins with y."""
+    """Ask a question on stderr; return whether the answer, a line of stdin, begins with y."""
     Progress.clear()
     Progress.paused = True
     _write(f"g4ir: {question} [y/N] ")

@@ -80,7 +80,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_disk_space(path: Path, need: int) -> None:
-    """Raise InputError if the disk has no room for `need` bytes at a path."""
+    """Raise InputError if fewer than `need` bytes are free on the disk of a path."""
     if (free := free_bytes(path)) < need:
         problem = f"{path}: {size_text(need)} are to be written, and {size_text(free)} are free"
-        raise InputError(f"{problem}; make room or choose another --out")
+        raise InputError(f"{problem}; make room or choose a path on another disk")

@@ -23,7 +23,8 @@ def device_memory(device: str) -> int:
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """Yield the memory limits of the process's control groups, and the bytes in use of each."""
+    """Yield (memory limit, memory in use), in bytes, of each of the process's control groups that
+    has a limit."""
     for group in control_groups(root):
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))

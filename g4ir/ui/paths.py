@@ -2,8 +2,8 @@
 https://specifications.freedesktop.org/basedir-spec; and access to environment variables for other
 modules.
 
-Files in these folders are trusted and programs are run, so a folder that other users own or may
-write to is refused.
+Files in g4ir's folders are trusted and their programs are run, so a folder that other users own or
+may write to is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def state_root() -> Path:
 
 
 def hub_cache() -> Path:
-    """Return the Hugging Face hub cache: HF_HUB_CACHE, HF_HOME/hub, XDG or ~/.cache.
+    """Return the Hugging Face hub cache: HF_HUB_CACHE or HUGGINGFACE_HUB_CACHE, else HF_HOME/hub,
+    else huggingface/hub in the user's cache folder.
 
     (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables)
     """
@@ -53,9 +54,9 @@ def hub_cache() -> Path:
 
 
 def keep_inductor_private(default: str) -> Path:
-    """Set TORCHINDUCTOR_CACHE_DIR to a private folder unless the user set it; return the folder.
-    `default`: torch's own choice, a temporary folder with a guessable name, which another user
-    could create first."""
+    """Set TORCHINDUCTOR_CACHE_DIR to a private folder, unless it is set to another one than
+    `default`; return the folder. `default`: torch's own choice, a temporary folder with a guessable
+    name, which another user could create first."""
     folder_name = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
     if folder_name != default:
         return Path(folder_name)
@@ -86,7 +87,7 @@ def unpacking() -> Iterator[tempfile.TemporaryDirectory[str]]:
         folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
     except OSError as e:
         why = f"{e.filename or tempfile.gettempdir()}: {e.strerror}"
-        fix = "make room, or give TMPDIR a folder of your own"
+        fix = "make room, or set TMPDIR to a folder of your own"
         raise MissingError(f"no folder to unpack compiled programs in: {why}; {fix}") from None
     with _ELSEWHERE, variable("TMPDIR", folder.name):
         try:
@@ -184,12 +185,12 @@ def _exposed(path: Path, problem: str, mend: str) -> TrustError:
 
 def _base(variable: str, default: str) -> Path:
     value = os.environ.get(variable)
-    # The specification ignores relative paths.
+    # The XDG specification says that relative paths are ignored.
     if value and Path(value).is_absolute():
         return Path(value)
     try:
         return Path.home() / default
     except RuntimeError:
         raise MissingError(
-            f"this user has no home directory: set {variable} to a folder of your own"
+            f"this user has no home directory: set {variable} to the absolute path of a folder"
         ) from None

@@ -43,8 +43,8 @@ def check_plot(path: str | Path) -> None:
 
 @contextmanager
 def figure(path: str | Path, width: float, height: float, columns: int = 1) -> Iterator[Any]:
-    """Context with axes to draw on (an array of them for several columns); the file is written at
-    the end, atomically. Sizes in inches."""
+    """Context with axes to draw on (for several `columns` an array of them, side by side); the file
+    is written at the end, atomically. width, height: of the whole figure, in inches."""
     check_plot(path)
     canvas = new_figure(width, height)
     yield canvas.subplots(1, columns)

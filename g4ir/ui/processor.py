@@ -171,8 +171,8 @@ def _flags_of_windows() -> Iterable[str]:
 
 
 def hold_libraries(environ: MutableMapping[str, str]) -> None:
-    """Set the variables of an instruction set that `G4IR_ISA` names, before torch is loaded. The
-    user's own variables win."""
+    """Set the variables CAPS for the x86 instruction set that `G4IR_ISA` names, before torch is
+    loaded. Variables that the user has set stay."""
     for s in SETS:
         if s.name == environ.get(ISA):
             for variable, value in zip(CAPS, (*s.caps, s.march) if s.caps else ()):

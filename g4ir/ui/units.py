@@ -41,7 +41,7 @@ def rounded_count(n: int) -> str:
 
 
 def size_text(n: int) -> str:
-    """Bytes in three digits: 20.8 GiB, 512 MiB"""
+    """Bytes in KiB, MiB or GiB, with three digits or more: 20.8 GiB, 512 MiB, 2048 GiB"""
     sizes = {"GiB": KIB**3, "MiB": KIB**2}
     unit = next((unit for unit, size in sizes.items() if n >= size / 2), "KiB")
     value = n / sizes.get(unit, KIB)
@@ -62,7 +62,8 @@ def scale(value: float) -> tuple[float, str]:
 
 
 def si(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix: 62.3 GB, 14.5 ms; 0 has no unit."""
+    """Three digits and a decimal prefix: 62.3 GB, 14.5 ms; without a prefix a whole number: 13 s;
+    0 has no unit."""
     if not value:
         return "0"
     size, prefix = scale(value)
