@@ -68,9 +68,10 @@ def engine_folder(model: str, config: EngineConfig) -> Path:
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of `--additional-config`. `prefix_bytes`: size of the prefix cache; `patience`:
-    steps in which a smaller batch bucket suffices before the batch shrinks; `trust`: whether to run
-    native code that this user did not build on this machine (`g4ir run --trust`)."""
+    """Settings of `--additional-config`. `prefix_bytes`: maximum bytes of the prefix cache (None:
+    the engine's default); `patience`: steps in which a smaller batch bucket suffices before the
+    batch shrinks; `trust`: whether to run native code that this user did not build on this machine
+    (`g4ir run --trust`)."""
 
     prefix_bytes: int | None = None
     patience: int = 16
@@ -78,12 +79,12 @@ class Options:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:
-        """Validate the settings; ValueError names the key."""
+        """Return the settings, validated; ValueError names the key."""
         types = {f.name: bool if f.default is False else int for f in fields(cls)}
         for name, value in given.items():
             if name not in types:
                 known = ", ".join(types)
-                raise ValueError(f"--additional-config: {name!r} is unknown; it takes {known}")
+                raise ValueError(f"--additional-config: {name!r}: expected one of {known}")
             if type(value) is not types[name] or value < 0:
                 expected = "true or false" if types[name] is bool else "an integer of at least 0"
                 what = f"expected {expected}, found {value!r}"

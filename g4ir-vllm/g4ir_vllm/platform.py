@@ -1,8 +1,8 @@
 """vLLM's platform for g4ir engines: device properties, scheduler settings, and refused options.
 
 To vLLM's scheduler the KV cache has one block per slot of the engine, as long as the longest
-request. So an admitted request keeps its slot until it ends, nothing is preempted, and the cache
-usage in `/metrics` is the share of slots in use.
+request. So an admitted request keeps its slot until it ends, none is preempted for lack of memory,
+and the cache usage in `/metrics` is the share of slots in use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "KV cache transfer": (
         lambda c: c.kv_transfer_config is not None or c.ec_transfer_config is not None,
-        "leave --kv-transfer-config out",
+        "leave --kv-transfer-config and --ec-transfer-config out",
     ),
     "pooling": (lambda c: c.model_config.runner_type != "generate", "leave --runner out"),
     "embeddings as prompts": (
@@ -105,8 +105,8 @@ class G4irPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Raise ValueError for unsupported options; set the scheduler's limits to those of the
-        engine."""
+        """Raise ValueError for unsupported options; reduce the scheduler's limits to the
+        engine's."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
         c = vllm_config
@@ -120,7 +120,7 @@ class G4irPlatform(Platform):
             )
         for what, (asked, cure) in REFUSED.items():
             if asked(c):
-                raise ValueError(f"g4ir engines do not support {what}; {cure}")
+                raise ValueError(f"vLLM over a g4ir engine does not support {what}; {cure}")
         Options.read({k: v for k, v in c.additional_config.items() if k != REUSE})
         cls.media_ids = frozenset(config.media_ids)
         scheduler, length = c.scheduler_config, c.model_config.max_model_len
@@ -149,7 +149,7 @@ class G4irPlatform(Platform):
 
         for name, absent in REFUSED_PARAMS.items():
             if getattr(params, name, absent) != absent:
-                what = f"{name}: not supported by g4ir engines; leave it out"
+                what = f"{name}: not supported over a g4ir engine; leave it out"
                 raise Refused(what, parameter=name)
         if processed_inputs.get("cache_salt") and cls.reuse:
             raise Refused(

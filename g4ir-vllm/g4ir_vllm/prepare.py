@@ -33,13 +33,15 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 def prepare(engine: Path | str, out: Path | str) -> Path:
     """Create the folder `out` and return it. EngineError if the engine cannot be read or has no
-    tokenizer; InputError if `out` is not empty."""
+    tokenizer; InputError if `out` exists and is not an empty folder."""
     folder, out = Path(engine).resolve(), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: exists and is not empty; name another folder")
+        raise InputError(f"{out}: exists and is not an empty folder; name another one")
     artefact = open_artefact(folder)
     if not (folder / TOKENIZER).is_file():
-        raise EngineError(f"{folder} has no {TOKENIZER}: vLLM cannot serve it")
+        raise EngineError(
+            f"{folder} has no {TOKENIZER}, which vLLM needs; build from a checkpoint with one"
+        )
     config = config_of(artefact) | {"engine": os.path.relpath(folder, out.resolve())}
     generation = generation_of(artefact)
     out.mkdir(parents=True, exist_ok=True)

@@ -82,8 +82,8 @@ class Runner:
         return found
 
     def compute(self, name: str, until: int) -> torch.Tensor | None:
-        """Prefill a prompt up to token `until`, rounded down to whole chunks. At the end of the
-        prompt move it to a slot and return its logits [vocab]; None before."""
+        """Prefill the first `until` tokens of a prompt, rounded down to whole chunks. At the end of
+        the prompt move it to a slot and return its last token's logits [vocab]; None before."""
         request, size = self.requests[name], self.engine.limits.prefill_chunk
         chunks, through = self._chunks(request), until >= len(request.tokens)
         # Tokens from the prefix cache count as computed; the scheduler does not know of them.
@@ -112,7 +112,8 @@ class Runner:
         return chunks
 
     def _check_finite(self, name: str, logits: torch.Tensor) -> bool:
-        """Return whether logits are finite; log the first failure of a request."""
+        """Return whether logits are finite; log a request's first that are not, and add the request
+        to `spoiled`."""
         finite = bool(logits.isfinite().all())
         if not finite and name not in self.spoiled:
             self.spoiled.add(name)
@@ -120,7 +121,7 @@ class Runner:
         return finite
 
     def _leave(self) -> None:
-        """Interrupt the prompt in prefill; the prefix cache keeps its computed tokens."""
+        """End the running prefill, complete or not; the prefix cache keeps its computed tokens."""
         if self._prompt:
             self._prompt[1].close()
             self._prompt = None

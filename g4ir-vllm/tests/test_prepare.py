@@ -45,7 +45,7 @@ def test_what_is_refused(engine_folder: Path, tmp_path: Path) -> None:
         prepare(tmp_path / "bare", tmp_path / "out")
     with pytest.raises(EngineError, match="engine directory"):
         prepare(tmp_path, tmp_path / "out")
-    with pytest.raises(InputError, match="not empty"):
+    with pytest.raises(InputError, match="not an empty folder"):
         prepare(engine_folder, tmp_path)
     assert not (tmp_path / "out").exists()
 
@@ -57,4 +57,4 @@ def test_the_command(
     assert main([str(engine_folder), str(out)]) == 0
     assert f"vllm serve {out}" in capsys.readouterr().out
     assert main([str(engine_folder), str(out)]) == 2
-    assert "not empty" in capsys.readouterr().err
+    assert "not an empty folder" in capsys.readouterr().err
