@@ -110,8 +110,8 @@ class TrtBackend(Backend):
         return self.host.machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs whose 4-bit weights are column-major, in two's complement; weights in
-        formats that TensorRT does not support are dequantised at build."""
+        """Return graphs whose int4 weights are column-major, in two's complement; weights that
+        `takes_codes` rejects are dequantised at build."""
         takes = partial(takes_codes, fp4=self.host.target.has_fp4)
         return program.map(lambda g: by_columns(dequantize_at_build(g, takes), ("u8",)))
 
@@ -124,8 +124,8 @@ class TrtBackend(Backend):
     def scratch_bytes(
         self, program: Program, device: str, settings: Mapping[str, str]
     ) -> Callable[[Limits], int]:
-        """Return, as a function of the limits, the bytes of attention scores that exist at a time;
-        0 if every attention is one fused layer."""
+        """Return a function from limits to the bytes of attention scores that exist at a time; 0
+        if every attention is one fused layer."""
         graph, attention = text_graph(program), settings["attention"]
         return lambda limits: score_bytes(graph, limits, attention)
 
@@ -183,9 +183,9 @@ class TrtBackend(Backend):
         """Raise EngineError if plans were built with other settings, for another GPU, or by another
         TensorRT version; patch versions count too."""
         folder, settings = task.folder, manifest["settings"]
-        if any(settings.get(n) not in s.choices for n, s in self.settings.items()):
-            why = "a build setting in its manifest is unknown to this backend; build it again"
-            raise EngineError(f"{folder}: {why}")
+        if bad := [n for n, s in self.settings.items() if settings.get(n) not in s.choices]:
+            why = f"this backend does not know {bad[0]}={settings.get(bad[0])} in its manifest"
+            raise EngineError(f"{folder}: {why}; build it again")
         if not self.has_device(task.device):
             raise EngineError(
                 f"{folder} runs on a GPU of {self.host.target.gpus}; the current one, "

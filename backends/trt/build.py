@@ -72,7 +72,7 @@ def write_network(
     log: Any = None,
 ) -> Written:
     """Parse a graph into an INetworkDefinition with NVIDIA's ONNX parser. LowerError names the op
-    and value, or the node, and ends with TensorRT's errors."""
+    and value that cannot be lowered, or gives TensorRT's errors."""
     from .dialect import emitted
     from .parse import Addresses, parse
 
@@ -92,13 +92,14 @@ def write_network(
 
 
 def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER) -> Any:
-    """Return the builder's configuration. memory: bytes of the device, if known."""
+    """Return the builder's configuration. memory: bytes of the device; None: unknown, and the
+    workspace is TensorRT's default."""
     trt, config = api.trt, w.builder.create_builder_config()
     with raise_refusals(w.log, "the configuration"):
         # fp32 ops stay fp32: no TF32 (10-bit mantissa).
         config.clear_flag(trt.BuilderFlag.TF32)
         if memory is not None:
-            # All device memory beyond the weights is workspace.
+            # Workspace is all device memory that the weights leave.
             workspace = max(memory - weight_bytes(w.graph), MIN_WORKSPACE)
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target.ahead_of_time:
@@ -172,9 +173,9 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
 
 
 def _host_bytes(g: Graph) -> int:
-    """Estimate the builder's host memory: the plan's weights, a constant per layer, and a second
-    copy of the matrices that it repacks while it writes the plan (quantised ones and those of
-    layers). Params are memory-mapped and count nothing."""
+    """Estimate the builder's host memory: a constant, another per layer, the plan's weights, and a
+    second copy of the matrices that it repacks while it writes the plan (quantised ones and those
+    of layers). The params themselves are memory-mapped and count nothing."""
     laid = (v for v in g.params if v.type.dtype in FORMAT_OF or layer_of(v.name) is not None)
     again = sum(v.type.nbytes() for v in laid if v.type.rank < 3)
     layers = len({layer_of(v.name) for v in g.params} - {None})
@@ -182,16 +183,18 @@ def _host_bytes(g: Graph) -> int:
 
 
 def weight_bytes(g: Graph) -> int:
-    """Count the bytes of params in a network, without embedding tables."""
+    """Count the bytes of a network's params; tables that only the host's `embed` graph reads are
+    none of them."""
     return sum(v.type.nbytes() for v in g.params)
 
 
 def build_plan(
     api: Api, w: Written, config: Any, timing: Path | None, plan: Path, progress: Progress
 ) -> None:
-    """Run the builder, which streams its plan to a file. The timing cache is read first and written
-    at the end, even if the build fails or is interrupted (Ctrl-C, SIGTERM). LowerError with the
-    builder's message if it fails; OSError if the plan cannot be written."""
+    """Run the builder, which streams its plan to the file `plan`. The timing cache (`timing`; None:
+    none) is read first and written at the end, even if the build fails or is interrupted (Ctrl-C,
+    SIGTERM). RefusedError with the builder's errors if it fails; OSError if the plan cannot be
+    written."""
     if timing:
         _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
@@ -218,8 +221,8 @@ class RefusedError(LowerError):
 
 
 def _begin_with(config: Any, timing: Path) -> None:
-    """Load the timing cache; start an empty one if other users could have written the file or
-    TensorRT rejects it."""
+    """Load the timing cache; start an empty one if there is no file, other users could have written
+    it, or TensorRT rejects it."""
     timings = b""
     with suppress(OSError, TrustError):
         check_private(timing.parent)
@@ -242,8 +245,8 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
-    """Return the error text: the builder's errors, the IR value of the layer that they name, and a
-    remedy."""
+    """Return the error text: the builder's errors, the layer that they name, if any (layers have
+    names of IR values), and a remedy."""
     reason = joined([e for e in errors if NO_DRIVER not in e] or errors) or "it gave no reason"
     layer = max((n for n in layers if n in reason), key=len, default="")
     about = f"{layer} {reason}".lower()
@@ -253,7 +256,7 @@ def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
 
 
 def _interruptible(monitor: Any) -> AbstractContextManager[None]:
-    """Within this context, signals cancel the build instead of ending the process inside
+    """Within this context, SIGINT and SIGTERM cancel the build instead of ending the process inside
     TensorRT."""
 
     def stop(number: int, frame: FrameType | None) -> None:

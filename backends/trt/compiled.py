@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from g4ir.ui.units import size_text
 
-#: name, type, inputs and outputs of a kernel in the list
+#: an entry of the list: name, type, inputs and outputs of a kernel
 KERNEL = re.compile(
     r"^(?:\[\w+\] )?(?:Layers:\s+)?Name: (\S.*?), LayerType: (\w+), Inputs: \[(.*?)\], "
     r"Constants: \[.*?\], Outputs: \[(.*?)\], Tac",

@@ -32,8 +32,8 @@ COLLECTIVE = "DistCollective"
 #: value of `root` for a collective without a root rank
 NO_ROOT = -1
 FP4 = FORMATS["fp4"]
-#: scalar by which codes are dequantised if the row scales are applied after the matmul (`part`):
-#: the builder fuses only a scalar with the matmul. Not 1, which the builder would drop.
+#: scale of codes whose row scales are applied after the matmul (`part`), halved for each further
+#: reader: the builder fuses only a scalar with the matmul. Not 1, which the builder would drop.
 PART = 2.0**-7
 #: activation -> operator and attributes
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,7 +86,8 @@ class Dialect(OnnxEmitter):
         return weight
 
     def param(self, v: Value) -> Operand:
-        """Codes of `fp4` are two initialisers: e2m1, and an e4m3 scale for each 16 of them."""
+        """Return a param's operand. Codes of `fp4` become two initialisers: e2m1 values, and an
+        e4m3 scale for each 16 of them."""
         if v.type.dtype != FP4.codes:
             return super().param(v)
         *lead, size = v.type.shape
@@ -114,8 +115,8 @@ class Dialect(OnnxEmitter):
         return scaled, 1 / power
 
     def stack(self, x: Operand) -> Operand:
-        """Return stacked weights for a batched matmul. If entries of a 4-bit stack are also
-        gathered elsewhere, all are gathered here too: a matmul's constants have another layout, so
+        """Return stacked weights for a batched matmul. If entries of a 4-bit stack were gathered
+        before (`_gather`), all are gathered here too: a matmul's constants have another layout, so
         the plan would store the codes twice."""
         if self._codes.get(x.handle) not in self._gathered or not self._integers:
             return x
@@ -124,8 +125,9 @@ class Dialect(OnnxEmitter):
         return self.gather(x, Operand(Type("i64", (count,)), index), 0)
 
     def _index_range(self, count: int, x: Operand) -> Operand:
-        """Return i64[count], 0, 1, 2 and so on, plus min(x, 0) of an entry of x: 0, but known only
-        at run time. The builder would optimise away a gather with constant indices."""
+        """Return i64[count]: 0, 1, 2, ... plus the minimum of 0 and the first entry of x, an input
+        that is never negative. The sum is known only at run time: the builder would optimise away a
+        gather with constant indices."""
         for axis in range(x.rank):
             x = self.slice(x, axis, 0, 1)
         zero = self.binary("min", self.reshape(x, 1), 0)
@@ -161,7 +163,7 @@ class Dialect(OnnxEmitter):
         return self._node("Min", [n, self._ints(bound)], Type("i64", (1,)))
 
     def _joined(self, parts: Sequence[str]) -> str:
-        """Return i64[n] of n tensors i64[1]."""
+        """Concatenate n tensors i64[1] to i64[n]."""
         return self._node("Concat", parts, Type("i64", (len(parts),)), axis=0)
 
     def _attention(

@@ -1,5 +1,5 @@
-"""Dry run of a build on any machine: writes the full-size networks without weights, and compiles
-the text model's with TensorRT-RTX if it is installed."""
+"""Dry run of a build on any machine: writes the full-size networks without weights; if TensorRT-RTX
+is installed it parses the text model's, and compiles it if it is small."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def by_library(api: Api, p: Prepared) -> dict[str, Any]:
-    """Parse the text model's network with a library that needs no GPU, and compile a small one;
-    return the number of layers, and a line per compiled profile. LowerError if it is refused."""
+    """Parse the text model's network with a library that needs no GPU, and compile it if it is
+    small; return the number of layers, and a line per compiled profile. LowerError if the library
+    refuses the network."""
     every = networks(p.packing.program)
     args = (api, every[ENGINE], p.config.limits, p.config.settings)
     name = f"{api.library.name} {api.version}"
@@ -55,7 +56,8 @@ def by_library(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def full_size(p: Prepared) -> dict[str, Any]:
-    """Report the build's networks without weights: sizes, and the text model's inputs."""
+    """Emit the build's networks without weights; report their sizes, inputs and outputs of the text
+    model's, an estimate of the builder's memory, and notes."""
     from g4ir.backends.onnx_graph.export import NullStorage
 
     from .dialect import emitted
@@ -68,8 +70,8 @@ def full_size(p: Prepared) -> dict[str, Any]:
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     dense_note = (
         f"{dense} quantised weights are dequantised at build: gates of per-layer embeddings, and "
-        f"formats that TensorRT does not support: it supports 8 bits with a scale per row in the "
-        f"engine's dtype, and 4 bits with a scale per group"
+        f"all but int8 and fp8 with a scale per row in the engine's dtype, int4, and, for sm120 "
+        f"and sm121, matrices in fp4 with a scale per row"
     )
     io = interface(graphs[ENGINE], p.config.limits)
     report = {

@@ -34,9 +34,9 @@ def experts(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
     """Return the routed experts' sum. By default each sequence's first token gathers its experts'
-    weights, and the other tokens (none in a decode step) are sorted by expert; if a batch of decode
-    steps may choose a third of the experts or more (`gathers`), all experts multiply every
-    token."""
+    weights, and the other tokens (none in a decode step) are left to `_later_tokens`; if a decode
+    step of the whole batch may choose a third of the experts or more (`gathers`), all experts
+    multiply every token."""
     e, count = net.e, int(params[0].shape[0])
     few = gathers(net.limits, int(index.shape[2]), count)
     if x.shape[1] == 1 or not few:
@@ -58,8 +58,8 @@ def gathers(limits: Limits, top_k: int, count: int) -> bool:
 def _later_tokens(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
-    """Return the experts' sum for all tokens of a chunk but the first: sorted by expert if that is
-    at most half of the dense work, else by all experts."""
+    """Return the experts' sum for all tokens of x but each sequence's first: sorted by expert if x
+    has the whole chunk and that is at most half of the dense work, else by all experts."""
     e, chunk, count = net.e, net.limits.prefill_chunk, int(params[0].shape[0])
     capacity = block_rows(chunk, int(index.shape[2]), count)
     chunked = x.shape[1] == net.env["positions"].shape[1]
@@ -138,7 +138,7 @@ class Sorted:
 
     def _slots(self, size: Operand) -> Operand:
         """Return the index [B,S,K] of each choice in the tokens of the concatenated blocks; `size`
-        [1,1,1]: tokens per expert in the first blocks."""
+        [1,1,1]: rows of each expert's first block, fewer than the capacity in a short chunk."""
         e, capacity, count = self.e, self.capacity, self.count
         number = e.constant(torch.arange(count, dtype=torch.float32)[None, None])
         near = e.add(e.mul(number, size), self.rank)
@@ -149,8 +149,9 @@ class Sorted:
         return e.reshape(e.reduce("sum", selected, 3), *self.choices.shape)
 
     def _tokens(self, ranks: Operand, target: Operand) -> Operand:
-        """Return the token [B,N,R] whose rank (number of earlier tokens that chose the block's
-        expert; `ranks` [B,S,N]) equals `target` [.,1,N,R]."""
+        """Return the index [B,N,R] of the token whose rank (number of earlier tokens that chose the
+        block's expert; `ranks` [B,S,N], -1 for others) equals `target` [B or 1,1,N or 1,R]; 0 if
+        there is none."""
         e = self.e
         same = e.binary("eq", e.unsqueeze(ranks, 3), target)
         tokens = e.reduce("sum", e.where(same, e.unsqueeze(self.position, 2, 3), 0.0), 1)

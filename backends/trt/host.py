@@ -1,6 +1,7 @@
 """The machine and its TensorRT library; the only module with differences between versions.
 
-TensorRT from 11 (the first whose ONNX parser has NVIDIA's attention) up to, but not including, 12.
+Supported are TensorRT 11, the first whose ONNX parser has NVIDIA's attention, and TensorRT-RTX 1
+from 1.7 on (target.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from g4ir.ui.progress import Progress
 
 from .target import ANYWHERE, HOPPER, RTX, TENSORRT, Library, Target
 
-#: dtype of the IR -> DataType
+#: dtype of the IR -> TensorRT's DataType
 DTYPES = {
     "f32": "FLOAT",
     "f16": "HALF",
@@ -36,8 +37,8 @@ DTYPES = {
     "bool": "BOOL",
 }
 INSTEAD = (
-    "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "
-    "build up to TensorRT's builder"
+    "instead, --backend onnx builds a network for onnxruntime, and --dry-run checks a build up to "
+    "TensorRT's builder"
 )
 
 
@@ -69,7 +70,7 @@ def probe(trt: Any, library: Library = TENSORRT) -> Api:
 def require_library(
     library: Library = TENSORRT, load: Callable[[str], Any] = importlib.import_module
 ) -> Api:
-    """Import the installed library; MissingError if there is none."""
+    """Import the library; MissingError if it is not installed or the version is not supported."""
     try:
         trt = load(library.module)
     except (ImportError, OSError) as e:
@@ -98,7 +99,7 @@ def require_gpu(target: Target = HOPPER) -> None:
         raise MissingError(
             f"--backend trt builds for {target.gpus} ({target.gpu or 'H100, H200'}); the current "
             f"GPU, {name}, has {capability[0]}.{capability[1]}; choose another GPU with "
-            f"CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
+            f"CUDA_VISIBLE_DEVICES, another --target, or --backend torch"
         )
 
 
@@ -115,7 +116,8 @@ def installed(library: Library) -> str:
 
 
 def require_target(version: str) -> None:
-    """Raise MissingError that lists the targets this machine, without a GPU, can build for."""
+    """Raise MissingError with the targets for which TensorRT-RTX `version` builds on this machine,
+    which has no GPU."""
     raise MissingError(
         f"--backend trt: this torch sees no CUDA device; name the GPUs of the engine by --target, "
         f"one of {', '.join(ANYWHERE)}, for which {RTX.name} {version} builds without a GPU (rtx: "
@@ -179,7 +181,7 @@ def raise_refusals(log: Any, part: str) -> Iterator[None]:
 
 def progress_monitor(trt: Any, progress: Progress) -> Any:
     """Return an IProgressMonitor that reports running phases at most once a second, and cancels the
-    build once `stopped`."""
+    build once its `stopped` is true."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -244,9 +246,9 @@ def communicator_of(group: Group) -> Any:
 
 
 def recorded_by_all(record: Record, agree: Callable[[bool], list[Any]]) -> Record:
-    """Return a recorder that captures a step only if every rank can. A rank that launched it
-    without capture would not create the context that the others create, and deadlock. `agree`:
-    all-gather of a bool."""
+    """Return a recorder that captures a step only if every rank can. A rank that fell back alone
+    would run later steps once, while the others also warm them up, and their collectives would
+    deadlock. `agree`: all-gather of a bool."""
 
     def record_all(work: Callable[[], None]) -> Callable[[], None]:
         error = EngineError("another rank could not record the step")
@@ -267,8 +269,8 @@ def cache_dir() -> Path:
 
 
 class Stream:
-    """The CUDA stream of TensorRT, ordered with torch's: the current stream, or a side stream if
-    that is the default stream, on which TensorRT would synchronise at every step."""
+    """The CUDA stream of TensorRT, ordered with torch's: the current stream, or, if that is the
+    default stream, on which TensorRT would synchronise at every step, a side stream."""
 
     #: alignment of tensor addresses that TensorRT requires, in bytes
     alignment = 256
@@ -332,7 +334,8 @@ class Host:
         return self.target.runs_on(self.capability())
 
     def machine(self, device: str) -> str:
-        """Return an identity for plans: the library's version and, if it times kernels, the GPU."""
+        """Return an identity for plans: device, the GPU's architecture if the library times
+        kernels, and the library's version."""
         library = f"{self.target.library.name.lower()}-{self.tensorrt().short}"
         gpu = [] if self.target.ahead_of_time else [self.architecture()]
         return " ".join([device, *gpu, library])

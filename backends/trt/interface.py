@@ -58,7 +58,7 @@ class Interface:
         return profiles or [p for p in self.profiles if phase_of(p) == "prefill"]
 
     def covering(self, phase: str, tokens: int) -> str:
-        """Return the smallest profile of a phase for sequences of this many tokens."""
+        """Return the smallest profile of a phase for sequences of up to `tokens` tokens."""
         profiles = self.of_phase(phase)
         sizes = ((p, self.profiles[p].get(FULL)) for p in profiles)
         return next((p for p, r in sizes if r is None or r[2] >= tokens), profiles[-1])

@@ -37,8 +37,8 @@ GATED_ROWS, MAX_GATED_BYTES = 512, 16 << 20
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
-    """Count the bytes of scores of one query per sequence: over a ring cache's slots, or max_seq;
-    of an encoder, of one query over its chunk."""
+    """Count the bytes of the scores of one query per sequence over a ring cache's slots or max_seq;
+    in an encoder, of a single query over the chunk."""
     heads = int(n["q"].type.shape[2])
     if not n.definition.cache_range:
         return heads * limits.prefill_chunk * BYTES_PER_SCORE
@@ -48,7 +48,8 @@ def row_bytes(n: Node, limits: Limits) -> int:
 
 
 def block_rows(n: Node, limits: Limits) -> int:
-    """Return the queries per block, so that its scores need at most MAX_SCORE_BYTES."""
+    """Return the queries per block (at least 1, at most a chunk's), so that the block's scores need
+    at most MAX_SCORE_BYTES."""
     return min(max(1, MAX_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
@@ -80,8 +81,8 @@ def in_blocks(
 ) -> Operand:
     """Attention from separate layers (`softmax` replaces the softmax layer) over q [B,S,heads,d].
     The first token uses multiply and reduce, which read the caches in place; the others use
-    matmuls, for which the builder copies the caches, in a static number of query blocks. If S is
-    fixed at 1 the builder drops the blocks."""
+    matmuls, for which the builder copies the caches, in a static number of query blocks. In a
+    profile with S = 1 the builder drops the blocks."""
     e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
     scale, cap = n.number("scale"), n.number("softcap")
 
@@ -169,7 +170,8 @@ class Gated(Operand):
 
 
 def linear_glu(net: Network, n: Node, x: Operand, w: Operand, *up: Operand) -> Any:
-    """Lower gate_up and activation; for a long chunk return `Gated`, for the following matmul."""
+    """Lower gate_up and activation; if gate_up's output may be large (MAX_GATED_BYTES), return a
+    `Gated` for the following matmul."""
     chunk, width = net.limits.prefill_chunk, int(w.shape[-2])
     long = isinstance(x.shape[1], str) and chunk > GATED_ROWS
     nbytes = x.type.with_shape(net.limits.max_batch, chunk, width).nbytes()
@@ -180,8 +182,8 @@ def linear_glu(net: Network, n: Node, x: Operand, w: Operand, *up: Operand) -> A
 
 def linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
     """Return x w^T; for a `Gated` x in blocks of tokens, since gate_up's output is the largest
-    tensor of a model without experts. If S is fixed at 1, all blocks but the first are empty, and
-    the builder drops them."""
+    tensor of a model without experts. In a profile with S = 1 all blocks but the first are empty,
+    and the builder drops them."""
     e = net.e
     if not isinstance(x, Gated):
         return weights.linear(e, x, w)
@@ -284,8 +286,8 @@ def head_size(n: Node) -> int | None:
 
 
 def attention_by_head_size(g: Graph) -> dict[int, str]:
-    """Choose the attention kind per head size: fused where TensorRT-RTX builders produced one
-    kernel."""
+    """Return head size -> attention kind: fused where TensorRT-RTX builders produced one kernel,
+    else explicit."""
     kinds = {}
     for n in g.nodes:
         if (size := head_size(n)) is not None:

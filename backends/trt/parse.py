@@ -57,7 +57,7 @@ class Addresses:
 
 def parse(api: Api, network: Any, emitter: Dialect, name: str, log: Any) -> Any:
     """Parse the emitted model into a network. Return the parser, which the network needs until it
-    is built. LowerError names the refused node."""
+    is built. LowerError if the parser refuses it (`_refusal`)."""
     model = emitter.model(name, "", {})
     parser = api.trt.OnnxParser(network, log)
     accepted = parser.load_model_proto(model.SerializeToString())

@@ -45,7 +45,7 @@ RECORDED = ("decode", VERIFY, DRAFT)
 
 def step_slots(tokens: int, max_seq: int) -> int:
     """Return the cache slots that a step reads for a context of `tokens`: 256, 384, 512, 768, 1024,
-    ...; few sizes, since each needs its own CUDA graph."""
+    ..., at most max_seq; few sizes, since each needs its own CUDA graph."""
     size = MIN_SLOTS
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3
@@ -83,11 +83,11 @@ class TrtSteps:
         #: captures a step as a CUDA graph; None: kernels are launched one by one
         self.record = WithFallback(record) if record else None
         recorded = [p for p in self.io.profiles if phase_of(p) in RECORDED]
-        #: scratch memory of captured steps, which never run concurrently
+        #: scratch memory of the phases in RECORDED, whose steps never run concurrently
         self.scratch = self._scratch(*recorded) if recorded else None
         self.slots = torch.arange(full_slots(limits), device=self.device)
-        #: (sequences, tokens) -> block ids without a block (NO_BLOCK); captured steps reference
-        #: them
+        #: (sequences, tokens) -> block ids of steps of few tokens without images (NO_BLOCK);
+        #: captured steps reference them
         self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
         self.communicator: Communicator | None = None
         #: contexts without a communicator yet
@@ -97,8 +97,8 @@ class TrtSteps:
     # --- contexts and memory ------------------------------------------------------------------
 
     def _context(self, profile: str) -> Any:
-        """Return an execution context of a profile. Prefill's gets its scratch memory, which may be
-        gigabytes, only while a chunk runs."""
+        """Return an execution context of a profile. Outside of RECORDED it gets scratch memory,
+        which may be gigabytes, only while a step runs."""
         recorded = phase_of(profile) in RECORDED
         if self.kernels:
             context = self.kernels.context(self.engine, profile or "a tower", recorded)
@@ -126,12 +126,12 @@ class TrtSteps:
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def link(self, communicator: Communicator) -> None:
-        """Set the communicator for collectives of later steps."""
+        """Set the function that returns the communicator; contexts get it at the next step."""
         self.communicator, self.unlinked = communicator, [*self.contexts.values()]
 
     def _connect(self) -> None:
         """Set the communicator of new contexts. TensorRT blocks until all ranks do so. So it is
-        done at the first step, after all checks that could fail on one rank alone."""
+        done at a context's first step, after all checks that could fail on one rank alone."""
         if not self.communicator or not self.unlinked:
             return
         communicator = self.communicator()
@@ -172,8 +172,8 @@ class TrtSteps:
         yield
 
     def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
-        """Replay a step as a CUDA graph, captured per KV cache, visible slots and number of tokens;
-        TensorRT requires that nothing else changes its context."""
+        """Replay a step as a CUDA graph: one for each session's caches, profile, visible slots and
+        number of tokens, with its own execution context, which TensorRT requires unchanged."""
         assert self.record
         record = self.record
 

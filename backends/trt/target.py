@@ -51,7 +51,7 @@ class Target:
     library: Library
     #: compute capabilities whose GPUs run the engine
     capabilities: tuple[str, ...]
-    #: part of the GPU's name, if several GPUs have the capability
+    #: part of the GPU's name, if only one of several GPUs of the capability is meant; empty: any
     gpu: str = ""
 
     @property
@@ -111,5 +111,5 @@ def find_target(name: str) -> Target:
 
 
 def version_tuple(capability: str) -> tuple[int, ...]:
-    """Return `8.6` as (8, 6)."""
+    """Return (8, 6) for `8.6`, (12, 0) for `12.0+`."""
     return tuple(map(int, capability.removesuffix(LATER).split(".")))
