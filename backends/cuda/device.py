@@ -42,8 +42,8 @@ class Cuda(Compiler):
         return find_target(rows)
 
     def stored(self, program: Program) -> Program:
-        """Return the program in which weights of formats that the kernels do not read are converted
-        to int8 or dequantised, at build."""
+        """Return the program in which weights that the kernels do not read are converted to int8 or
+        dequantised, at build, unless they are in int8, int4 or fp8."""
         return program.map(lambda g: simplify_formats(g, lambda n: bool(codes_of(n))))
 
     def byte_params(self, g: Graph) -> frozenset[str]:

@@ -23,8 +23,8 @@ _RECORDING = threading.Lock()
 class Captured(Generic[T]):
     """A step captured by `record`, with its static input and output tensors.
 
-    The warm-up writes to the same cache slots, and the same values, as the first replay, so running
-    the step twice changes nothing.
+    The warm-up writes the same values to the same cache slots as the first replay, so running the
+    step twice changes nothing.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WithFallback:
                 return self.record(work)
             except EngineError as e:
                 self.record = None
-                log.warning("decode steps run launch by launch, which is slower: %s", e)
+                log.warning("steps run launch by launch, which is slower: %s", e)
         return work
 
 
@@ -87,7 +87,7 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
             work()
     except RuntimeError as e:
         raise EngineError(
-            f"the decode step cannot be recorded as a CUDA graph: {str(e)[:300]}; load the engine "
-            f"with cuda_graph=False (--set cuda_graph=off) to skip the attempt and this warning"
+            f"a step cannot be recorded as a CUDA graph: {str(e)[:300]}; load the engine with "
+            f"cuda_graph=False (--set cuda_graph=off) to skip the attempt and this warning"
         ) from e
     return graph.replay

@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 
 
 def lowered(s: Schedule) -> Lowered:
-    """Return the schedule's graph with a lowering for each node: its kernel, else LOWERINGS; for
-    ops in neither, the reference."""
+    """Return the schedule's graph with the lowering of each node: by its kernel, else from
+    LOWERINGS, else None: the op's reference or expansion."""
 
     def lowering(n: Node) -> Lowering | None:
         if (choice := s.find(n)) is None:
@@ -94,8 +94,8 @@ def grouped_experts(
 
 
 def smallest(max_value: int) -> torch.dtype:
-    """Return the smallest integer dtype for 0 to `max_value`: radix sort does eight bits per
-    pass."""
+    """Return the smallest of uint8, int16 and int64 with all of 0 to `max_value`: radix sort does
+    eight bits per pass."""
     return next(
         d for d in (torch.uint8, torch.int16, torch.int64) if max_value <= torch.iinfo(d).max
     )
@@ -120,7 +120,7 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("g4ir::grouped_mm", _grouped_fake)
 
 
-#: op -> lowering of nodes without a kernel; default: the op's reference
+#: op -> lowering of nodes without a kernel; default: the op's reference or expansion
 LOWERINGS: Mapping[str, Lowering] = {
     **COMMON,
     "dequantize": Lowering(_dequantize),

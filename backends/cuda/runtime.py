@@ -1,4 +1,4 @@
-"""NVIDIA GPU runtime: decode steps as CUDA graphs, and loops that sample on the device."""
+"""NVIDIA GPU runtime: steps as CUDA graphs, and decode loops that sample on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CudaRuntime(ProgramRuntime):
 
     def __init__(self, task: Task, steps: Steps, cuda_graph: bool = True) -> None:
         decode, rows = task.program.graphs.get("decode"), task.limits.max_batch
-        #: captures a decode step as a CUDA graph; None: steps run launch by launch
+        #: captures a step of STEPS as a CUDA graph; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
         #: whether a step costs no more over all slots than over those in use (schedule.any_length)
         self.any_length = bool(decode and any_length(schedule(decode, find_target(rows))))

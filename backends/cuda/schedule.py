@@ -1,8 +1,8 @@
 """Selection of our kernels for a graph's nodes on a GPU, with launch settings, and the table of
 `g4ir kernels`. Needs no torch.
 
-Other nodes go to libraries and torch's compiler: matmuls of large batches, all nodes in fp32, and
-ops without a kernel, such as norms.
+Other nodes go to libraries and torch's compiler: matmuls of large batches, all nodes in other
+dtypes than bf16, and ops without a kernel, such as norms.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Row:
     use: Pairs
     nodes: int
     starts: int  # launches of our kernels per step
-    nbytes: int = 0  # weights and KV cache that the nodes move; 0 for an op's later kernels
+    nbytes: int = 0  # of weights and KV cache that the nodes move; 0 for an op's later kernels
 
 
 def _keys(n: Node, choice: Choice | None) -> list[_Key]:

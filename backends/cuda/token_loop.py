@@ -87,7 +87,7 @@ class TokenLoop:
         positions = (self.lengths * self.active)[:, None]
         feeds |= {"positions": positions, "lengths": self.active}
         logits = self.step(feeds)
-        # One NaN or infinite logit makes a row's sum so.
+        # One NaN or infinite logit makes the sequence's sum NaN or infinite.
         sums = logits.sum((1, 2), dtype=torch.float32)
         chosen = self.choose(logits, self.uniforms, self.draws)
         runs = self.active > 0

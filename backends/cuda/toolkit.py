@@ -16,8 +16,9 @@ OLDEST = (8, 0)
 
 
 def toolchain(otherwise: str = "") -> tuple[Callable[[], object], ...]:
-    """Return checks for compiling: a C++ compiler, triton, CUDA's headers, a GPU. Each raises
-    MissingError; `otherwise` is appended to the error of a missing or unsupported GPU."""
+    """Return checks for compiling: a C++ compiler, a GPU, and, if there is one, triton and CUDA's
+    headers. Each raises MissingError; `otherwise` is appended to the error of a missing or
+    unsupported GPU."""
     # Without a GPU only the error of the GPU check helps: a CUDA build of torch brings the other
     # parts.
     parts = (_check_triton, check_toolkit) if torch.cuda.is_available() else ()

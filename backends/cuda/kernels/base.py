@@ -1,11 +1,12 @@
 """The record of a Triton kernel: everything that the compiler knows about it.
 
-A kernel is a pair of files. `NAME.py` has its record: which nodes it replaces, how it is called and
-how often it is launched. `NAME_triton.py` has the device code and a `triton_op` in the namespace
-`g4ir` that launches it; on other devices the op computes the reference. Records are used without
-torch or triton installed, to choose kernels, count launches and plan memory: so only `call` imports
-the second file, when it runs. Every such pair of this folder is in the table of kernels; no other
-file of the package refers to a kernel by name. `tests/interpreted/cases/NAME.py` has its samples.
+A kernel is a pair of files. `NAME.py` has its record, or several: which nodes it replaces, how it
+is called and how often it is launched. `NAME_triton.py` has the device code and a `triton_op` in
+the namespace `g4ir` that launches it; on other devices the op computes the reference. Records are
+used without torch or triton installed, to choose kernels, count launches and plan memory: so only
+`call` imports the second file, when it runs. Every such pair of this folder is in the table of
+kernels; no other file of the package refers to a kernel by name. `tests/interpreted/cases/NAME.py`
+has its samples.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from g4ir.ops.codecs import FORMAT_OF, FORMATS
 from g4ir.ops.types import Type
 from g4ir.quant.rewrite import QUANTISED_OPS
 
-#: maximum rows of the small-batch matmul kernels; larger ones use the BLAS library
+#: maximum rows of the small-batch matmul kernels; larger batches use the BLAS library
 SKINNY = 64
 #: maximum values in a tile of a quantised weight whose format has large blocks, 64 for each of 128
 #: threads, so that decoded values fit the registers
@@ -110,7 +111,7 @@ class Schedule:
     choices: Mapping[str, Choice]
 
     def find(self, n: Node) -> Choice | None:
-        """Return the kernel choice of a node, or of a node of its expansion; None if it has no
+        """Return the kernel choice of a node of the graph or of an expansion; None if it has no
         kernel here."""
         return self.choices.get(n.outputs[0].name)
 
@@ -134,8 +135,8 @@ def size(t: Type, axis: int) -> int:
 
 def codes_of(n: Node | None) -> dict[str, int]:
     """Return {format: codes per scale} of the quantised weight that a node dequantises or gathers
-    from; {} if kernels do not read it, and for any other node. Codes per scale: a full row, or a
-    power of two from 16 on."""
+    from; {} if kernels do not read it, and for any other node. They read rows of a multiple of 8
+    values, with a scale per row or for each 16, 32, 64 ... codes."""
     if n is None or n.op not in QUANTISED_OPS:
         return {}
     form, k = FORMAT_OF[n["codes"].type.dtype], size(n.out.type, -1)
@@ -146,7 +147,7 @@ def codes_of(n: Node | None) -> dict[str, int]:
 
 def weight_codes(g: Graph, *weights: Value) -> dict[str, int]:
     """Return {format: codes per scale} (`codes_of`) of those weights of a graph that are quantised;
-    of weights of one format, the last one's."""
+    for several weights of one format, the last one's codes per scale."""
     return {k: v for w in weights for k, v in codes_of(g.producers.get(w.name)).items()}
 
 

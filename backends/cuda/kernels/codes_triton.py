@@ -3,7 +3,7 @@
 
 One decoder reads every quantised format from its bytes. A format is described by FORMAT, a tuple of
 integers computed from the table of layouts (`record`). GROUP is how many codes share a scale; 0:
-those of a row, whose scale is applied to the row's sum.
+those of a row, whose scale is applied to the row's sum (in a tile if there are minima).
 
 The bits of a value are in one or two fields of a block, read as 32-bit words. A word has some
 values at shifts: with each `join` of a word and its shifted copy the values of a tile double, until
@@ -62,7 +62,7 @@ def scales_of(scales, row, K, FORMAT, GROUP):
 
 @triton.jit
 def row_scaled(sums, scales, live, FORMAT, GROUP):
-    """Multiply sums [R, M] by the rows' scale, if there is one per row."""
+    """Multiply sums [R, M] by the rows' scales, if there is one per row and no minima."""
     if FORMAT[KIND] != DENSE and GROUP == 0 and not FORMAT[MINIMA]:
         sums = sums * tl.load(scales, mask=live, other=0.0).to(tl.float32)[:, None]
     return sums
@@ -194,7 +194,8 @@ def _spread(t, R, N, SPAN):
 @triton.jit
 def _scaled(t, w, scales, live, at, K, R, BLOCK_K, FORMAT, GROUP):
     """Values t [R, BLOCK_K] of columns from `at`, a multiple of BLOCK_K, times their integers and
-    scales, less their minima. w, scales: row pointers; a per-row scale is not applied."""
+    scales, less their minima. w, scales: row pointers; a per-row scale without minima is not
+    applied."""
     COMMON: tl.constexpr = FORMAT[SHARED] if FORMAT[SHARED] else GROUP
     EACH: tl.constexpr = COMMON if COMMON and COMMON < BLOCK_K else BLOCK_K
     N: tl.constexpr = BLOCK_K // EACH
@@ -220,7 +221,7 @@ def _scaled(t, w, scales, live, at, K, R, BLOCK_K, FORMAT, GROUP):
 def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP):
     """Tile [R, BLOCK_K] of a weight from column `at`: as stored, or dequantised to fp32. What is
     beyond the last column may be anything finite: x must be zero there. w, scales: row pointers
-    (`rows_of`, `scales_of`); a per-row scale is not applied. exponent: `exponent_of`."""
+    (`rows_of`, `scales_of`); a scale that `row_scaled` applies is not. exponent: `exponent_of`."""
     if FORMAT[KIND] == BITS:
         t = _values(w, live, at, K, exponent, R, BLOCK_K, FORMAT)
     else:
@@ -244,8 +245,9 @@ def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP):
 def sums_of(x, real, w, scales, row, live, K, BLOCK_M, BLOCK_K, R, STAGES, FORMAT, GROUP):
     """fp32 [R, BLOCK_M]: sum over k of x[m][k] * weight[row][k].
 
-    x: pointers to rows [BLOCK_M], those that are `real`; row [R]: rows of w [.., K], those that are
-    `live`. One row multiplies and adds in fp32; more, from 16 on, go to tensor cores.
+    x: pointers to rows [BLOCK_M], of which the `real` ones are read; row [R]: indices of rows of w
+    [.., K], of which the `live` ones are read. One row (BLOCK_M 1) multiplies and adds in fp32;
+    more, from 16 on, go to tensor cores.
     """
     exponent = exponent_of(w, FORMAT)
     w, scales = rows_of(w, row, K, FORMAT), scales_of(scales, row, K, FORMAT, GROUP)

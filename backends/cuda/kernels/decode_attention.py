@@ -42,8 +42,8 @@ def _latent_estimate(shape: Shape) -> Use:
 def _attention(
     n: Node, choice: Choice, q: Any, positions: Any, written: Any, *operands: Any
 ) -> Any:
-    """Attend over K and V; or over a latent cache, if the first of `operands` is the weight of K's
-    norm."""
+    """Attend over the caches of K and V; for `attention_latent`, whose first operand here is the
+    weight of K's norm, over a latent cache."""
     from .decode_attention_triton import decode_attention
 
     latent = n.op == "attention_latent"

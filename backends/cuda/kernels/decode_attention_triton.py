@@ -7,10 +7,10 @@ visible slots are read. The last program to arrive (an atomic counter per sequen
 `arrivals`, 0 before and after) reduces the partial results in the order of the splits.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
-cache's dtype before they multiply V. The rms error against float64 is at most 1.5 times that of
-the op's reference, which rounds scores to 8 bits: at the models' head dims 0.2 to 0.5 of it over
-plain caches, 0.3 to 0.8 over latent ones, where q * w is rounded instead of V * w. fp32: 5e-6 of
-the result's rms.
+query's dtype before they multiply V. In bf16 the rms error against float64 is at most 1.5 times
+that of the op's reference, which rounds scores to bf16: at the models' head dims 0.2 to 0.5 of it
+over plain caches, 0.3 to 0.8 over latent ones, where q * w is rounded instead of V * w. In fp32 it
+is at most 5e-6 of the result's rms.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _tile(rows, real, cols, WIDTH):
 @triton.jit
 def _dequantized_tile(rows, real, cols, AT, WIDTH, ROW, like):
     """Load columns AT + cols (below AT + WIDTH) of cache rows, dequantised to `like`'s dtype. ROW:
-    codes per quantised row, which its scales follow (ops/kv_quant.py); 0: not quantised."""
+    codes of an int8 row, after which its scales follow (ops/kv_quant.py); 0: rows have no
+    scales."""
     t = _tile(rows + AT, real, cols, WIDTH)
     if ROW > 0:
         N: tl.constexpr = t.shape[0]
@@ -148,8 +149,8 @@ def _merge(parts, stats, number, GROUP, D, DP, STAGES):
 @triton.jit
 def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, STAGES):
     """Store a split's partial result (o [M, DP], maximum and sum [M]); the last program of the pair
-    (sequence, KV head) merges all of them and stores the output. work: partial results, their
-    maxima and sums, arrival counters."""
+    (sequence, KV head) merges all of them and stores the output. The result of the only split is
+    stored as the output. work: partial results, their maxima and sums, arrival counters."""
     o, top, total = sums
     parts, stats, arrivals = work
     DP: tl.constexpr = o.shape[1]
@@ -207,8 +208,8 @@ def _still_query(q, w, cols, P, D):
 
 @triton.jit
 def _attended_latent(q, w, cache, by_slot, share, factors, CAPPED, GROUP, D, P, PP, M, DP, N, ROW):
-    """`_attended` over a latent cache: a row is V and K's 2 P rotated dims (PP: padded), so that
-    one tile of V serves as K and V."""
+    """`_attended` over a latent cache: a row is V and K's 2 P rotated dims (PP: padded); one tile
+    of V serves both products, with `_still_query` for K's other dims."""
     lo, hi, origin, slots = share
     inner, outer = factors
     o, top, total = _no_keys(M, DP, N)
@@ -340,9 +341,9 @@ def decode_attention(
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
     caches k, v [C,B,n,d] of equal strides, contiguous in the last dim, or quantised rows
-    (ops/kv_quant.py; int8: d a multiple of 32); arrivals i64[B,n], 0 before and after. A sequence
-    without tokens yields 0. splits: programs per sequence and KV head, each of at least block_n
-    keys.
+    (ops/kv_quant.py; int8: d a multiple of 32); arrivals: at least B * n elements of i64, 0 before
+    and after. A sequence without tokens yields 0. splits: maximum programs per sequence and KV
+    head, each but the last of at least block_n keys.
 
     With w [d], the weight of K's norm, computes `attention_latent` over one cache [C,B,n,d+2p].
     """

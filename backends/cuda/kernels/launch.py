@@ -109,7 +109,7 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def rounded(x, like):
-    """Round fp32 to the element type of the pointer `like`, at places where the reference
+    """Return fp32 x rounded to the element type of the pointer `like`, as fp32: where the reference
     rounds."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 

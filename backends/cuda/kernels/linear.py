@@ -40,7 +40,8 @@ def _one_row(shape: Shape, block_n: int) -> Use:
 
 
 def _estimate(shape: Shape) -> Use:
-    """Return launch settings that give each of 132 SMs several programs."""
+    """Return launch settings: few weight rows per program if n is small, so that most of 132 SMs
+    have work."""
     n = shape["n"]
     if shape["rows"] == 1:
         return _one_row(shape, 2 if n <= 512 else 4 if n <= 3072 else 8)

@@ -1,4 +1,4 @@
-"""MoE block: router, experts (grouped by expert) and the dense MLP next to them."""
+"""MoE block: router, experts (tokens grouped by expert) and the dense MLP next to them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _down(shape: Shape) -> Use:
 
 
 def _experts(n: Node, choice: Choice, *operands: Any) -> tuple[Any, Any]:
-    """Return (dense, experts). The dense MLP runs in the same grids as the experts, whose weighted
+    """Return the outputs (dense MLP, experts). Both run in the same grids; the experts' weighted
     outputs are summed in top-k order."""
     from .moe_triton import moe_down, moe_gate_up, moe_route
 

@@ -152,9 +152,9 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute a tile of tokens for one KV head of one sequence; grid (tiles, n, B). LATENT: rows of
-    V are `latent_row`s, whose columns after V, K's rotated dims, are used as K; otherwise w is not
-    read."""
+    """Compute attention of a tile of tokens, for one KV head of one sequence; grid (tiles, n, B).
+    LATENT: rows of caches and chunk are `latent_row`s: V, then K's rotated dims; K's other dims are
+    V * w (w: weight of K's norm, read only then)."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     begin = tl.load(positions + b * tokens).to(tl.int32)
     old = tl.load(written + b).to(tl.int32)
@@ -259,8 +259,8 @@ def prefill_attention(
     power of two) and `block_n` keys of a tile, powers of two from 16.
 
     With w [d], the weight of K's norm, compute `attention_latent` over one cache [C,B,n,d + 2p] and
-    the chunk's rows [B,S,n,d + 2p]. K is not recomputed: a tile of V serves both products. Its
-    unrotated dims are multiplied by q * w, rounded to the dtype; the op's reference rounds V * w.
+    the chunk's rows [B,S,n,d + 2p]. K's unrotated dims, V * w, are not computed: a tile of V serves
+    both products, multiplied by q * w, rounded to the dtype; the op's reference rounds V * w.
     """
     if not takes(q):
         dense = caches if w is None else [x for rows in caches for x in keys_values(rows, w)]

@@ -36,8 +36,8 @@ def _rows(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """BLOCK_R rows x BLOCK_K columns of y [rows, K]: rows `ids` of the weight, rounded, times
-    `factor`; all rows unless GATHERED. Grid: columns, rows."""
+    """Compute BLOCK_R rows x BLOCK_K columns of y [rows, K]: if GATHERED rows `ids` of the weight,
+    rounded, times `factor`, else all rows, without the factor. Grid: columns, rows."""
     r = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     at = tl.program_id(0) * BLOCK_K
     live = r < rows
