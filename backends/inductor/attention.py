@@ -1,6 +1,7 @@
-"""Attention by torch ops: over K and V, over a latent cache, and for towers. q [B,S,nq,d]; keys and
-values [T,B,n,d] (slot-major, like the caches); mask [B,S,T]. The query heads of a KV head are rows
-of one matmul, so that keys are read once.
+"""Attention by torch ops: over K and V, over a latent cache, and for towers (`encoder_attention`).
+
+In the first two q is [B,S,nq,d], keys and values are [T,B,n,d] (slot-major, like the caches), the
+mask is [B,S,T]; the query heads of a KV head are rows of one matmul, so that keys are read once.
 """
 
 from __future__ import annotations

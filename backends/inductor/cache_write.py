@@ -20,8 +20,8 @@ def cache_write(n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Ten
 
 
 def write_list(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
-    """Write each sequence's tokens to slots (start + i) mod C, i < lengths, of the cache [C,B,n,d];
-    one token per sequence may go to a ring. Padding rewrites the old contents of the slots that
+    """Write each sequence's tokens to slots (start + i) mod C, i < lengths, of a cache [C,B,n,d]: a
+    full-length one, or a ring if S is 1. Padding rewrites the old contents of the slots that
     follow; no slot is written twice, since no chunk is longer than the cache."""
     torch._check(new.shape[1] <= cache.shape[0])
     tokens = torch.arange(new.shape[1], device=new.device)[:, None]

@@ -1,7 +1,8 @@
 """A segment's text -> an ahead-of-time Inductor package.
 
-Compilation is a pure function of the text, the target, torch, the instruction set and our sources,
-so packages are cached under the hash of all these (`program_name`, program_cache.py).
+Compilation is a pure function of the text, the target, the compilers' versions and options, the
+instruction set and our sources, so packages are cached under the hash of all these (`program_name`,
+program_cache.py).
 """
 
 from __future__ import annotations

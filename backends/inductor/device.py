@@ -60,7 +60,7 @@ class Compiler(Device):
 
     @abstractmethod
     def target(self, rows: int) -> Target:
-        """Return the target of a build on this machine for batches of `rows`."""
+        """Return the target of a build on this machine for batches of up to `rows` sequences."""
 
     @abstractmethod
     def lowered(self, g: Graph, target: Target) -> Any:

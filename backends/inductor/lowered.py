@@ -46,7 +46,8 @@ class Lowering:
 class Lowered:
     """A graph and its lowerings.
 
-    lowering  node of the graph or of an expansion -> its lowering; None: the op's reference
+    lowering  node of the graph or of an expansion -> its lowering; None: the op's reference, or
+              without one its expansion
     """
 
     graph: Graph

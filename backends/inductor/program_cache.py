@@ -18,7 +18,7 @@ def cache_dir() -> Path:
 
 def from_cache(name: str, out: Path) -> bool:
     """Copy a cached program into the folder `out`; False if there is none, it cannot be copied or
-    its digest differs. TrustError if other users can write to the cache."""
+    its digest differs. TrustError if other users can write to the cache or to the digests."""
     cached, digest = cache_dir() / name, _digest_file(name)
     if not (cached.is_file() and digest.is_file()):
         return False

@@ -119,7 +119,7 @@ class ProgramRuntime:
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
         """Return the source of params and a function that moves one to the device. If the source is
-        `task.params`, its pages are released after each."""
+        `task.params`, `_load_params` releases the pages of each param that was moved."""
         return task.params, lambda t: t.to(self.device, copy=True).contiguous()
 
     def resident(self, param: str) -> Tensor | None:

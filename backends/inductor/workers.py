@@ -21,17 +21,18 @@ from .compile import compile_program, program_name
 from .program_cache import from_cache, keep_program
 from .target import Target
 
-#: lines of the workers' output in an error
+#: maximum lines of the workers' output in an error: the last ones
 PRINTED_LINES = 200
 
 
 def compile_all(
     texts: Sequence[str], target: Target, out: Path, jobs: int, progress: Callable[[str], None]
 ) -> dict[str, str]:
-    """Compile each distinct segment text into the folder `out`, unless it is cached, with `jobs`
-    processes; return text -> file name.
+    """Write a program for each distinct segment text into the folder `out`: copied from the cache,
+    or compiled, in up to `jobs` processes; return text -> file name.
 
-    Raises LowerError with the compiler's message, which names a node of the segment.
+    Raises LowerError with the compiler's message and a node of the segment, or with the status of a
+    process that ended early.
     """
     files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
     if files:
