@@ -56,7 +56,8 @@ class OnnxBackend(Backend):
 
     def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose quantised weights are int8, int4 or fp8, and column-major, since
-        onnxruntime fuses only such weights with matmuls; embedding tables stay row-major."""
+        onnxruntime fuses only such weights with matmuls; others are converted to int8 or
+        dequantised. Embedding tables stay row-major."""
         return program.map(simplify_formats).map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class OnnxBackend(Backend):
 
 
 def require(*modules: str, backend: str = "onnx") -> None:
-    """Raise MissingError if a required package cannot be imported."""
+    """Raise MissingError, naming the backend, if one of the packages is not installed."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         fix = "`pip install 'g4ir[onnx]'`"

@@ -33,7 +33,7 @@ ELEMENTS: Mapping[str, int] = {
     "u8": onnx.TensorProto.UINT8,
     "f8e4m3": onnx.TensorProto.FLOAT8E4M3FN,
 }
-#: larger constants are stored outside the model file
+#: bytes above which a constant is stored outside of the model file
 INLINE_BYTES = 4096
 
 #: primitive -> ONNX operator, if the names differ
@@ -194,8 +194,7 @@ class OnnxEmitter(Emitter):
     def _cast(self, x: Operand, t: Type) -> Operand:
         return self._op("Cast", [x], t, to=ELEMENTS[t.dtype])
 
-    # --- matmuls and reductions
-    # --------------------------------------------------------------------
+    # --- matmuls and reductions ---------------------------------------------------------------
 
     def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand:
         return self._op("MatMul", [x, w if columns else self.transpose(w, 1, 0)], t)
@@ -268,8 +267,7 @@ class OnnxEmitter(Emitter):
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._op("Slice", [x, self._ints(0), self._length(like, 0), self._ints(axis)], t)
 
-    # --- gather and scatter
-    # -----------------------------------------------------------------------------
+    # --- gather and scatter -------------------------------------------------------------------
 
     def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
         return self._op("Gather", [x, index], t, axis=axis)

@@ -9,7 +9,7 @@ vision_N.onnx   an image, or a frame of a video, of at most N soft tokens -> its
 audio_N.onnx    an audio clip of at most N soft tokens -> its soft tokens
 constants.bin   RoPE tables and other large constants
 weights-*.safetensors   hold the initialisers: the models point into them, and nothing is stored
-                twice. Models and these files stay in one directory.
+                twice. Models and these files must stay in one directory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Directory:
 
     def weight(self, v: Value) -> DataLocation:
         if v.name not in self.weights:
-            raise EngineError(f"{self.folder}: no safetensors file holds {v}; build it again")
+            raise EngineError(f"{self.folder}: no safetensors file has {v}; build the engine again")
         file, entry = self.weights[v.name]
         if entry.nbytes != v.type.nbytes():
             size = f"{entry.nbytes} bytes of {entry.dtype}, expected {v.type}; build it again"
@@ -177,8 +177,8 @@ def _check_file(path: Path) -> None:
 
 
 def node_counts(model: onnx.ModelProto) -> dict[str, int]:
-    """Count nodes by layer (`L5`) and outside of layers, where nodes shared by layers count. A
-    branch counts as one node.
+    """Count nodes by layer (`L5`), and those outside of layers, among them nodes that layers share.
+    An If counts as one node, its branches not at all.
     """
     return dict(Counter(_layer(n.name) for n in model.graph.node))
 

@@ -87,7 +87,7 @@ class OnnxRuntime(Runtime):
         self._sessions: dict[str, onnxruntime.InferenceSession] = {}
         facts = self._session(MODEL, self.mapped).get_modelmeta().custom_metadata_map
         if IN_PLACE not in facts:
-            raise EngineError(f"{self.path} has no metadata of g4ir; build it again")
+            raise EngineError(f"{self.path} has no metadata of g4ir; build the engine again")
         self.in_place = frozenset(facts[IN_PLACE].split(","))
         self._counted: dict[int, torch.Tensor] = {}
 
@@ -200,7 +200,7 @@ def open_session(
     except Exception as err:
         raise EngineError(
             f"{path}: onnxruntime {onnxruntime.__version__} does not take it: {_first_line(err)}; "
-            f"build it again, or update onnxruntime"
+            f"build the engine again, or update onnxruntime"
         ) from err
 
 
