@@ -4,9 +4,9 @@ is generated.
 Calls are marked text (see special_tokens.py), with strings between control tokens. Unambiguous
 deviations from the format are accepted: JSON strings, single quotes, bare words, `=` after declared
 keys, missing commas after delimited values, a second pair of braces. Parsed text is final, so all
-of it may be streamed. Text of an open string that may turn out to follow it, if its closing
-delimiter is missing, is held back: trailing braces, and everything from a control token that ends a
-call.
+of it may be streamed. Of an open string, the end that would be no part of it if its closing
+delimiter were missing is held back: trailing braces, and everything from a control token that ends
+a call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MIN_STREAMED = 32
 #: parser states: in a key, after a key, in a value, in a streamed string, after a value, or
 #: unparsable
 KEY, COLON, VALUE, TEXT, AFTER, DEAD = range(6)
-#: how the arguments ended: complete, by another control token, or unparsable
+#: how the arguments ended: complete, cut off by a control token, or unparsable
 DONE, BROKEN, WRONG = "done", "broken", "wrong"
 
 Schema = Mapping[str, Any]
@@ -66,7 +66,8 @@ def begins_head(text: str) -> bool:
 
 
 def head_name(text: str) -> str | None:
-    """Return NAME of a call's head, `call:NAME{` or `NAME{`; None if the text is not a head."""
+    """Return NAME of a call's head, `call:NAME{` or `:NAME{` (`(` instead of `{` too); None if the
+    text is not a head."""
     match = _HEAD.fullmatch(text)
     return match[1] if match else None
 
@@ -135,12 +136,12 @@ class CallBody:
         return self.as_written(self.raw) if self._state == DEAD else self.json
 
     def close(self) -> bool:
-        """If the closing braces of all open objects stand before the control token in the open
-        string, end the string before them and complete the JSON. Return whether they do."""
+        """If the closing braces of all open objects precede the control token in the open string,
+        end the string before them and complete the JSON. Return whether they do."""
         if self._state != TEXT or self._mark is None or not is_text(self._schema):
             return False
         text = "".join(self._raw)[: self._mark].rstrip()
-        for closer, _ in reversed(self._open):
+        for closer, _ in self._open:  # the last brace closes the first
             if not text.endswith(closer):
                 return False
             text = text[:-1].rstrip()

@@ -264,7 +264,7 @@ def check_pairs(messages: Messages, may_wait: bool = False) -> list[Message]:
     of the last message may, if `may_wait`."""
     if not messages:
         raise InputError("messages: are empty; give at least one")
-    waiting, end = list[Message](), {"role": "end"}
+    waiting, caller, end = list[Message](), 0, {"role": "end"}
     for i, message in enumerate((*messages, end)):
         if message["role"] == TOOL:
             waiting.remove(_called(message, waiting, f"messages[{i}]"))
@@ -275,12 +275,12 @@ def check_pairs(messages: Messages, may_wait: bool = False) -> list[Message]:
             name, call_id = waiting[0]["function"]["name"], waiting[0].get("id")
             named = f"{name!r} ({call_id})" if call_id else repr(name)
             fix = "add a tool message for it, which may say that it was not run"
-            raise InputError(f"messages[{i - 1}]: the call of {named} has no answer; {fix}")
+            raise InputError(f"messages[{caller}]: the call of {named} has no answer; {fix}")
         calls = message.get("tool_calls") or []
         ids = [call["id"] for call in calls if call.get("id") is not None]
         if len(set(ids)) < len(ids):
             raise InputError(f"messages[{i}].tool_calls: two calls have the same id")
-        waiting = [] if message.get("tool_responses") else [*calls]
+        waiting, caller = [] if message.get("tool_responses") else [*calls], i
     return waiting
 
 
@@ -324,14 +324,13 @@ class Source:
 
 
 def source_of(medium: Medium) -> Source:
-    """Return the source of a part's data; InputError if it has none, or invalid base64."""
+    """Return the source of a part's data; InputError if it is no text, or invalid base64."""
     outer = medium.part["type"]
     inner = "data" if outer == "input_audio" else "url"
     where, value = f"{medium.where}.{outer}", medium.part.get(outer)
     text = value if isinstance(value, str) else an_object(value, where).get(inner)
     where = f"{where}.{inner}"
-    if not isinstance(text, str):
-        raise InputError(f"{where}: is missing; give a data URL")
+    expect(text, str, where, "base64" if inner == "data" else "a data URL")
     head = _DATA.match(text)
     if head is None and inner == "url":
         return Source(text, where, None)

@@ -218,9 +218,9 @@ class Vocabulary:
         if each token were as long as the longest. Texts of up to `cheap` characters pass:
         tokenising them costs little. `label`: begins the message."""
         if characters > cheap and characters > (limit + 1) * self.longest:
-            excess = f"more than the context of {limit} tokens can have"
-            longest_is = f"the tokenizer's longest token has {self.longest} characters"
-            raise InputError(f"{label}: {characters} characters are {excess}: {longest_is}")
+            excess = f"{characters} characters do not fit the context of {limit} tokens"
+            longest = f"even if each token were as long as the longest ({self.longest} characters)"
+            raise InputError(f"{label}: {excess}, {longest}; shorten it")
 
     @property
     def chats(self) -> bool:
@@ -380,8 +380,8 @@ class TokenStream:
         self._text = TextStream(vocabulary)
         #: whether `length` and `start` also count the characters of control tokens
         self._spelled = spelled
-        #: characters so far, and offset of the last token's first character; byte tokens of one
-        #: character all have its offset
+        #: number of characters returned so far, and offset of the last token's first character;
+        #: byte tokens of one character all have its offset
         self.length = self.start = 0
 
     def push(self, token: int) -> list[Piece]:

@@ -68,7 +68,7 @@ class Budget(threading.local):
         exhausted."""
         self.spent += nbytes
         if self.spent > MAX_MEMORY:
-            raise LimitError("it needs too much memory")
+            raise LimitError(f"it needs more than {MAX_MEMORY >> 20} MiB")
         if time.monotonic() > self.end:
             raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
@@ -94,9 +94,10 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
 
 
 def check_size(size: int) -> int:
-    """Return the size; LimitError if it exceeds the maximum text length."""
+    """Return the size (characters of a text, elements of a list or object); LimitError if it
+    exceeds MAX_TEXT."""
     if size > MAX_TEXT:
-        raise LimitError(f"it makes a value of more than {MAX_TEXT} characters")
+        raise LimitError(f"it makes a value of more than {MAX_TEXT} characters or elements")
     return size
 
 
@@ -135,7 +136,7 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], named: Mapping[s
     if name in SHORT:
         for x in (*args, *named.values()):
             if (x if isinstance(x, int) else len(str(x))) > MAX_SHORT:
-                raise LimitError(f"{name}: its argument is too large")
+                raise LimitError(f"{name}: an argument has a value or length above {MAX_SHORT}")
         if name == "indent":
             check_size(len(value) + value.count("\n") * MAX_SHORT)
     elif name == "replace":
@@ -287,7 +288,7 @@ def _json(
     transformers' filter, as templates also pass them by position."""
     options: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     if len(str(separators)) > MAX_SHORT:
-        raise LimitError("tojson: its argument is too large")
+        raise LimitError(f"tojson: separators are longer than {MAX_SHORT} characters")
     pieces, length = list[str](), 0
     for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, **options).iterencode(value):
         pieces.append(piece)

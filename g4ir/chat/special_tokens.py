@@ -97,7 +97,7 @@ def spelled(marked: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates in a text, which would be read as marks."""
+    """Replace lone surrogates in a text, which would be read as marks, by U+FFFD."""
     return _SURROGATE.sub("\ufffd", text) if _SURROGATE.search(text) else text
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: a checkpoint's own, or the built-in `default.jinja` in the variant's chat format.
+"""Chat templates: a checkpoint's own, or a built-in one (*.jinja) of the variant's chat format.
 
 template = Template.open("checkpoint")        # its chat_template.jinja, else the built-in one
 text     = render(messages, tools, template, enable_thinking=True)

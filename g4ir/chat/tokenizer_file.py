@@ -36,7 +36,7 @@ def within_vocabulary(tokenizer: Any, size: int, path: Path) -> Any:
     if tokenizer.get_vocab_size(with_added_tokens=False) <= size > max(added, default=-1):
         return tokenizer  # `get_vocab` takes 0.2 s
     beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= size)
-    if not beyond:  # the size counts tokens, several of which share an id
+    if not beyond:  # get_vocab_size counts tokens, several of which may share an id
         return tokenizer
     (first, text), names = beyond[0], {text for _, text in beyond}
     message = "%s: %d tokens with ids beyond the vocabulary size %d are left out, first %r (%d)"

@@ -28,7 +28,7 @@ KEYWORDS = ("description", "type", "enum", "nullable", "items", "properties", "r
 #: keywords whose values are data, and those whose values map names to schemas
 DATA = {"const", "default", "enum", "example", "examples"}
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-#: maximum schemas of one tool after references are resolved
+#: maximum schemas in a tool's parameters (and in its response) after references are resolved
 MAX_SCHEMAS = 4096
 
 #: a schema, and the `$ref`s followed to reach it
@@ -42,7 +42,7 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         return ()
     if not isinstance(tools, list | tuple) or not tools:
         actual = kind_of(tools) if tools else "none"
-        cure = "leave it out where there are none"
+        cure = "leave it out if there are none"
         raise InputError(f"tools: must be a list of tools, found {actual}; {cure}")
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in tools]
@@ -122,9 +122,9 @@ def lower(
     """Lower the schemas of checked tools; return the tools, and the dropped keywords by field.
 
     Local `$ref`s are resolved; `anyOf [T, null]` becomes a nullable T; a union of plain types
-    becomes a list of types, any other union its first member; `allOf` is merged; a string `const`
-    becomes an enum. With `reading` (parsing of generated values) any other union allows every
-    value.
+    becomes a list of types, one of string constants an enum, any other union its first member;
+    `allOf` is merged; a string `const` becomes an enum. With `reading` (parsing of generated
+    values) any other union allows every value.
     """
     out, lost = [], list[str]()
     for tool in tools:
@@ -154,7 +154,7 @@ def resolve_ref(root: Mapping[str, Any], ref: Any) -> Any:
 @dataclass
 class _Lowering:
     """Lowers one schema: `$ref`s point into `root`; dropped keywords are appended to `lost`.
-    `refs` of the methods: references already followed. `count`: schemas so far."""
+    `refs` of the methods: references already followed. `count`: schemas lowered so far."""
 
     root: Mapping[str, Any]
     lost: list[str]
@@ -165,7 +165,8 @@ class _Lowering:
         """Return a schema with KEYWORDS alone, recursively; `where`: its path, for errors."""
         self.count += 1
         if self.count > MAX_SCHEMAS or where.count(".") > MAX_DEPTH:
-            raise InputError(f"tools: the schema of {where[:80]} is too large or too deep")
+            limits = f"{MAX_SCHEMAS} subschemas or {MAX_DEPTH} levels"
+            raise InputError(f"tools: the schema of {where[:80]} has more than {limits}")
         if not isinstance(schema, Mapping):  # true and false are valid schemas
             return {}
         node, refs = self._flat(schema, where, refs)
@@ -221,7 +222,8 @@ class _Lowering:
         return out
 
     def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
-        """Return a union as one schema, exact if the keywords allow it, else its first member."""
+        """Return a union as one schema, exact if the keywords allow it, else its first member, or
+        (`reading`) any value."""
         full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
         members = [b for b in full if b.get("type") != "null"]
         null = {"nullable": True} if len(members) < len(full) else {}
