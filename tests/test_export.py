@@ -437,7 +437,7 @@ def test_options(tmp_path: Path) -> None:
     assert "--checkpoint FILE.gguf" in refused(*named, "--random-weights", "0")
     assert "another" in refused(*named, "--checkpoint", text, "--link-weights")
     folder = write_checkpoint(tmp_path / "hf", MEDIA, random_weights(MEDIA, 0, torch.float32))
-    assert "has its own towers" in refused(*named, "--checkpoint", folder)
+    assert "is for a GGUF file, and" in refused(*named, "--checkpoint", folder)
     absent = (*named[:-3], tmp_path / "absent.gguf", *named[-2:])
     assert "absent.gguf: no such file" in refused(*absent, "--checkpoint", text)
     other = (*named[:-3], text, *named[-2:])

@@ -538,6 +538,31 @@ def put_half(file: Path, name: str, value: float, at: int = 0) -> None:
     file.write_bytes(data)
 
 
+def test_scores_that_are_integers(tmp_path: Path) -> None:
+    def change(v: dict[str, Any]) -> None:
+        del v["tokenizer.ggml.merges"]
+        v["tokenizer.ggml.model"] = "llama"
+        v["tokenizer.ggml.scores"] = [7] * len(v["tokenizer.ggml.scores"])
+
+    file = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), change)
+    with pytest.raises(WeightsError, match=r"scores: expected floats, found 7; fix"):
+        g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
+
+
+def test_powers_that_are_far_apart(model: Path, tmp_path: Path) -> None:
+    def edit(name: str, t: Any) -> dict[str, Any]:
+        if name != "blk.2.attn_q.weight":
+            return as_it_is(name, t)
+        raw = np.zeros((int(t.shape[1]), int(t.shape[0]) // 64, 34), np.uint8)
+        raw[..., [0, 1, 17]] = 1, 1, 100
+        return {name: (raw.reshape(len(raw), -1), GGMLQuantizationType["MXFP4"])}
+
+    file = rewritten(model, tmp_path / "a.gguf", edit)
+    says = r"NaN or infinite, or more than 2\^17 times a neighbouring block's"
+    with pytest.raises(WeightsError, match=says):
+        g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
+
+
 @pytest.mark.parametrize(("kind", "at"), [("Q8_0", 34), ("Q4_K", 0), ("Q5_K", 176 + 2)])
 def test_scales_that_are_not_finite(tmp_path: Path, kind: str, at: int) -> None:
     spec = widened("tiny-ple")

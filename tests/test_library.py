@@ -577,7 +577,7 @@ def test_refused_downloads(
 
 
 FULL_DISK = Mock(side_effect=OSError(28, "No space left on device"))
-ROOM = "make room, or give HF_HOME a folder with more"
+ROOM = "make room, or set HF_HOME to a folder with more"
 #: what is replaced by what, and what is said
 NO_DOWNLOAD: dict[str, tuple[Any, str, Any, str]] = {
     "offline": (constants, "HF_HUB_OFFLINE", True, "HF_HUB_OFFLINE forbids downloads: unset it"),

@@ -761,7 +761,7 @@ def test_verbs_take_models(tmp_path: Path) -> None:
 
 def test_plan_of_a_cached_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert "no model of this name in the local" in refused("plan", "some/tiny")
+    assert "no complete model of this name in the local" in refused("plan", "some/tiny")
     folder = tmp_path / "models--some--tiny" / "snapshots" / "abc"
     random_checkpoint(folder)
     for file in folder.glob("*.safetensors*"):

@@ -19,7 +19,7 @@ import g4ir
 from g4ir import Engine, load_spec
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.errors import EngineError, WeightsError
+from g4ir.errors import EngineError, G4Error, WeightsError
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import pack_codes, unpack_codes
 from g4ir.quant.rewrite import weights_of
@@ -508,6 +508,17 @@ def test_modelopt_describes_itself_beside_config_json(tmp_path: Path) -> None:
     text = json.dumps({"producer": {"name": "modelopt"}, "quantization": stated})
     (folder / "hf_quant_config.json").write_text(text)
     assert Checkpoint.open(folder, oracle.spec).forms == forms
+    for other, says in (
+        ({"quant_algo": "INT4_AWQ"}, r"quant_config.json: quantization.quant_algo: must be NVFP4"),
+        ({"has_zero_point": True}, r"quant_config.json: quantization: has_zero_point True is not"),
+    ):
+        text = json.dumps({"quantization": {**stated, **other}})
+        (folder / "hf_quant_config.json").write_text(text)
+        with pytest.raises(G4Error, match=says):
+            Checkpoint.open(folder, oracle.spec)
+    (folder / "hf_quant_config.json").write_text('{"quantization": 3}')
+    with pytest.raises(G4Error, match="quantization: quant_method None is not supported"):
+        Checkpoint.open(folder, oracle.spec)
 
 
 def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:

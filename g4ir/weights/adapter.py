@@ -110,26 +110,28 @@ class Adapter:
         the config's."""
         configured = self._number("r", "rank_pattern", module)
         if configured != rank:
-            msg = f"r: {configured:g} for {module}, but its tensors have rank {rank}"
+            msg = f"r or rank_pattern: {configured:g} for {module}, whose tensors have rank {rank}"
             raise broken(self.path / CONFIG, msg)
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _number(self, key: str, patterns: str, module: str) -> float:
         """Return the value of the first pattern under the config's key `patterns` that matches the
-        end of a module's name, else the value of `key`; WeightsError unless it is above 0."""
+        end of a module's name, else the value of `key`; WeightsError unless it is above 0 and below
+        2^31."""
         by_pattern, path = self.config.get(patterns) or {}, self.path / CONFIG
         if not isinstance(by_pattern, dict):
             raise broken(path, f"{patterns}: expected a table, found {quoted(by_pattern)}")
         starts = [0, *(m.end() for m in re.finditer(r"\.", module))]
         matches = (
-            value
+            (patterns, value)
             for pattern, value in by_pattern.items()
             if any(compiled(pattern, str(path)).fullmatch(module, at) for at in starts)
         )
-        value: Any = next(matches, self.config.get(key))
+        name, value = next(matches, (key, self.config.get(key)))
         if type(value) not in (int, float) or not 0 < value < 1 << 31:
-            raise broken(path, f"{key}: expected a number above 0, found {quoted(value)}")
+            expected = "expected a number above 0 and below 2^31"
+            raise broken(path, f"{name}: {expected}, found {quoted(value)}")
         return float(value)
 
     @property

@@ -72,7 +72,7 @@ def check_norms(spec: Spec, checkpoint: Checkpoint, path: Path, stored: float = 
     raise WeightsError(
         f"{path}: {names[0]} and {len(names) - 1} more norms must be stored as {expected}, but a "
         f"mean of {mean:.2f}, with {below:.1%} below zero, is typical of {actual}; fix: "
-        f"{'add 1 to' if stored else 'subtract 1 from'} them, or take another conversion"
+        f"{'add 1 to' if stored else 'subtract 1 from'} them, or use another conversion"
     )
 
 
@@ -98,7 +98,7 @@ class Checkpoint:
     defaults: Mapping[str, float] = field(default_factory=dict)
     #: sources of the weights, closed by `close`
     opened: tuple[Closes, ...] = ()
-    #: config.json of a checkpoint whose used weights are quantised (not of GGUF files)
+    #: config.json if a weight that the model uses is quantised; None otherwise, and for GGUF files
     stated: Path | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class Checkpoint:
     @property
     def forms(self) -> Mapping[str, Scheme]:
         """Quantised weight -> scheme. A quantised weight X has the tensors `X.codes` and `X.scales`
-        (layout: ops/codecs.py); X itself is dequantised to f32."""
+        (layout: ops/codecs.py); X itself is read dequantised, in f32."""
         return {name: w.scheme for name, w in self._coded() if w.scheme}
 
     def _coded(self) -> list[tuple[str, StoredWeight]]:
@@ -179,7 +179,7 @@ class Checkpoint:
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` (any shape, int32 or int64) of a 2-D tensor: [*ids.shape, columns].
-        InputError for other ids; WeightsError for an unknown name."""
+        InputError for other ids or another rank; WeightsError for an unknown name."""
         weight, suffix = self._find(name)
         check_rows(name.removesuffix(suffix), weight.shape, ids)
         rows = weight.parts[suffix](ids.reshape(-1).cpu())
@@ -273,7 +273,7 @@ def check_rows(name: str, shape: tuple[int, ...], ids: torch.Tensor) -> None:
 
 def read_headers(directory: Path) -> tuple[Header, ...]:
     """Return the headers of a checkpoint directory's weight files; WeightsError if there are none,
-    or if headers and index do not fit."""
+    or if headers and index disagree."""
     try:
         return _read_headers(directory)
     except OSError as error:
@@ -324,7 +324,8 @@ def _no_weights(directory: Path) -> str:
 def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
     weight_map = read_json(_inside(directory, INDEX, index), INDEX_LIMIT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(f"{index}: weight_map must map tensor names to files; fix: download it")
+        msg = "weight_map must map tensor names to files"
+        raise broken(index, msg, "fix: download the index again")
     shards: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
@@ -371,7 +372,7 @@ SIDE_FILES = {name: mib << 20 for name, mib in tensorfile.TABLES["side_files"].i
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
     """Return name -> content of the side files (SIDE_FILES) that exist; WeightsError for one that
-    is too large or invalid."""
+    is too large or invalid, or leads outside the directory."""
     paths = {name: directory / name for name in (CONFIG, *SIDE_FILES)}
     present = {n: _inside(directory, n, p) for n, p in paths.items() if os.path.lexists(p)}
     return {n: _side_file(path, SIDE_FILES[n]) for n, path in present.items() if n != CONFIG}

@@ -19,8 +19,8 @@ from g4ir.ui.units import size_text
 from .checkpoint import CONFIG, GGUF
 from .origin import cache_folder
 
-#: small files of a checkpoint: downloaded before weights, so that a snapshot with weights is
-#: complete
+#: small files of a checkpoint: downloaded before weights, so that a snapshot with all its weights
+#: is complete
 SMALL = re.compile(r"[^/]+\.(json|jinja|model)")
 WEIGHTS = re.compile(r"[^/]+\.safetensors")
 
@@ -28,7 +28,7 @@ WEIGHTS = re.compile(r"[^/]+\.safetensors")
 @dataclass(frozen=True)
 class Download:
     """A model of the hub at one commit: its files in the order in which they are fetched, with
-    their bytes; the URL of its page, and whether its licence must be accepted there."""
+    their sizes in bytes; the URL of its page, and whether its licence must be accepted there."""
 
     hub_id: str
     revision: str
@@ -62,7 +62,7 @@ class Download:
         """Download the files that are absent, with huggingface_hub's progress bars; return the
         snapshot's folder. MissingError if the disk has no room, or the download fails."""
         if self.absent > self.free:
-            raise MissingError(f"{self}; make room, or give HF_HOME a folder with more")
+            raise MissingError(f"{self}; make room, or set HF_HOME to a folder with more")
         with _errors(self.hub_id, self.revision) as hub:
             api, where = hub.HfApi(), {"revision": self.commit, "cache_dir": hub_cache()}
             for name in self.files:
@@ -75,8 +75,8 @@ class Download:
 
 def look_up(hub_id: str, revision: str | None = None) -> Download:
     """Return a model of the hub at a branch, tag or commit (default: main). InputError if there is
-    no such model or revision, or it is no checkpoint; MissingError if the hub is out of reach, or
-    huggingface_hub is not installed."""
+    no such model or revision, or it is no checkpoint; MissingError if the hub is out of reach or
+    refuses access, or huggingface_hub is not installed."""
     revision = revision or "main"
     with _errors(hub_id, revision) as hub:
         api = hub.HfApi()
@@ -131,9 +131,9 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
             if any(isinstance(c, kind) for c in causes):
                 raise error() from None
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-            fix = "make room, or give HF_HOME a folder with more"
+            fix = "make room, or set HF_HOME to a folder with more"
             raise MissingError(f"{hub_id}: {hub_cache()} is full: {fix}") from None
         cause = e.__cause__ or e
         first = (str(cause).splitlines() or [type(cause).__name__])[0]
         fix = "try again: complete files are kept"
-        raise MissingError(f"{hub_id}: {endpoint} gave no file ({first}); {fix}") from None
+        raise MissingError(f"{hub_id}: {endpoint}: request failed ({first}); {fix}") from None

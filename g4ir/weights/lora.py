@@ -47,8 +47,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Slots:
-    """A program with `count` slots for adapters of rank `rank`, and the slots' params: `products`
-    by the matmul's weight, `tensors` by param."""
+    """A program with `count` slots for adapters of rank up to `rank`, and the slots' params:
+    `products` by the name of the matmul's weight, `tensors` by the param's."""
 
     spec: Spec
     program: Program
@@ -108,8 +108,8 @@ def _with_slots(
     slots: tuple[int, int],
     products: dict[str, Product],
 ) -> Graph:
-    """Return a graph in which a node `lora` follows each matmul with a text weight; the matmuls'
-    params are added to `products`."""
+    """Return a graph in which a node `lora` follows each matmul with a weight of the text decoder;
+    the adapter params (A and B) of each are added to `products`, by the weight's name."""
     index, params = Value(ADAPTERS, Type("i64", ("B",))), dict[str, Value]()
     nodes, renamed = list[Node](), dict[str, Value]()
 

@@ -38,7 +38,7 @@ from .gguf.container import CLIP, KIND, SPLIT, Container, architecture, read_con
 from .gguf.metadata import GENERATION_KEYS, SPEC_ONLY, read_spec, side_files
 from .tensorfile import quoted
 
-#: hub id `org/name` on the command line; everything else is a path
+#: hub id `org/name` on the command line, unless a path of this name exists
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 MMPROJ = "mmproj"  # prefix of the names of GGUF files with towers only
 #: suffixes of files within a checkpoint directory
@@ -53,8 +53,8 @@ class CheckpointDirectory:
     """A Hugging Face checkpoint directory."""
 
     path: Path
-    #: spec fields that config.json cannot express: not compared with a requested variant's, which
-    #: are used
+    #: spec fields that config.json cannot express: if a variant is requested, its values are used,
+    #: without a comparison
     spec_only: ClassVar[tuple[str, ...]] = _SPEC_ONLY
     #: whether the spec tells which towers the model has
     says_towers: ClassVar[bool] = True
@@ -251,8 +251,8 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
     if mmproj is None:
         return origin
     if not isinstance(origin, GgufFile):
-        msg = "is no GGUF file, and has its own towers"
-        raise InputError(f"--mmproj {mmproj}: {path} {msg}; leave the option out")
+        msg = f"is for a GGUF file, and {path} is none"
+        raise InputError(f"--mmproj {mmproj} {msg}; leave the option out")
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
     return replace(origin, towers=Path(mmproj))
@@ -293,7 +293,7 @@ def find_model(
         if snapshot := hub_snapshot(str(model), revision):
             return None, snapshot
         raise AbsentWeights(
-            f"{model}: no such file or directory, and no model of this name in the local "
+            f"{model}: no such file or directory, and no complete model of this name in the local "
             f"Hugging Face cache; download it with `{_command(str(model), revision)}`",
             str(model),
             revision,
@@ -317,8 +317,8 @@ def hub_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
 
 
 def cached_config(hub_id: str) -> Path | None:
-    """Return the config.json of `org/name` in the local cache, which may lack the weights; or
-    None."""
+    """Return the config.json of `org/name` (revision main) in the local cache, which may lack the
+    weights; or None."""
     snapshot = _snapshot(cache_folder(hub_id))
     return snapshot / CONFIG if snapshot and (snapshot / CONFIG).is_file() else None
 

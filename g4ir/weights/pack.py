@@ -121,12 +121,12 @@ class MadeParams:
     source: Checkpoint
     #: shard of the rank whose params these are, if there are several ranks
     share: Share | None = None
-    #: codes and scales of calibrated weights, by the unsharded model's param
+    #: codes and scales of calibrated weights, by the name of the unsharded model's param
     calibrated: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     #: implementation of `quantize`, bit-identical to the definition
     quantized: Callable[..., tuple[Any, ...]] = quantize.reference
-    #: results not fetched yet of recipes with several (codes and scales), by the first result's
-    #: name
+    #: results, not fetched yet, of recipes with several (codes and scales), by the name of the
+    #: recipe's first result
     _pending: dict[str, dict[str, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -150,8 +150,8 @@ class MadeParams:
         return result
 
     def makes(self, param: str) -> list[Callable[[], tensorfile.TensorPieces]]:
-        """Return functions that compute a param: one; or several, or one that yields pieces, for
-        consecutive rows of a large table, so that it is never fully in memory."""
+        """Return functions that compute a param: usually one. For a large table, so that it is
+        never fully in memory: several, for consecutive rows, or one that yields such rows."""
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
         v, ops = tables.get(param), {n.op for n in self.packing.recipe(param).nodes}
         if not v or v.type.nbytes() <= TABLE_BYTES or not ops <= {"quantize"}:
@@ -300,7 +300,7 @@ class StoredParams:
 
 
 class RowTable:
-    """A table of which only the rows in use are read; indexed like a tensor."""
+    """A table of which only the requested rows are read; indexed like a tensor, by row."""
 
     def __init__(self, source: ParamSource, v: Value) -> None:
         self.source, self.name = source, v.name

@@ -1,6 +1,7 @@
-"""Random weights: each value is a pure function of (seed, tensor name, flat index).
+"""Random weights: each value is a pure function of seed, flat index, and the tensor's name and
+shape (of norms, the spec too; a draft model's token order is the argsort of such values).
 
-Any row of any tensor can thus be computed alone, on any device, bit-identically. The hash uses
+Any row of any matrix can thus be computed alone, on any device, bit-identically. The hash uses
 int32 operations that wrap (add, multiply, xor, shift), which are exact everywhere. Its top 24
 bits, an integer in [-2^23, 2^23), are exact in float32; then follow a multiply by spread / 2^23,
 an add of the centre if it is not zero, and a cast, each correctly rounded on every device.

@@ -305,8 +305,8 @@ def write_tensors(
 
 def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
     """Yield the results of jobs (bytes of the result, function) in order. A pool of threads runs
-    jobs ahead of the consumer, PREFETCH_BYTES of results at most, or one job; an error of a job is
-    raised in its turn."""
+    jobs ahead of the consumer: PREFETCH_BYTES of results, or one larger job, and two jobs per core
+    at most. An error of a job is raised in its turn."""
     threads, cores = torch.get_num_threads(), usable_cores()
     pending, nbytes = deque[tuple[int, "Future[_T]"]](), 0
     # One torch thread per worker: operators on small pieces gain nothing from more.
@@ -328,8 +328,9 @@ def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
 def file_layout(
     tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[list[str], bytes, int]:
-    """Return a file's tensors in order, by name; its header, with the length; its size in bytes.
-    Tensors of a multiple of ALIGNED bytes come first, so that they are aligned."""
+    """Return the names of a file's tensors in their order in the file; its header, after the
+    header's length; its size in bytes. Tensors of a multiple of ALIGNED bytes come first, so that
+    they are aligned."""
     raw_dtypes = {name: t.code for name, t in tensors.items() if t.code in RAW}
     metadata = {**(metadata or {}), **raw_dtypes}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}

@@ -1,4 +1,5 @@
-"""Reads `quantization_config` of a config.json and the quantised weights; one module per format."""
+"""Reads a checkpoint's quantised weights, as `quantization_config` of its config.json describes
+them (or a key or file of other tools); a module for each tool's formats."""
 
 from __future__ import annotations
 
@@ -11,12 +12,10 @@ from g4ir.weights.tensorfile import broken, quoted, read_json
 
 from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
-from .fp4 import read_modelopt
+from .fp4 import MODELOPT, MODELOPT_KEY, read_modelopt
 from .gptq import read_awq, read_gptq
 from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
-#: ModelOpt's file, which describes checkpoints without `quantization_config`
-MODELOPT = "hf_quant_config.json"
 #: quant_method -> reader (config tree, files) -> quantised tensors
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
@@ -40,7 +39,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
     """Return a checkpoint's tensors with its quantised weights, which `config` (config.json), or
     ModelOpt's file beside it, describes. WeightsError for an unsupported format."""
     tree = read_json(config)
-    values, of_mlx = tree.get(KEY), tree.get(MLX_KEY)
+    key, values, of_mlx = KEY, tree.get(KEY), tree.get(MLX_KEY)
     if of_mlx is not None or is_mlx(values):
         stated: Any = values if of_mlx is None else of_mlx
         if not is_mlx(stated):
@@ -50,11 +49,11 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
         if not (config.parent / MODELOPT).is_file():
             return QuantisedTensors(files.names, {}, {})
         config = config.parent / MODELOPT  # older checkpoints have it only there
-        values = read_json(config).get("quantization")
+        key, values = MODELOPT_KEY, read_json(config).get(MODELOPT_KEY)
         values = {"quant_method": "modelopt", **values} if isinstance(values, dict) else None
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
-        msg = f"{KEY}: quant_method {quoted(method)} is not supported, only {', '.join(METHODS)}"
-        fix = "fix: take a compressed-tensors or GGUF file of the model, or its bf16 weights with"
-        raise broken(config, msg, f"{fix} --quant")
+        msg = f"{key}: quant_method {quoted(method)} is not supported, only {', '.join(METHODS)}"
+        fix = "fix: use a compressed-tensors or GGUF file of the model, or build from its bf16"
+        raise broken(config, msg, f"{fix} checkpoint with --quant")
     return METHODS[method](tree_of(values, Where(str(config), 0), exact=True), files)

@@ -32,7 +32,7 @@ NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)
 CODED = "codes"
 #: dtypes of scales in files -> in the IR; powers of two become f32
 FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
-#: minimum values that share a scale, unless it is the whole row
+#: minimum number of values that share a scale, unless a row is shorter
 MIN_GROUP = 16
 #: elements converted or checked at a time
 PIECE = 1 << 24
@@ -293,8 +293,9 @@ def _stored_scales(
 
 
 def packed_integers(data: torch.Tensor, bits: int, width: int, fmt: str) -> torch.Tensor:
-    """Return codes of `fmt`, which `integer_format` chose, from rows of `width` integers of `bits`
-    bits, stored densely in words or bytes [.., n] as integer + 2^(bits-1), low bits first."""
+    """Return codes of `fmt`, a result of `integer_format` or int8, from rows of `width` integers of
+    `bits` bits, stored densely in words or bytes [.., n] as integer + 2^(bits-1), low bits
+    first."""
     raw = data.contiguous().view(torch.uint8)
     if fmt == f"int{bits}" and bits in (2, 4):  # the same bytes
         raw = raw if raw.data_ptr() % 8 == raw.storage_offset() % 8 == 0 else raw.clone()
@@ -328,7 +329,9 @@ def coded_weight(
         raise invalid(codes, f"expected a matrix, found {type_text(codes)}")
     group = grid.group(shape)
     if group < min(MIN_GROUP, shape[-1]):
-        raise invalid(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
+        blocks = f"blocks of {grid.columns} columns in rows of {shape[-1]}"
+        expected = f"expected at least {min(MIN_GROUP, shape[-1])}"
+        raise invalid(codes, f"{blocks}: {group} values share a scale, {expected}")
     read = _stored_scales(files, scales, shape, grid, code_format == "int4")
     scale_dtype = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return quantised_weight(
@@ -369,9 +372,8 @@ def stacked(weights: Mapping[str, ModuleWeight]) -> dict[str, ModuleWeight]:
         for e, module in product(range(count), MODULES):
             if (e, module) not in experts:
                 first = next(iter(experts.values()))[0]
-                raise invalid(
-                    first, f"{prefix}.{e}.{module} is not quantised, but other experts are"
-                )
+                msg = f"{prefix}.{e}.{module} is absent or not quantised, but other experts are"
+                raise invalid(first, f"{msg} quantised")
         gate_up = [experts[e, m] for e in range(count) for m in MODULES[:2]]
         out[f"{prefix}.gate_up_proj"] = _stack(gate_up, 2)
         out[f"{prefix}.down_proj"] = _stack([experts[e, MODULES[2]] for e in range(count)], 1)
@@ -425,7 +427,7 @@ def _ways(plain: str) -> int:
 
 
 def _is_slow(pattern: str) -> bool:
-    if len(pattern) > MAX_PATTERN or _COMMENT.search(pattern):
+    if len(pattern) > MAX_PATTERN:
         return True
     plain = _ONE.sub("x", pattern)
     repeats = len(_REPEATS.findall(plain))
@@ -435,7 +437,11 @@ def _is_slow(pattern: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
-    """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
+    """Compile a pattern; WeightsError if it is no regular expression, or has comments, or may be
+    slow."""
+    if _COMMENT.search(pattern):
+        msg = f"pattern {quoted(pattern)}: comments and the flag x are not supported"
+        raise tensorfile.broken(where, msg, "fix: write it without them")
     if _is_slow(pattern):
         msg = f"pattern {quoted(pattern)} may be too slow to match"
         raise tensorfile.broken(where, msg, "fix: write a simpler one")
@@ -468,6 +474,6 @@ def selector(names: tuple[str, ...], where: str) -> Selects:
 
 
 def excluded(module: str, names: Iterable[str], where: str) -> bool:
-    """Whether one of `names` excludes a module: as a pattern that matches the beginning of the
-    module's name, or as its end."""
+    """Whether one of `names` excludes a module: it matches the beginning of the module's name, as a
+    pattern, or is the end of the name."""
     return any(compiled(n, where).match(module) or module.endswith(n) for n in names)

@@ -56,7 +56,8 @@ READ = {
     ("float-quantized", "float"): (8,),
     ("naive-quantized", "float"): (8,),
 }
-OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
+OTHERWISE = "fix: use a pack-quantized or float-quantized file, or build from the bf16 checkpoint"
+OTHERWISE += " with --quant"
 WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
 ZERO, INDEX, GLOBAL = ".weight_zero_point", ".weight_g_idx", ".weight_global_scale"
 #: format -> its only strategy and group size
@@ -198,7 +199,8 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
         strategy = args.strategy == only
     symmetric = args.symmetric or (layout == PACKED and args.num_bits < 8)
     for key, value, is_read in (
-        ("format", layout, bits is not None),
+        ("format", layout, any(layout == of for of, _ in READ)),
+        (f"type in format {layout}", args.type, bits is not None),
         ("num_bits", args.num_bits, args.num_bits in (bits or ())),
         ("strategy", args.strategy, strategy),
         ("group_size", args.group_size, args.group_size == size),
@@ -226,13 +228,13 @@ def _take(
     ref = next(parts[s] for s in SUFFIXES if s in parts)
     if SCALE not in parts and WORDS not in parts:
         if kind and chosen and not ignored and files.of_text(module):
-            msg = "is not quantised, but config_groups name its module and `ignore` does not"
+            msg = "is not quantised, but config_groups match its module and `ignore` does not"
             raise invalid(ref, msg, FIX)
         return None
     if ignored:
-        raise invalid(ref, "is quantised, but `ignore` names its module", FIX)
+        raise invalid(ref, "is quantised, but `ignore` matches its module", FIX)
     if chosen is None:
-        raise invalid(ref, "is quantised, but no target of config_groups names its module", FIX)
+        raise invalid(ref, "is quantised, but no target of config_groups matches its module", FIX)
     return ref, _weight(files, parts, *chosen[1:])
 
 

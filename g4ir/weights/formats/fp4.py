@@ -3,9 +3,9 @@
 Codes are e2m1, two in a byte u8 [N, K/2], the even one in the low bits; a scale serves 16 (NVFP4,
 e4m3) or 32 values (MXFP4, a power of two as its biased exponent). NVFP4 has one more scale f32 for
 all of a weight: `weight_global_scale` of compressed-tensors divides, `weight_scale_2` of ModelOpt
-multiplies. Twice an e2m1 code is an integer, so rows of multiples of 64 become the format `fp4`, in
-which e4m3 scales of 16 values multiply a scale in f32 (NVFP4, of the row) or bf16 (MXFP4, of 64
-values); other rows become int8 in groups.
+multiplies. Twice an e2m1 code is an integer, so rows whose length is a multiple of 64 become the
+format `fp4`, in which e4m3 scales of 16 values multiply a scale in f32 (NVFP4, of the row) or bf16
+(MXFP4, of 64 values); other rows become int8 in groups.
 
 ModelOpt describes its files in `quantization_config` or in hf_quant_config.json next to
 config.json. The tensors say how a module is quantised: e4m3 codes have `weight_scale`, one number,
@@ -26,10 +26,9 @@ from g4ir.ops.layouts import PAIRS
 from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Node, OneOf, build
-from g4ir.weights.tensorfile import broken
+from g4ir.weights.tensorfile import broken, quoted
 
 from .base import (
-    FIX,
     KEY,
     UNREAD,
     Files,
@@ -51,6 +50,7 @@ from .base import (
 )
 
 log = logging.getLogger(__name__)
+OTHERWISE = "fix: build from the model's bf16 checkpoint with --quant, such as --quant int8"
 #: values that share a scale
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 #: values of a block of `fp4`
@@ -67,7 +67,7 @@ def nvfp4_weight(
     multiplies."""
     require(tensor, ["F32"])
     if tensor[1].shape not in ((), (1,)):
-        raise invalid(tensor, f"expected one number, found {list(tensor[1].shape)}")
+        raise invalid(tensor, f"expected one number, found shape {list(tensor[1].shape)}")
 
     def factor() -> torch.Tensor:
         stored = checked_scales(tensor, files.rows(tensor)).flatten()
@@ -115,8 +115,8 @@ def mxfp4_weight(files: Files, codes: TensorRef, scales: TensorRef) -> StoredWei
         pairs, top = tops(ids)
         below = pairs - top[..., None]
         if bool(((below < E4M3_TOP - REACH) & (pairs > -127)).any()):
-            msg = f"scales of neighbouring groups differ by more than 2^{REACH}"
-            raise invalid(scales, msg, "fix: take the bf16 weights of the model with --quant")
+            msg = f"scales of neighbouring groups differ by a factor of more than 2^{REACH}"
+            raise invalid(scales, msg, OTHERWISE)
         factors = torch.exp2(below.clamp(min=E4M3_TOP - REACH).float()).repeat_interleave(2, -1)
         return _in_blocks(files.rows(codes, ids), factors.flatten(-2).to(torch.float8_e4m3fn))
 
@@ -140,7 +140,7 @@ def _group_in(codes: TensorRef, scales: TensorRef, group: int) -> int:
     require(codes, ["U8"])
     if len(codes[1].shape) != 2 or codes[1].shape[1] * 2 % group:
         msg = f"expected [N, K/2] with K a multiple of {group}, found {list(codes[1].shape)}"
-        raise invalid(codes, msg, FIX)
+        raise invalid(codes, msg)
     n, k = codes[1].shape[0], codes[1].shape[1] * 2
     require(scales, [scales[1].dtype], (n, k // group))
     return group if k % BLOCK else 0
@@ -174,6 +174,9 @@ def _in_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 # --- ModelOpt ------------------------------------------------------------------------------------
 
+#: ModelOpt's file, which describes checkpoints without `quantization_config`, and the key in it
+MODELOPT, MODELOPT_KEY = "hf_quant_config.json", "quantization"
+FIX = f"fix: correct {KEY} of config.json (or {MODELOPT}), or download the checkpoint again"
 WEIGHT, SCALE, SECOND = ".weight", ".weight_scale", ".weight_scale_2"
 UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", "_bmm_quantizer.amax")
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PB_WO", "MIXED_PRECISION")
@@ -195,9 +198,12 @@ class ModelOptConfig:
 
 
 def read_modelopt(tree: Node, files: Files) -> QuantisedTensors:
-    config: ModelOptConfig = build(ModelOptConfig, tree, KEY)
+    key = MODELOPT_KEY if str(tree.where).endswith(MODELOPT) else KEY
+    config: ModelOptConfig = build(ModelOptConfig, tree, key)
     if config.has_zero_point or config.pre_quant_scale:
-        raise broken(str(tree.where), "zero points and scales of inputs are not supported", FIX)
+        name = "has_zero_point" if config.has_zero_point else "pre_quant_scale"
+        msg = f"{key}: {name} {quoted(getattr(config, name))} is not supported"
+        raise broken(str(tree.where), msg, OTHERWISE)
     skipped = (*(config.exclude_modules or ()), *(config.ignore or ()))
     take = partial(_take, files, lambda module: any(fnmatchcase(module, p) for p in skipped))
     why = "a scale of activations or caches, which are not rounded"
@@ -218,7 +224,8 @@ def _take(
             raise invalid(next(iter(parts.values())), f"its module has no {missing}")
         return None
     if skipped(module):
-        raise invalid(weight, "is quantised, but exclude_modules names its module", FIX)
+        msg = "is quantised, but exclude_modules or ignore matches its module"
+        raise invalid(weight, msg, FIX)
     if weight[1].dtype == "U8":
         if second is None:
             raise invalid(weight, "its module has no weight_scale_2")

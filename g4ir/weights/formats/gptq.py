@@ -54,7 +54,7 @@ QWEIGHT, QZEROS, SCALES, INDEX, WEIGHT = ".qweight", ".qzeros", ".scales", ".g_i
 #: column of the n-th nibble of a word, and its inverse
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_NIBBLES = [AWQ_ORDER.index(column) for column in range(8)]
-OTHERWISE = "fix: take another file of the model, or its bf16 weights with --quant"
+OTHERWISE = "fix: use another file of the model, or build from its bf16 checkpoint with --quant"
 
 _Group = Annotated[int, Range(-1, 1 << 16)]
 
@@ -188,9 +188,9 @@ def _take(
         raise invalid(first, f"its module has no {missing[0][1:]}")
     qweight = parts[QWEIGHT]
     if WEIGHT in parts:
-        raise invalid(parts[WEIGHT], "its module has qweight too: one weight in two forms", FIX)
+        raise invalid(parts[WEIGHT], "its module has qweight too: one weight in two formats", FIX)
     if excluded(module, packing.excluded, where):
-        raise invalid(qweight, "is quantised, but modules_to_not_convert names its module", FIX)
+        raise invalid(qweight, "is quantised, but modules_to_not_convert matches its module", FIX)
     weight = _weight(files, packing, parts)
     if weight.scheme is None:
         dense.append(module)
@@ -251,7 +251,7 @@ def _shape(
     k = packing.columns(words)
     group = k if packing.group <= 0 else packing.group
     if not groups or k % group or k // group != groups:
-        msg = f"{groups} scales a row do not fit groups of {group} in {k} columns"
+        msg = f"{groups} scales per row do not fit groups of {group} in {k} columns"
         raise invalid(scales, msg, FIX)
     for ref, shape in zip((qweight, zeros), packing.shapes(n, k, groups), strict=True):
         if ref:
@@ -270,7 +270,7 @@ def _index(
     if bool((index == torch.arange(k) // group).all()):
         return None
     if packing.ordered:
-        msg = "columns are out of order, but the config says desc_act false"
+        msg = "columns are out of order, but desc_act of the config is not true"
         raise invalid(ref, msg, FIX)
     if bool(((index < 0) | (index >= k // group)).any()):
         raise invalid(ref, f"a column's group is not one of the {k // group}")

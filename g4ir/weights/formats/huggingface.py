@@ -93,9 +93,9 @@ def _take_fp8(
         return None
     if weight is None:
         raise invalid(scales, "its module has no weight")
-    names = config.modules_to_not_convert or config.ignored_layers or ()
-    if excluded(module, names, where):
-        raise invalid(weight, "is quantised, but modules_to_not_convert names its module", FIX)
+    key = "modules_to_not_convert" if config.modules_to_not_convert else "ignored_layers"
+    if excluded(module, getattr(config, key) or (), where):
+        raise invalid(weight, f"is quantised, but {key} matches its module", FIX)
     require(weight, ["F8_E4M3"])
     grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
     return weight, coded_weight(files, "fp8", weight[1].shape, weight, scales, grid, e4m3(weight))
@@ -109,7 +109,7 @@ CACHES = dict.fromkeys(
 )
 MOBILE = (SCALE, TABLE, TABLE_SCALE, *RANGES, WEIGHT)
 ROUNDED = "its module rounds activations to a grid of their own, which is not supported"
-OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
+OTHERWISE = "fix: build from the bf16 checkpoint trained for 4 bits (QAT), with --quant int4"
 
 _Bits = Annotated[int, Range(2, 8)]
 
@@ -132,7 +132,7 @@ class MobileConfig:
     modules_to_not_convert: NameList | None = None
 
     def bits(self, module: str, where: str) -> int:
-        """Return the bits of a module: of the first pattern that matches in the module's name, else
+        """Return the bits of a module: of the first pattern that matches anywhere in its name, else
         the default."""
         for pattern, module_config in (self.module_quant_configs or {}).items():
             if compiled(pattern, where).search(module):
@@ -167,7 +167,7 @@ def _take_mobile(
         ref = next(parts[s] for s in MOBILE if s in parts)
         raise invalid(ref, "its module must have codes and their scales, and no other tensors")
     if excluded(module, config.modules_to_not_convert or (), where):
-        raise invalid(codes, "is quantised, but modules_to_not_convert names its module", FIX)
+        raise invalid(codes, "is quantised, but modules_to_not_convert matches its module", FIX)
     if table and not config.quantize_embeddings:
         raise invalid(codes, "is quantised, but quantize_embeddings is false", FIX)
     rounded = [ref for ref in ranges if _is_set(files, ref)]
@@ -198,7 +198,7 @@ def _is_set(files: Files, ref: TensorRef) -> bool:
     """Whether an activation scale is set (not 0)."""
     require(ref, ["F32", "BF16", "F16"])
     if ref[1].shape not in ((), (1,)):
-        raise invalid(ref, f"expected one number, found {list(ref[1].shape)}")
+        raise invalid(ref, f"expected one number, found shape {list(ref[1].shape)}")
     return float(files.rows(ref).flatten()[0]) != 0
 
 
@@ -209,8 +209,8 @@ MOBILE_DTYPES: Mapping[int, str] = {2: "U8", 4: "U8", 8: "I8"}
 MLX_KEY, NEEDED = "quantization", {"group_size", "bits"}
 MLX_PARTS = (".weight", ".scales", ".biases")
 MLX_BITS = (2, 4, 8)
-MLX_OTHER = "fix: take the bf16 weights of the model with --quant, or a compressed-tensors or "
-MLX_OTHER += "GGUF file of it"
+MLX_OTHER = "fix: build from the model's bf16 checkpoint with --quant, or use a compressed-tensors "
+MLX_OTHER += "or GGUF file of it"
 
 
 def is_mlx(values: Any) -> bool:
@@ -249,7 +249,7 @@ def _mlx_weight(
     bits, group = stated.get("bits"), stated.get("group_size")
     if bits not in MLX_BITS or type(group) is not int or not 0 < group <= 1 << 16:
         actual = f"{quoted(bits)} in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
-        expected = f"expected {' or '.join(map(str, MLX_BITS))} bits"
+        expected = f"expected {' or '.join(map(str, MLX_BITS))} bits in groups of 1 to 65536"
         raise invalid(codes, f"{expected}, found {actual}", MLX_OTHER)
     rows, groups = scales[1].shape if len(scales[1].shape) == 2 else (0, 0)
     require(codes, ("U32",), (rows, groups * group * bits // 32))

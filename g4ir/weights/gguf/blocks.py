@@ -1,8 +1,8 @@
-"""Dequantises the blocks of GGUF files (ops/layouts.py), and repacks them as codes and scales if
-that is lossless.
+"""Dequantises the blocks of GGUF files (ops/layouts.py), and converts them to codes and scales.
 
-A block is a row of bytes. The product of a code and its scale is exact in float32. Types with
-tables of vectors or ternary values are dequantised by the package `gguf`, and quantised again.
+A block is a row of bytes. Most types are repacked without loss; the product of a code and its scale
+is exact in float32. Types with tables of vectors or ternary values are dequantised by the package
+`gguf`, and quantised again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ PIECE = 1 << 18
 @dataclass(frozen=True)
 class BlockFormat:
     """A GGUF type as codes and scales of a format (ops/codecs.py), which the two functions compute
-    from blocks; scales are [n, groups]. `dense`: dequantises blocks, if codes and scales only
+    from blocks u8[n, bytes]: codes [n, elements], scales [n, groups] (with minima
+    [n, 2 groups]). `dense`: dequantises blocks, if codes and scales only
     approximate them; None: they are exact. `together`: number of GGUF blocks in a block of
     codes."""
 

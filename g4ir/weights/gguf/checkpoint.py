@@ -251,7 +251,7 @@ class Blocks:
         floats = values.is_floating_point() and values.dtype.itemsize > 1  # codes have one byte
         if floats and not bool(values.isfinite().all()):
             msg = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
-            raise broken(t.header.path, msg)
+            raise broken(t.header.path, f"{msg}{_REFUSED.get(t.stored.name, '')}")
         each = raw.shape[-1] // nbytes
         values = values.reshape(*raw.shape[:-1], each * values.shape[-1])
         if floats and t.factor:
@@ -260,6 +260,11 @@ class Blocks:
         return values
 
 
+#: type -> scales that `blocks` returns as NaN
+_REFUSED = {
+    "MXFP4": ", or more than 2^17 times a neighbouring block's",
+    "NVFP4": ", or negative",
+}
 #: bound of a clipped linear -> suffix of its param's name
 _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
 

@@ -61,7 +61,8 @@ SPEC_ONLY = (*UNSAID, "text.query_pre_attn_scalar")
 
 def read_spec(file: Container) -> Spec:
     """Return the spec of a file's text model, in bfloat16. SpecError for another architecture,
-    missing or contradicting keys, and any unknown key: it may change the forward pass."""
+    missing or contradicting keys, and any unknown key of the architecture: it may change the
+    forward pass."""
     keys = _Keys(file)
     keys.check_architecture()
     config = _config(keys)
@@ -99,7 +100,7 @@ class _Keys:
 
     def contradiction(self, name: str, value: object, source: str, other: object) -> SpecError:
         msg = f"{quoted(value)}, and {source} {quoted(other)}"
-        return self.error(name, f"{msg}; take another conversion of the model")
+        return self.error(name, f"{msg}; use another conversion of the model")
 
     def get(self, name: str) -> Any:
         key = f"{self.kind}.{name}"
@@ -114,7 +115,7 @@ class _Keys:
         value = self.get(name)
         value = default if value is None else value
         if value is None:
-            raise self.error(name, "is missing; take a newer conversion")
+            raise self.error(name, "is missing; use a newer conversion")
         return value
 
     def number(self, name: str, default: Any = None) -> Any:
@@ -137,7 +138,7 @@ class _Keys:
             values = self.file.items(f"{self.kind}.{name}") if value.count == layers else []
         if len(values) != layers or any(type(v) is not kind for v in values):
             expected = f"expected {layers} values of type {kind.__name__}, one for each layer"
-            raise self.error(name, expected)
+            raise self.error(name, f"{expected}, or one for all")
         return values
 
     def one(self, name: str, values: list[int]) -> int:
@@ -149,7 +150,8 @@ class _Keys:
     def rows(self, name: str) -> int:
         tensor = self.file.tensors.get(name)
         if tensor is None or len(tensor.shape) != 2:
-            msg = "expected a matrix, found none; download the file again"
+            actual = list(tensor.shape) if tensor else "none"
+            msg = f"expected a matrix, found {actual}; download the file again"
             raise self.fail(f"tensor {name}", msg)
         return tensor.shape[0]
 
@@ -180,7 +182,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
     heads, window = "attention.head_count", "attention.sliding_window"
     default = keys.rules["defaults"].get(window)
     if default and keys.get(window) is None:
-        message = "%s: %s.%s is missing: %d is taken, as other readers do"
+        message = "%s: %s.%s is missing: %d is used, as in other readers"
         log.warning(message, keys.file.path, keys.kind, window, default)
     config: dict[str, Any] = {
         "model_type": f"{keys.rules.get('drafter', keys.kind)}_text",
@@ -653,8 +655,10 @@ def _merges_by_score(
 
     key = f"{PREFIX}scores"
     scores = file.items(key)
-    if len(scores) != len(ids) or not all(type(score) is float for score in scores):
-        raise file.error(key, f"expected {len(ids)} numbers, one for each token", len(scores))
+    if len(scores) != len(ids):
+        raise file.error(key, f"expected {len(ids)} items, one for each token", len(scores))
+    if type(scores[0]) is not float:  # an array has items of one type
+        raise file.error(key, "expected floats", scores[0])
 
     tokens = HashedTokens([*ids])
     splits, texts = tokens.splits(), tokens.texts

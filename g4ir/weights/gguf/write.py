@@ -131,12 +131,14 @@ class _Tensor:
 
 
 def architecture_of(spec: Spec) -> str:
-    """Return general.architecture of a spec; SpecError for one that has none."""
+    """Return general.architecture of a spec; SpecError for a draft model, or a spec that has
+    none."""
     rules = TABLES["architectures"]
     of = [name for name, rule in rules.items() if rule.get("of") == spec.model_type]
     name: str = of[0] if of else spec.model_type.partition("_")[0]
     if name not in rules or spec.drafter:
-        raise SpecError(f"spec {spec.name}: model_type {spec.model_type} has no GGUF architecture")
+        msg = f"a model of model_type {spec.model_type} cannot be written as a GGUF file"
+        raise SpecError(f"spec {spec.name}: {msg}; give --format hf")
     return name
 
 
@@ -220,7 +222,7 @@ def _blocks(codes: torch.Tensor, scales: torch.Tensor, kind: str, name: str) -> 
     data = (codes.reshape(-1, layout.values) + layout.zero).view(torch.uint8)
     scales = scales.half()
     if bool(scales.isinf().any()):
-        raise WeightsError(f"{name}: a scale of {kind} does not fit float16; take --dtype BF16")
+        raise WeightsError(f"{name}: a scale of {kind} does not fit float16; give --dtype BF16")
     return layout.write(data, scales=scales.reshape(-1, 1).contiguous().view(torch.uint8))
 
 
@@ -438,4 +440,4 @@ def _check(name: str, spec: Spec, head: list[Any], size: int) -> None:
     for key, expected, actual in rows:
         if key not in UNSAID:
             msg = f"a GGUF file would say {actual!r}, not {expected!r}"
-            raise SpecError(f"spec {spec.name}: {key}: {msg}; take --format hf")
+            raise SpecError(f"spec {spec.name}: {key}: {msg}; give --format hf")
