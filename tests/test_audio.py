@@ -120,6 +120,8 @@ def test_a_long_clip_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> 
     assert "talk.wav: 30.01 s is longer than the limit of 30 s; the last 0.01 s" in caplog.text
     with pytest.raises(InputError, match="too_long 'split': expected cut or refuse"):
         prepare_audio(given, MEL, "split")
+    with pytest.raises(InputError, match=r"30\.0001 s is longer than the limit of 30 s"):
+        prepare_audio(Waveform(noise(480_001), RATE), MEL, "refuse")
 
 
 def test_channels_are_averaged() -> None:

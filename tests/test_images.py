@@ -434,7 +434,7 @@ def test_frames_per_second_of_files(tmp_path: Path) -> None:
     still = Video(np.zeros((48, 32, 32, 3), np.uint8), 24.0)
     assert prepare_video(still, SETTINGS, None, 2).times == ("00:00", "00:00", "00:01", "00:01")
     for bad in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(InputError, match=r"even\.mp4: --fps .*: expected frames per second"):
+        with pytest.raises(InputError, match=r"even\.mp4: fps .*: expected frames per second"):
             read_video(even, fps=bad)
 
 
@@ -459,7 +459,7 @@ def test_short_videos_keep_all_their_frames() -> None:
 STILL = noise(4, 20, 20, 3)
 BAD_VIDEOS = {
     "expected .frames, height, width, 3": Video(STILL[0], 1.0),
-    "float64 pixels": Video(STILL / 2, 1.0),
+    "float64 pixels; give a numpy array of uint8, 0 to 255$": Video(STILL / 2, 1.0),
     "no frames": Video(STILL[:0], 1.0),
     "0.0 frames per second": Video(STILL, 0.0),
 }

@@ -258,7 +258,7 @@ def test_an_image_longer_than_a_chunk_is_refused_at_once(engine: Engine) -> None
     scheduler = Scheduler(with_chunk(engine, 16), SchedulerConfig(chunk_tokens=64))
     for prompt in ([text(3), image(17)], [text(3), image(9), image(8, 1)]):
         with pytest.raises(
-            InputError, match=r"the 17 soft tokens of the image at index 3 .* of at"
+            InputError, match=r"the 17 soft tokens of the image or frame at index 3 .* of at"
         ):
             scheduler.submit(request_of(prompt))
     assert not scheduler.busy and BLOCKS in engine.program.graphs

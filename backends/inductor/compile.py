@@ -87,8 +87,8 @@ def compile_program(text: str, target: Target, path: Path) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Context for torch's compiler: private cache folder, no warnings, no gradients, checks of
-    kernels."""
+    """Context for torch's compiler: private cache folder, no warnings, no gradients, RuntimeError
+    as in `_kernels_understood`."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     keep_inductor_private(default_cache_dir())

@@ -45,7 +45,7 @@ class Plans:
     target: Annotated[str, OneOf(("", *TARGETS))]
     #: version of the TensorRT library
     version: str
-    #: GPU on which kernels were timed, if any
+    #: name of the GPU on which kernels were timed; empty if none was needed
     gpu: str
     settings: dict[str, str]
     notes: tuple[Line, ...]
@@ -194,12 +194,12 @@ class TrtBackend(Backend):
             )
         if manifest["version"] != api.version:
             raise EngineError(
-                f"the plan was built by {api.library.name} {manifest['version']}, this is "
+                f"{folder} was built by {api.library.name} {manifest['version']}, this is "
                 f"{api.version}: install that version, or build the engine again"
             )
         if manifest["gpu"] and manifest["gpu"] != self.host.gpu():
             raise EngineError(
-                f"the plan was built on {manifest['gpu']}, this is {self.host.gpu()}: build the "
+                f"{folder} was built on {manifest['gpu']}, this is {self.host.gpu()}: build the "
                 f"engine again here"
             )
 

@@ -133,8 +133,9 @@ def spans(limits: Limits) -> tuple[int, ...]:
 
 
 def phases_of(g: Graph) -> tuple[str, ...]:
-    """Return the phases for which a network has profiles: the graph's name for a draft step (which
-    only reads caches) or an encoder (which has no caches); none for a tower."""
+    """Return the phases for which a network has profiles: those of PHASES for the text model's
+    (VERIFY only if it has the input `rows`); its graph's name for a draft step or an encoder; none
+    for a tower."""
     if g.name in (DRAFT, ENCODE):
         return (g.name,)
     names = {v.name for v in g.inputs}

@@ -115,7 +115,8 @@ class Make:
         return self.task.memory or (self.host.memory(self.task.device) if here else None)
 
     def _plans(self, name: str) -> None:
-        """Write the plans of all ranks in sequence; kernels are timed for the first only."""
+        """Write the plans of all ranks in sequence. Kernels are timed for the first only, since the
+        others read its timing cache."""
         graph = self.graphs[name]
         for rank in range(ranks_of(graph)):
             self._plan_of(name, graph, rank)

@@ -156,6 +156,7 @@ def medians(rounds: Rounds, latency: str) -> list[float]:
 
 
 def ratio(a: Samples, b: Samples) -> Stat:
-    """Return the ratio a / b of two lists as from `medians`, with the spread of the rounds'."""
+    """Return the ratio a / b of two results of `medians`: over all rounds, with the spread of the
+    rounds' ratios."""
     value, *by_round = (x / y for x, y in zip(a, b, strict=True))
     return around(value, by_round)

@@ -35,7 +35,7 @@ VLLM_RATES = {"total_token_throughput": "total_throughput"} | {
 }
 #: field of roof.Rates -> its key in a report
 RATES = {"read": "read_bytes_per_s", "copy": "copy_bytes_per_s", "matmul": "matmul_flops_per_s"}
-#: maximum decode steps, spread evenly over a request, whose mean cost is that of its decode steps
+#: maximum decode steps, spread evenly over a request, over which the cost of a step is averaged
 DECODE_STEPS = 16
 #: JSON values
 Values = dict[str, Any]

@@ -69,9 +69,9 @@ def run_bench(
 
     workloads: from `plan_workload`. rounds: at least 2; every runner has a turn in each (A-B-A-B).
     warmup: requests of each runner before the rounds, in addition to its first one and the one
-    whose outputs are compared. checkpoint: what baselines load (default: the checkpoint of the
-    first engine). draft: source of drafts that are measured after the rounds, on one sequence of
-    the first engine.
+    whose outputs are compared. checkpoint: what baselines load (default: the first engine's
+    checkpoint, or its random weights). draft: source of drafts that are measured after the rounds,
+    on one sequence of the first engine.
 
     Raises InputError for wrong arguments and MissingError for a missing library; outputs that
     disagree are no error: the report marks their speeds void.

@@ -75,7 +75,7 @@ def plan_workload(
     if w.max_len > max_seq:
         lengths = f"--context {context}, --input-len {inputs} and --output-len {outputs}"
         limit = f"the engine was built with --max-seq {max_seq}"
-        raise InputError(f"bench: {lengths} are {w.max_len} tokens per sequence; {limit}")
+        raise InputError(f"bench: {lengths} cache {w.max_len} tokens per sequence; {limit}")
     return w
 
 
@@ -205,6 +205,6 @@ def hf_runner(model: Any, max_len: int, mode: str) -> BenchRunner:
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
-    """Return the transformers text model on `checkpoint`'s weights (default: the engine's), in the
-    engine's dtype and on its device."""
+    """Return the transformers text model on the weights of `checkpoint` (default: the engine's
+    checkpoint or seed), in the engine's dtype and on its device."""
     return hf_model(engine, hf_origin(engine, checkpoint, "bench --peer"), engine.device)

@@ -58,7 +58,7 @@ def _checked(report: Any, file: str | Path) -> Values:
     try:  # these read every key that is used
         text(report), markdown([report]), _conditions(report)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-        raise InputError(f"{file}: a damaged report of g4ir bench: {e!r}") from None
+        raise InputError(f"{file}: a damaged report of g4ir bench: {e!r}; run it again") from None
     return report
 
 
@@ -204,7 +204,7 @@ def plot_bench(path: str | Path, reports: Sequence[Values]) -> None:
 def compare_reports(a: Values, b: Values) -> dict[str, Any]:
     """Compare the runs whose role is in both reports, by the metrics of ROWS. Return `notes`, the
     `_conditions` that differ; `rows`, one per run and metric that both have, with `differs`:
-    whether it differs by more than the sum of the spreads; and `differ`, how many do."""
+    whether the metric differs by more than the sum of the spreads; and `differ`, how many do."""
     runs, rows = {r["role"]: r for r in b["runs"]}, []
     for one, two in ((r, runs[r["role"]]) for r in a["runs"] if r["role"] in runs):
         stats, others = metrics(one), metrics(two)

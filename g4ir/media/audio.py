@@ -96,10 +96,10 @@ def _check_length(
         short = f"{length} samples at {rate} Hz are too short for a soft token"
         raise InputError(f"{name}: {short}; at least {fewest}")
     if used < length:
-        excess = f"{name}: {length / rate:.2f} s is longer than the limit of {used / rate:g} s"
+        excess = f"{name}: {length / rate:g} s is longer than the limit of {used / rate:g} s"
         if too_long == REFUSE:
             raise InputError(f"{excess}; shorten it, or allow a cut (audio_too_long: {CUT})")
-        log.warning("%s; the last %.2f s are left out", excess, (length - used) / rate)
+        log.warning("%s; the last %g s are left out", excess, (length - used) / rate)
     if used > MAX_RESAMPLED:
         limit = f"more than {MAX_RESAMPLED}"
         raise InputError(f"{name}: {used} samples at {rate} Hz, {limit}; send it in parts")
@@ -134,7 +134,7 @@ def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
 # The filter of torchaudio.functional.resample: zero crossings on each side, and the cut-off as a
 # fraction of the lower of the two Nyquist frequencies.
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99
-_BLOCK = 1 << 18  # outputs at a time, so that memory does not grow with the clip
+_BLOCK = 1 << 18  # outputs at a time, so that temporaries do not grow with the clip
 
 
 def resampled_length(length: int, old: int, new: int) -> int:
@@ -196,7 +196,8 @@ def extract_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
 
 
 def log_mel(samples: F32, settings: MelSettings) -> F32:
-    """log(mel + floor) of each window's magnitudes: f32 [N] -> f32 [frames(N), bins] (rule 32).
+    """log(mel + floor) of each window's magnitudes, less the mean and over the deviation of the bin
+    if the settings have them: f32 [N] -> f32 [frames(N), bins] (rule 32).
 
     The transform runs on float32 as in the reference: near the floor its rounding decides the
     third decimal, so a wider one would differ. Filters and logarithm are float64.

@@ -18,7 +18,8 @@ _MAX_ELEMENTS = 1 << 16  # elements to look at, so that the walk through a damag
 
 @contextmanager
 def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO]:
-    """Context with an open file. InputError if it is missing, empty or too large."""
+    """Context with an open file. InputError if it is missing, empty, too large or cannot be
+    read."""
     try:
         if not path.is_file():
             raise InputError(f"{path}: no such {kind} file")

@@ -40,7 +40,7 @@ MAX_BYTES, MAX_PIXELS = 1 << 28, 1 << 27  # maximum bytes of a file; maximum pix
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
     """One image prepared for a variant. If a model takes the patches of a soft token merged into
-    one, P counts those. Patches after the image's own are padding: zeros at position (-1, -1)."""
+    one, P counts merged ones. Patches after the image's own are padding: zeros at (-1, -1)."""
 
     patches: F32  # [P, cell * cell * 3], order (row, column, channel), values in [0, 1]
     positions: I64  # [P, 2], (x, y)
@@ -53,8 +53,9 @@ class PreparedImage:
 def prepare_image(
     pixels: NDArray[Any], settings: ImageSettings, name: str = "image"
 ) -> PreparedImage:
-    """Return the patches of uint8 pixels [H, W, 3]. InputError, naming the image, for another type
-    or shape, and for sizes as in `fit_image`."""
+    """Return the patches of uint8 pixels [H, W, 3], their positions, and the number of soft tokens.
+    InputError, naming the image, for another type or shape, and for a size that `fit_image`
+    refuses."""
     check_pixels(pixels, 3, name)
     height, width, _ = pixels.shape
     grid = fit_image(settings, width, height, name)
@@ -66,7 +67,8 @@ def prepare_image(
 
 
 def pixels_of(image: Any) -> Any:
-    """Return the pixels of a Pillow image, converted as by `read_image`; others unchanged."""
+    """Return the pixels of a Pillow image, converted as by `read_image`; any other value
+    unchanged."""
     pillow = sys.modules.get("PIL.Image")  # imported if any such image exists
     if pillow is None or not isinstance(image, pillow.Image):
         return image
@@ -77,7 +79,7 @@ def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
     """Raise InputError unless `pixels` are a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         actual = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
-        fix = "give a numpy array of uint8, 0 to 255, or an image of Pillow"
+        fix = "give a numpy array of uint8, 0 to 255" + ", or an image of Pillow" * (ndim == 3)
         raise InputError(f"{name}: {actual} pixels; {fix}")
     if pixels.ndim != ndim or pixels.shape[-1] != CHANNELS:
         expected = "frames, height, width, 3" if ndim == 4 else "height, width, 3"

@@ -16,8 +16,8 @@ MAX_S = 30.0
 
 @dataclass
 class Limit:
-    """`seconds`: CPU time of the thread that decodes media; `name`: the medium being decoded;
-    `abandoned`: set by any thread to cancel."""
+    """`seconds`: maximum CPU time of the thread that decodes media; `name`: the medium being
+    decoded; `abandoned`: set by any thread to cancel."""
 
     seconds: float = field(default_factory=lambda: MAX_S)
     name: str = "media"
@@ -38,7 +38,7 @@ def limited(limit: Limit) -> Iterator[None]:
 
 
 def check_limit() -> None:
-    """Raise InputError, naming the medium, if the current limit, if any, is used up or abandoned.
+    """Raise InputError, naming the medium, if this thread has a limit that is used up or abandoned.
     Decoders call it between two frames, or about as often."""
     if (current := _CURRENT.get()) is None:
         return

@@ -41,7 +41,8 @@ class Piece:
         return int(self.count.max())
 
     def take(self, t: Tensor, fill: int) -> Tensor:
-        """Return the piece of t [B, S] as [B, width], with `fill` after a sequence's last token."""
+        """Return the piece of t [B, S] as [B, width]. After a sequence's last token it has t's
+        padding, or `fill` if the sequences start at different tokens (`at` is None)."""
         if self.at is not None:
             return t[:, self.at : self.at + self.width]
         column = torch.arange(self.width)
@@ -211,7 +212,7 @@ def _check_blocks(block_ids: Tensor, chunk: int) -> None:
     if (longest := int(sizes.max())) > chunk:
         row, at = blocks[sizes.argmax()].tolist()
         raise InputError(
-            f"sequence {row}: the {longest} soft tokens of the image at index {at} attend to each "
-            f"other and must be in one chunk, of at most {chunk}; build with --prefill-chunk "
-            f"{longest} or more, or give the image fewer soft tokens"
+            f"sequence {row}: the {longest} soft tokens of the image or frame at index {at} attend "
+            f"to each other and must be in one chunk, of at most {chunk}; build with "
+            f"--prefill-chunk {longest} or more, or give it fewer soft tokens"
         )

@@ -31,7 +31,8 @@ _MARKER = re.compile(rf"(\\?)<({IMAGE}|{VIDEO}|{AUDIO})>")
 
 
 def marks(kind: str, tokens: Tokens) -> tuple[int | None, int | None]:
-    """Return the ids before and after the placeholders of an image, a frame or an audio clip."""
+    """Return the ids before and after the placeholders of an image, a frame or an audio clip; None
+    for one that the tokenizer lacks."""
     return (tokens.boa, tokens.eoa) if kind == AUDIO else (tokens.boi, tokens.eoi)
 
 
@@ -135,7 +136,7 @@ def mark(
     bos: str | None = None,
 ) -> tuple[str, str | None]:
     """Return the text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`,
-    and a note, if there is one.
+    and a note for the user, or None.
 
     `media_kinds`: kinds of the media in order; `supported`: kinds that the engine takes. As many
     markers of a kind are replaced as it has media without a placeholder in the text; further ones
@@ -186,8 +187,8 @@ def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int
 
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
-    """Expand the placeholders of each kind with one per medium; `expand_placeholders` checks the
-    other kinds."""
+    """Expand the placeholders of those kinds that have as many as media; `expand_placeholders`
+    checks the other kinds."""
     patterns, pending, spell = [], {}, cache(spell)
     for kind in dict.fromkeys(s.kind for s in softs):
         media = [s for s in softs if s.kind == kind]

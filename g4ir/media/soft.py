@@ -14,7 +14,7 @@ class Soft:
     """The soft tokens of one medium, in the order of its placeholders.
 
     `pieces` are [n, hidden] each: one of an image or audio clip, one per frame of a video. `times`:
-    minutes and seconds of a video's frames; empty if the model takes none."""
+    minutes and seconds of a video's frames; empty for other kinds, and if the model takes none."""
 
     kind: str  # image, video or audio
     pieces: tuple[torch.Tensor, ...]
@@ -42,8 +42,11 @@ def count_error(
     soft: int | None = None,
     fix: str = "put one for each medium, or one for each soft token",
 ) -> InputError:
-    """Return the error for a prompt whose placeholders (token id `holder`) of a kind match neither
-    its media nor their soft tokens; `soft` None: the media are not encoded yet."""
+    """Return the error for a prompt whose placeholders (token id `holder`; None: the engine has
+    none) of a kind match neither its media nor their soft tokens; `soft` None: the media are not
+    encoded yet."""
+    if holder is None:
+        return InputError(f"{kind}: {media} given, but the engine has no placeholder; leave it out")
     size = "" if soft is None else f" with {soft} soft tokens"
     count = f"the prompt has {placeholders} placeholders (id {holder})"
     return InputError(f"{kind}: {count} for {media} media{size}; {fix}")

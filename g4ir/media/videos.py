@@ -97,7 +97,7 @@ def frames_at(
 
 def _frame_count(fps: float, seconds: Sequence[float], name: str) -> int:
     if not (isinstance(fps, int | float) and np.isfinite(fps) and fps > 0):
-        raise InputError(f"{name}: --fps {fps!r}: expected frames per second above 0")
+        raise InputError(f"{name}: fps {fps!r}: expected frames per second above 0")
     total = len(seconds)
     # Assumes that the last frame is shown as long as the average one; rounds 7.9999999 to 8.
     span = (seconds[-1] - seconds[0]) * total / (total - 1) if total > 1 else 0.0
@@ -154,7 +154,7 @@ def prepare_video(
 ) -> Footage:
     """Return the patches of the sampled frames: as many as `frames_at` returns, evenly spread, or,
     with `by_time` and `fps`, those of `frames_by_time`. InputError, naming the video, for another
-    type or shape, a rate that is no positive number, and numbers of frames as in
+    type or shape, a rate or `fps` that is no positive number, and numbers of frames as in
     `sample_frames`."""
     name, rate, total = video.name, video.rate, len(video.frames)
     check_pixels(video.frames, 4, name)
@@ -191,7 +191,8 @@ def _footage(
                 )
             patches = np.zeros((len(times), settings.rows, settings.cell**2 * CHANNELS), "f4")
         elif grid != fitted:
-            raise InputError(f"{name}: the frame at {times[i]} has another size than the first")
+            problem = f"{name}: the frame at {times[i]} has another size than the first"
+            raise InputError(f"{problem}; send a video whose frames have one size")
         # Divides like the reference, which multiplies for images: the two differ in the last bit.
         cells = patchify(resize(frame[None], grid), settings.cell)[0] / np.float32(255)
         patches[i, : len(cells)] = cells
@@ -215,13 +216,13 @@ def read_footage(
     fps: float | None = None,
     by_time: bool = False,
 ) -> Footage:
-    """Return the patches of sampled frames of a video file, one at a time in full resolution, as
-    players show them: turned and mirrored by the display matrix, without what edit lists hide.
-    They are spread by presentation time, or, with `by_time` and `fps`, those of `frames_by_time`.
+    """Return the patches of sampled frames of a video file as players show it: turned and mirrored
+    by the display matrix, without what edit lists hide. The frames are spread by presentation time,
+    or, with `by_time` and `fps`, those of `frames_by_time`; memory holds one at full resolution.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
-    corrupt, truncated or too large, and for more than `max_tokens` soft tokens; MissingError if av
-    is not installed."""
+    corrupt, truncated or too large, for more than `max_tokens` soft tokens, and for `frames` and
+    `fps` as in `prepare_video`; MissingError if av is not installed."""
     path = Path(path)
     sample = _sample(path, frames, fps, by_time)
     times = frame_times(sample.indices, sample.rate, sample.seconds)
@@ -266,7 +267,7 @@ def _sample(path: Path, frames: int | None, fps: float | None, by_time: bool = F
     else:
         indices = spread_frames(seconds, frames_at(fps, seconds, frames, str(path)), str(path))
     late = ticks[0] * unit.numerator / unit.denominator - start
-    late = late if late >= 1 else 0.0  # times count from the audio's start if that is earlier
+    late = late if late >= 1 else 0.0  # times count from audio that starts a second or more before
     keys = None if by_index else tuple(ticks[i] for i in indices)
     times = tuple(late + seconds[i] for i in indices)
     return _Sample(len(ticks), rate, indices, times, keys)
@@ -370,4 +371,4 @@ def _container(av: Any, file: BinaryIO) -> Any:
 def _check_count(path: Path, count: int, size: int) -> None:
     limit = min(MAX_FRAMES, MAX_DECODED // size)
     if count > limit:
-        raise InputError(f"{path}: {count} frames, at most {limit} of this size; cut it")
+        raise InputError(f"{path}: more than {limit} frames of {size} pixels; send a shorter video")

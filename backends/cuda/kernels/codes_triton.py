@@ -3,7 +3,7 @@
 
 One decoder reads every quantised format from its bytes. A format is described by FORMAT, a tuple of
 integers computed from the table of layouts (`record`). GROUP is how many codes share a scale; 0:
-those of a row, whose scale is applied to the row's sum (in a tile if there are minima).
+those of a row, whose scale is applied to the row's sum, or, with minima, to each tile.
 
 The bits of a value are in one or two fields of a block, read as 32-bit words. A word has some
 values at shifts: with each `join` of a word and its shifted copy the values of a tile double, until

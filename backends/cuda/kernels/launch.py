@@ -109,8 +109,8 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def rounded(x, like):
-    """Return fp32 x rounded to the element type of the pointer `like`, as fp32: where the reference
-    rounds."""
+    """Round fp32 x to the element type of the pointer `like`, as the reference does there; return
+    fp32."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 

@@ -24,7 +24,7 @@ from .base import (
     zeros_of,
 )
 
-#: names of the weights of an MoE block; of weights of one format, the launch shape has the codes
+#: names of the weights of an MoE block; for several of one format, the launch shape has the codes
 #: per scale of the last one
 WEIGHTS = ("w_dense", "w_dense_down", "down", "gate_up")
 #: number of inputs of an MoE block whose experts are not sharded over ranks

@@ -101,7 +101,7 @@ def gathered_rows(
 
 
 def dense(w: Tensor, scales: Tensor | None, form: str, dtype: torch.dtype) -> Tensor:
-    """Return a weight in `dtype`, dequantised if it is quantised."""
+    """Return a quantised weight dequantised to `dtype`; one without scales unchanged."""
     if scales is None:
         return w
     return dequantized_rows(w, scales, None, form, 1.0, dtype, 4, 512, 4)
