@@ -418,7 +418,7 @@ def test_files_that_llama_cpp_does_not_read(
     with pytest.raises(MissingError, match="runs on CPUs alone"):
         LlamaSession(file, 1, 8, "cuda")
     (tmp_path / "other").write_bytes(b"....")
-    with pytest.raises(InputError, match=r"it cannot load .*other: not GGUF"):
+    with pytest.raises(InputError, match=r"llama.cpp: cannot load .*other: not GGUF"):
         LlamaSession(tmp_path / "other", 1, 8)
     monkeypatch.setattr(double, "llama_decode", lambda *_: 1)
     runner = LlamaSession(file, 1, 8)

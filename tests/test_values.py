@@ -299,13 +299,21 @@ def test_what_is_not_run_is_said(make_engine: Any, monkeypatch: pytest.MonkeyPat
 
 def test_what_prove_refuses(make_engine: Any) -> None:
     engine = make_engine("tiny-dense", max_seq=288, all_logits=True)
-    with pytest.raises(G4Error, match="ten needles and a question take 99 tokens; give at least"):
-        check_contexts(engine, [100])
+    with pytest.raises(G4Error, match="as much other text and a question take 189 tokens; give"):
+        check_contexts(engine, [188])
     with pytest.raises(G4Error, match=r"--ctx 512: .* --max-seq 288; give a shorter one"):
         check_contexts(engine, [512])
     with pytest.raises(G4Error, match="without --all-logits"):
         check_contexts(make_engine("tiny-dense", max_seq=64), [64])
     assert torch.equal(haystack(engine, 256).ids, haystack(engine, 256).ids)
+
+
+def test_a_short_document_has_all_its_needles(make_engine: Any) -> None:
+    engine = make_engine("tiny-dense", max_seq=288, all_logits=True)
+    for length in range(189, 216):
+        text = haystack(engine, length)
+        words = " ".join(map(str, text.ids.tolist()))
+        assert all(" ".join(map(str, (*n.key, *n.value))) in words for n in text.needles), length
 
 
 # --- the module -------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ CHUNK = 512
 def compare_session(
     engine: Engine, reference: Engine, steps: Sequence[Step], tokens: int
 ) -> StageReport:
-    """Run an engine through steps of a session on one sequence of `tokens` tokens in chunks of at
-    most CHUNK, forced by the values of the interpreter, whose params are `reference`'s, up to the
+    """Run an engine through steps of a session on one sequence of `tokens` tokens in all, in chunks
+    of at most CHUNK, forced by the interpreter's values on the params of `stored_stage`, up to the
     first value out of tolerance."""
     run = StageRun(stored_stage(engine, reference), tokens, engine)
     comparison = Comparison(StageReport(BACKEND), engine.dtype)
@@ -112,7 +112,7 @@ def compare_stage(
 @dataclass
 class ForcedStage:
     """A stage whose nodes take their inputs from the trace's values of the same names (`shared`).
-    Their other inputs are in `values`: params, and values computed in this stage."""
+    Their other inputs are KV caches (`state`), params and values of this stage (`values`)."""
 
     trace: Trace
     comparison: Comparison
@@ -138,8 +138,9 @@ class ForcedStage:
         return self.state | {k: self._operand(v) for k, v in self.recording.graph.next.items()}
 
     def _reference(self, name: str, t: Type, value: Tensor | None = None) -> Tensor | None:
-        """Return the trace's value `name`, or `value` in its place, in the new stage's type `t`,
-        which may have only the last row; None if the trace has no such value, or of other types."""
+        """Return the trace's value `name`, or `value` in its place, as the new stage's type `t`,
+        which may have only the last valid row; None if the trace has no value of this name, or one
+        of another type."""
         if name not in self.earlier.types:
             return None
         old = self.earlier.types[name]
@@ -212,7 +213,8 @@ class ForcedRuntime:
         run = GraphRun(step.phase, feeds, step.end)
         run_watched(engine.runtime, run, state, self.watch)
         for name in engine.program.graphs[step.phase].next:
-            # Other positions, such as those of padding, are never read.
+            # Only the last `slots` positions up to the step's end are compared: others, such as
+            # padding, are never read.
             slots = len(after[_joint_name(name, 0, after)])
             positions = range(max(step.end - slots, 0), step.end)
             watch_cache(state, name, positions, partial(self.watch_cache, positions))
@@ -294,7 +296,8 @@ class Derivation:
     after: tuple[Node, ...]
 
     def ops(self, dtype: str) -> str:
-        """Return the ops that round, in order."""
+        """Return the ops of the cone that round, joined by " + ", or its last op if none does; for
+        more than three, how many nodes the cone has and its last op."""
         names = dict.fromkeys(n.op for n in self.cone if joint_budget([n.op], dtype))
         if len(names) > 3:
             return f"{len(self.cone)} ops up to {self.cone[-1].op}"
@@ -334,7 +337,7 @@ class Comparison:
                 self.add(origin, 0.0 if got.equal(want) else math.inf, 0.0)
             return
         budget = joint_budget((n.op for n in origin.cone), self.dtype)
-        # Most values of a correct stage are equal, and this test takes a tenth of the time.
+        # Most values of a correct stage are equal: this test takes a tenth of local_errors' time.
         same_type = got.dtype == want.dtype and got.device == want.device
         if same_type and torch.equal(got, want):
             self.add(origin, 0.0, budget)
@@ -358,7 +361,7 @@ class Comparison:
             k = router.outputs[1].type.shape[-1]
             assert isinstance(k, int)
             best = _probabilities(step, router, operand).sort(-1, descending=True).values
-            # Empty if all experts are chosen.
+            # `following` is empty, and nothing excused, if all experts are chosen.
             last, following = best[..., k - 1 : k], best[..., k : k + 1]
             close = ((last - following) / last <= CLOSE_EXPERTS[self.dtype]).any(-1)
             if close.shape == errors.shape[:2]:

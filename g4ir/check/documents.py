@@ -20,7 +20,7 @@ from .tokens import check_no_media
 
 #: label of a token that is not scored, as in transformers
 IGNORED = -100
-#: fields of a JSON line: a text, or token ids with labels
+#: fields of a JSON line, which has either `text` or `tokens`, and `labels` only with `tokens`
 LINE: Mapping[str, Field] = {
     "id": FIELDS["id"],
     "text": TEXT,
@@ -35,8 +35,8 @@ Labelled = tuple[list[int], list[int]]
 @dataclass(frozen=True)
 class Window:
     """Token ids that are scored in one context, and their labels: `labels[i]` is predicted from
-    `ids[:i]`, so the first is never scored; labels IGNORED are not scored either. `part`: index in
-    the document."""
+    `ids[:i]`, so the first is never scored; labels IGNORED are not scored either. `part`: the
+    window's index in its document."""
 
     document: str | int
     part: int
@@ -47,8 +47,8 @@ class Window:
 @dataclass
 class Reader:
     """Splits documents into windows of at most `max_seq` tokens. Each begins with the document's
-    <bos>, or without one with the last token before it. `max_tokens`: of all documents (<bos> not
-    counted), after which reading stops."""
+    <bos>; without one, each but the first begins with the last token of the window before.
+    `max_tokens`: tokens of all documents together (<bos> not counted) after which reading stops."""
 
     engine: Engine
     max_seq: int
@@ -64,7 +64,8 @@ class Reader:
 
     def files(self, paths: Iterable[str]) -> Iterator[Window]:
         """Yield the windows of files, each a document in UTF-8. They are tokenised in blocks, cut
-        after a newline if there is one. InputError for a file that is not text, or too short."""
+        after a newline if there is one. InputError for a file that is not text, or has fewer than
+        2 tokens."""
         for path in paths:
             yield from self._windows(
                 path, path, self._tokenised(cut_blocks(read_text(Path(path))), path)
@@ -72,7 +73,7 @@ class Reader:
 
     def lines(self, path: str) -> Iterator[Window]:
         """Yield the windows of a file of JSON lines, each a document with the fields LINE.
-        InputError for an invalid line."""
+        InputError for an invalid line, or one of fewer than 2 tokens."""
         with Path(path).open("rb") as stream:
             lines = ReadAhead(stream)
             while self.max_tokens and (line := lines.next(wait=True)):

@@ -19,7 +19,7 @@ from .tokens import random_ids
 
 #: depths of the needles, as fractions of the document
 DEPTHS = tuple((2 * i + 1) / 20 for i in range(10))
-#: words of the sentences between needles; cities, of which each needle has the pass code
+#: words of the sentences between needles; cities: each needle is the pass code of one
 WORDS, CITIES = read_table(Path(__file__).with_suffix(".yaml")).values()
 #: tokens of a key, of a value and of a sentence, for engines without a tokenizer
 RANDOM_KEY, RANDOM_VALUE, RANDOM_SENTENCE = 6, 3, 12
@@ -29,7 +29,8 @@ CAPACITY = 2
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact: `value` follows after `key`. depth: its position in the document, 0 to 1."""
+    """A fact: tokens `key`, followed by tokens `value`. depth: its position in the document, as a
+    fraction of the length."""
 
     depth: float
     key: tuple[int, ...]
@@ -54,16 +55,19 @@ def haystack(engine: Engine, length: int) -> Haystack:
     needles, sentences = _parts(engine)
     facts, question = sum(map(len, needles)), max(map(len, needles))
     if length < (shortest := CAPACITY * facts + question):
-        why = f"ten needles and a question take {facts + question} tokens"
-        raise InputError(f"--ctx {count_text(length)}: {why}; give at least {shortest}")
+        why = f"ten needles, as much other text and a question take {shortest} tokens"
+        raise InputError(f"--ctx {count_text(length)}: {why}; give at least as many")
     bos, waiting, size = engine.spec.tokens.bos, [*needles], length - question
-    ids = [] if bos is None else [bos]
+    ids, sentence = [] if bos is None else [bos], next(sentences)
     while len(ids) < size:
-        if waiting and len(ids) >= waiting[0].depth * size:
+        # Before its depth if the needles would not fit after the sentence.
+        end = len(ids) + len(sentence) + sum(map(len, waiting))
+        if waiting and (len(ids) >= waiting[0].depth * size or end > size):
             needle = waiting.pop(0)
             ids += [*needle.key, *needle.value]
         else:
-            ids += next(sentences)
+            ids += sentence
+            sentence = next(sentences)
     return Haystack(torch.tensor(ids[:size]), needles)
 
 

@@ -1,8 +1,8 @@
 """The transformers text model on an engine's weights, with the engine's roundings.
 
 It rounds where the engine does: K and V to the quantised KV cache's format, activations of linears
-with quantised weights. It can also compute in float64 (ir/wide.py), on its 16-bit weights, so that
-only activations take more memory.
+with quantised weights. It can also compute in float64 (ir/wide.py) on the same weights, which are
+upcast block by block, so that only activations take more memory.
 """
 
 from __future__ import annotations
@@ -80,15 +80,17 @@ class HfSession:
 
 
 def cache_argument(f: Callable[..., Any]) -> str:
-    """Return the name of the KV cache's parameter: `cache`, or `past_key_values` before 5.24."""
+    """Return the name of the KV cache's parameter: `cache`, or `past_key_values` in transformers
+    before 5.24."""
     return "cache" if "cache" in inspect.signature(f).parameters else "past_key_values"
 
 
 def last_row(model: Any) -> Any:
     """Return the `logits_to_keep` of the last row: 1, as in transformers' own `generate`.
 
-    For an int, 5.24 computes that row alone in layers that share K and V, and raises TypeError
-    unless the model has per-layer embeddings: models without them get the row's index.
+    For an int, transformers 5.24 computes that row alone in layers that share K and V, and raises
+    TypeError unless the model has per-layer embeddings: for models that share K and V and have
+    none, it is the row's index, [-1].
     """
     text = model.config.get_text_config()
     shares = getattr(text, "num_kv_shared_layers", 0)  # configs of Gemma 3 have no such keys
@@ -157,7 +159,8 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
 
 
 def round_activations(engine: Engine, model: Any) -> None:
-    """Add hooks that quantise the activations of linears with quantised weights."""
+    """Add hooks that round the inputs of linears with quantised weights as the engine does, if it
+    quantises activations."""
     dtype = acting(engine).of(ActivationOptions).to
     if dtype == OFF or engine.config.quant is None:
         return

@@ -24,8 +24,8 @@ ERROR = 4
 
 @cache
 def binding() -> tuple[Any, list[str], Any]:
-    """Return the binding, the list that collects its errors, and the log callback, which has to
-    stay alive. MissingError if it is not installed."""
+    """Return llama-cpp-python's module, the list to which llama.cpp's error messages are appended,
+    and the log callback, which has to stay alive. MissingError if the module cannot be imported."""
     try:
         import llama_cpp as api
     except (ImportError, OSError, RuntimeError) as e:
@@ -77,7 +77,7 @@ class LlamaSession:
         self._context = model and self._call(api.llama_init_from_model, model, params)
         if not self._context:
             reason = errors[-1] if errors else "no reason given"
-            raise InputError(f"--peer {LLAMA}: it cannot load {file}: {reason}")
+            raise InputError(f"--peer {LLAMA}: cannot load {file}: {reason}")
         self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batch = api.llama_batch_init(params.n_batch, 0, 1)
         self.reset()

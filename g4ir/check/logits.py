@@ -1,12 +1,13 @@
 """Compares an engine with a reference: the interpreter on the same weights, or transformers.
 
-Both process the same tokens in several prefills and decode steps (with speculative decoding, also
-in verification steps). Logits and 16 greedy tokens are compared (ir/distance.py). If fp32 logits
-are out of tolerance, up to four times the interpreter's own rounding error on this model is
-allowed; in 16 bits the reference's own rounding is the tolerance (ir/distance.py). That hides small
-faults, so against transformers the graphs are also compared in float64, and intermediate values
-with the interpreter's. On a failure the report names the first intermediate value that differs.
-Towers and a prompt with media are compared with the interpreter (media.py)."""
+The engine and the interpreter process the same tokens in several prefills and decode steps (with
+speculative decoding, the engine also in verification steps), transformers in one forward pass.
+Logits and 16 greedy tokens are compared (ir/distance.py). If fp32 logits are out of tolerance, up
+to four times the interpreter's own rounding error on this model is allowed; in 16 bits the
+reference's own rounding is the tolerance. That hides small faults, so in 16 bits against
+transformers the graphs are also compared in float64, and intermediate values with the
+interpreter's. On a failure the report names the first intermediate value that differs. Towers and a
+prompt with media are compared with the interpreter (media.py)."""
 
 from __future__ import annotations
 

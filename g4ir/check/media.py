@@ -1,9 +1,10 @@
 """Compares an engine on media with the interpreter: the towers, and a prompt with soft tokens.
 
-The smallest tower of each kind runs once, on an item with some padding. A prompt with the
-interpreter's soft tokens then goes through the text graphs, forced by the interpreter's values
-(compare.py), in chunks that would split the image, then in decode steps. So a wrong tower and a
-wrong `prefill_media` fail separately. Pixels and samples are drawn from a fixed seed.
+The smallest tower of images or videos and the smallest of audio run once each, on an item with some
+padding. A prompt with the interpreter's soft tokens then goes through the text graphs, forced by
+the interpreter's values (compare.py), in chunks whose boundary would split the longest medium, then
+in decode steps. So a wrong tower and a wrong `prefill_media` fail separately. Pixels and samples
+are drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class MediaPart:
 
     @property
     def failed(self) -> str | None:
-        """The first graph with a value out of tolerance."""
+        """Name of the first graph with a value out of tolerance, or None."""
         return self.report.first.phase if self.report.first else None
 
     def text(self) -> str:
@@ -74,11 +75,11 @@ class MediaReport:
 
     @property
     def failed(self) -> str | None:
-        """The first graph that is out of tolerance."""
+        """Name of the first graph with a value out of tolerance, or None."""
         return next((p.failed for p in self.parts if p.failed), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the report as JSON values, with `ok` and `failed`."""
         return {**asdict(self), "ok": self.ok, "failed": self.failed}
 
     def lines(self) -> list[str]:
@@ -143,7 +144,8 @@ class MediaPrompt:
 
 
 def _plan_prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
-    """Return a text with the media that fit into max_seq, or None if none does."""
+    """Return a text with the media that fit into max_seq, an image that attends bidirectionally
+    also into prefill_chunk; None if none does."""
     limits, media = engine.limits, list[Soft]()
     free = limits.max_seq - HEAD - STEPS
     for soft in softs:

@@ -71,8 +71,8 @@ class Baseline:
         return f"logits of new token {at} differ by {float(distance[at]):.1e} of their RMS"
 
     def wrong_answer(self, answer: Answer) -> str | None:
-        """Return the first token at which an answer differs, as text. After a choice between two
-        nearly equal logits the answers may differ."""
+        """Return the first token at which an answer or its log-probability differs, as text; None
+        if none does. After a choice between two nearly equal logits the answers may differ."""
         for at, ((token, logprob), want) in enumerate(zip(answer, self.tokens)):
             row = self.rows[at].double()
             gap = self.limits["gap"] * float(row.pow(2).mean().sqrt())

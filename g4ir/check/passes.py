@@ -82,7 +82,8 @@ def _compare_stages(
     stages: Iterator[pipeline.Stage],
     progress: Progress,
 ) -> list[StageReport]:
-    """Return a report of each stage up to the first that fails, then of the backend."""
+    """Return a report of each stage after the first, then of the backend, up to the first that
+    fails."""
     reports, old = list[StageReport](), next(stages)
     for new in stages:
         if new.packing == old.packing:

@@ -150,7 +150,8 @@ def _greedy(
 
 
 def _verify(draft: Tensor, right: int, session: Session) -> Tensor:
-    """Verify draft tokens i64[n], of which all but the first `right` are dropped again."""
+    """Verify draft tokens i64[n], truncate all but the first `right` again, and return the logits
+    f32[right, vocab] after those."""
     at = int(session.length[0])
     logits = session.verify(draft[None])[0, :right]
     rows = logits.to("cpu", torch.float32, copy=True)
@@ -178,9 +179,9 @@ def find_peer(
 def find_anchor(
     engine: Engine, peer: Peer, turns: Turns, want: Tensor, progress: Progress = no_progress
 ) -> Anchor | None:
-    """Return the anchor from which distances are measured: the reference's logits in float64; if
-    float64 does not fit in memory, the reference's logits `want`, with those of its other mode.
-    None for the interpreter if float64 does not fit: its modes round almost alike."""
+    """Return the anchor from which distances are measured, with the reference's logits in its other
+    mode: the reference's logits in float64; if float64 does not fit in memory, its logits `want`,
+    or None for the interpreter, whose modes round almost alike."""
     tokens, rows = len(turns.ids), len(turns.where)
     refusal = float64_refusal(engine, tokens, rows, peer.device)
     progress(f"{tokens} tokens through {peer.name} {'again' if refusal else 'in float64'}")

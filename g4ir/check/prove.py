@@ -101,8 +101,8 @@ class Prover:
 
     def parts(self, label: str, engine: Engine, first: bool) -> Iterator[Part]:
         """Run and yield the report's parts for one engine: logits, modes, quantisation (for the
-        `first` engine only), then contexts. The logits' measured tolerance applies to the later
-        parts."""
+        `first` engine only), then contexts. The tolerance of the logits also limits the differences
+        of modes and contexts."""
         run = partial(self._part, label, engine)
         logits = run("logits", "", lambda: check_logits(engine, self.progress))
         yield logits
@@ -153,8 +153,8 @@ def proof_cache() -> Path:
 
 
 def check_contexts(engine: Engine, contexts: Sequence[int]) -> None:
-    """Raise InputError for a context that the engine or ten needles do not fit in, and for an
-    engine without all_logits."""
+    """Raise InputError for a context that is longer than the engine's max_seq or too short for ten
+    needles, and for an engine without all_logits."""
     require_all_logits(engine)
     for length in contexts:
         if length > engine.limits.max_seq:
@@ -165,8 +165,8 @@ def check_contexts(engine: Engine, contexts: Sequence[int]) -> None:
 
 def check_logits(engine: Engine, progress: Progress = no_progress) -> Result:
     """Compare logits with the interpreter's at every position of a text, in chunks, single steps
-    and verification steps. It is longer than the sliding window, unless that takes more than
-    max_seq tokens or LOGITS logits."""
+    and, if the engine has them, verification steps. The text is longer than the sliding window,
+    unless that takes more than max_seq tokens or LOGITS logits (but at least 64 tokens)."""
     vocab, max_seq = engine.spec.text.vocab_size, engine.limits.max_seq
     count = min(max_seq, window_of(engine) + 2 * STEPS, max(LOGITS // vocab, 64))
     ids = text_of(engine, count)
@@ -192,8 +192,8 @@ def limits_of(report: VerifyReport) -> dict[str, float]:
 
 
 def compare_weights(engine: Engine, checkpoint: str | Path | None) -> Result:
-    """Compare with the same model on its original weights, without any quantisation; a checkpoint
-    that has only quantised weights is dequantised."""
+    """Measure NLL and KL divergence against the same model on its original weights, without any
+    quantisation; a checkpoint that has only quantised weights is dequantised."""
     ids = torch.tensor(text_of(engine, min(engine.limits.max_seq, 512)))
     with unquantised(engine, checkpoint, dequantise=True) as other:
         if isinstance(other, str):
@@ -278,8 +278,8 @@ def _question(sessions: Sequence[Session], needle: Needle) -> dict[str, Any]:
 
 
 def _judged(summary: str, data: dict[str, Any], floor: float) -> Result:
-    """Compare divergences with that of the first bucket, which is rounding alone if the short text
-    passed."""
+    """Return the result: whether the divergences of buckets and needles are at most GROWTH times
+    that of the first bucket (rounding alone if the short text passed), or at most `floor`."""
     limit = max(GROWTH * data["buckets"][0]["kl"], floor)
     worst = max(data["buckets"], key=lambda b: b["kl"])
     lost = [n for n in data["needles"] if not n["kl"] <= limit]

@@ -35,8 +35,8 @@ from g4ir.weights.random import random_weights
 
 def reference_engine(engine: Engine, resident: bool = False, run: Run | None = None) -> Engine:
     """Return an engine that interprets the same text graphs, without towers. Its params are
-    computed from the engine's source; with `resident` they are those of the engine's runtime.
-    `run` runs a node."""
+    read or computed from the engine's source; with `resident` they are those of the engine's
+    runtime. `run` runs a node (ignored with several ranks)."""
     return replace(engine, runtime=interpreted(engine, "resident" if resident else "stored", run))
 
 
@@ -132,7 +132,7 @@ def param_bytes(engine: Engine) -> int:
 
 def refusal(text: str, needed: int, device: str, used: int) -> str | None:
     """Return why `needed` bytes do not fit on a device of which `used` bytes are in use, or None;
-    `text`: the beginning, with {} for the size."""
+    `text`: beginning of the message, with {} for the needed size."""
     free = max(device_memory(device) - used, 0)
     if needed <= free:
         return None
@@ -146,13 +146,14 @@ def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str 
     types = cache_types(engine.program, 1, engine.limits.max_seq).values()
     caches = sum(t.numel() * (8 if t.dtype in FLOATS else ITEMSIZE[t.dtype]) for t in types)
     needed = float64_bytes(engine.spec, tokens, rows) + caches
-    return refusal("float64 takes {} beside the weights", needed, device, 2 * param_bytes(engine))
+    text = "float64 takes {} in addition to the weights"
+    return refusal(text, needed, device, 2 * param_bytes(engine))
 
 
 def float64_bytes(spec: Spec, tokens: int, rows: int) -> int:
     """Return the bytes of a forward pass in float64 without a cache: one block of a weight, scores
-    of one layer (raw, masked, weights, and those rounded), a layer's activations, and every layer's
-    output."""
+    of one layer (raw, masked, weights, and those rounded), a layer's activations, every layer's
+    output, and three copies of the logits."""
     text = spec.text
     widest = max(2 * text.intermediate_size * 2, text.hidden_size)
     scores = 4 * text.num_attention_heads * tokens * tokens

@@ -28,8 +28,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy tokens: how many were compared, how many first ones are equal; `differs`: index of the
-    first that differs, or None if none does, or if its logits are within the tolerance's `gap`."""
+    """`count` greedy tokens, of which the first `equal` are equal; `differs`: index of the first
+    that differs; None if none does, or if the reference's logits of the two tokens there differ by
+    at most the tolerance's `gap`."""
 
     count: int
     equal: int

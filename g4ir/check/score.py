@@ -1,7 +1,7 @@
 """Log-probabilities of texts, and their KL divergence from a baseline's.
 
-Windows are read and computed a chunk at a time: neither a full file nor the logits of a full window
-are ever in memory.
+Files are read in blocks and windows computed in chunks: neither a long file nor the logits of a
+long window are ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from g4ir.ui.progress import Progress, no_progress
 from .documents import IGNORED, Reader, Window
 
 Tensor = torch.Tensor
-#: logits whose probabilities are computed together, in float64: more exceed the cache, and their
-#: memory is mapped again each time (twice as slow for 262,144 tokens)
+#: logits whose probabilities are computed together, in float64: more exceed the CPU's cache, and
+#: their memory is mapped again each time (twice as slow with a vocabulary of 262,144)
 BLOCK = 1 << 19
 
 
@@ -71,7 +71,7 @@ class Sums:
 
     def means(self) -> dict[str, Any]:
         """Return `tokens`, and the means `nll` (nats a token) and `ppl`, with a baseline
-        `baseline_nll`, `baseline_ppl`, `kl` and `same_top`; None without tokens."""
+        `baseline_nll`, `baseline_ppl`, `kl` and `same_top`; without tokens the means are None."""
         mean = [x / self.tokens if self.tokens else None for x in (self.nll, *(self.against or ()))]
         names = ("nll", "baseline_nll", "kl", "same_top")[: len(mean)]
         means: dict[str, Any] = {"tokens": self.tokens, **dict(zip(names, mean))}
@@ -88,9 +88,9 @@ def perplexity(nll: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Score:
-    """The scores of a document, or of a window of one that is longer than the engine's context:
-    `logprobs[i]` is the log-probability (nats) of the label of `ids[i]`, None without a label;
-    `ids` include a window's <bos>."""
+    """The scores of a document, or of one window of a document that is longer than a window:
+    `logprobs[i]` is the log-probability (nats) of the label of `ids[i]`, None if it is not scored;
+    `ids` include the <bos>, or the repeated token, with which each window begins."""
 
     document: str | int
     part: int
@@ -116,7 +116,7 @@ class Score:
 
     @property
     def name(self) -> str:
-        """Name of the document, and of a later part of a long one."""
+        """Name of the document, with `#part` for its later windows."""
         return f"{self.document}{f'#{self.part}' if self.part else ''}"
 
 
@@ -126,7 +126,8 @@ def score(engine: Engine, texts: Any) -> list[Score]:
     texts: one or several, each a string, a list of token ids, or a mapping with `text` or `tokens`,
     and optionally `bos` (False: no <bos> before a text) and `labels` (as many as tokens, -100:
     not scored). Strings begin with <bos>. Texts longer than the engine's max_seq are scored in
-    windows. InputError for an engine without all_logits, and for a text with nothing to score.
+    windows. InputError for an encoder's engine or one without all_logits, and for a text of fewer
+    than 2 tokens, <bos> included.
     """
     require_all_logits(engine)
     windows = Reader(engine, engine.limits.max_seq).values(texts)

@@ -96,9 +96,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """All stages up to the first that fails. `rounds`: number of tokens of each verification step;
-    `media`: graphs for media that ran; `unknown`: towers whose unpacked weights cannot be
-    recovered; `left_out`: other graphs that did not run."""
+    """All stages up to the first that fails. `chunks`: tokens of each chunk, or of each text of an
+    encoder; `rounds`: tokens of each verification step; `media`: graphs for media that ran;
+    `unknown`: towers whose unpacked weights cannot be recovered; `left_out`: other graphs that did
+    not run."""
 
     engine: str
     tokens: int
@@ -127,8 +128,8 @@ class StagesReport:
 
     def text(self) -> str:
         """Return a few lines per stage."""
-        sizes = ", ".join(map(str, self.chunks))
-        lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
+        sizes = " + ".join(map(str, self.chunks))
+        lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in {sizes}"]
         for label, names in (
             ("also in verification steps of", self.rounds),
             ("also", self.media),

@@ -46,13 +46,14 @@ from .tokens import draft_rounds, turn_sizes
 Tensor = torch.Tensor
 #: empty embedding graph, for steps without one
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
-#: names of stages that no pass makes
+#: names of stages that are not named after a pass
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 #: phase -> dims of the embedding graph that the phase renames or fixes
 DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B": 1}}
 #: decode steps at the end of the tokens, and tokens of the chunk before them
 STEPS, SHORT = 4, 3
-#: padding at the end of each longer chunk, which a pass must not mistake for the last token
+#: padding tokens at the end of each chunk of several tokens; a pass must not mistake the last of
+#: them for the last token
 PADDING = 2
 #: maximum bytes of a trace that is stored for the next stage
 MAX_TRACE = 1 << 26
@@ -201,7 +202,7 @@ class Stage:
         recordings = {}
         for name in self.params.keys() - {"embed"}:
             embed, tables = graphs["embed"], self.params.get("embed")
-            if name in DIMS:  # a value has the same type in both graphs
+            if name in DIMS:  # so that a value has the same type in both graphs
                 embed = bind(embed, **DIMS[name])
             if is_tower(name) or name == DRAFT or tables is None:
                 embed, tables = NO_EMBEDDING, {}
@@ -219,8 +220,9 @@ class Stage:
 def stages_of(
     engine: Engine, weights: StageWeights, graphs: Sequence[str] = TEXT_GRAPHS
 ) -> Iterator[Stage]:
-    """Yield the stages: the graphs before all passes, sharded, and after each pass; then the
-    engine's stored graphs if they differ (built by an older version). Only `graphs` can be run."""
+    """Yield the stages: the model's graphs (unless each rank quantised its shard), with several
+    ranks the sharded graphs, the graphs after each pass, then the engine's stored graphs if they
+    differ (built by an older version). Only `graphs` can be run."""
     config, is_unpacked = engine.config, weights.plain.unpacked is not None
     stored = partial(find_backend(config.backend).stored, device=config.device)
     plain = _model_program(engine)
@@ -253,8 +255,9 @@ def stages_of(
 
 
 def stored_stage(engine: Engine, reference: Engine) -> Stage:
-    """Return an engine's stored text graphs without the embedding, on the interpreter's params.
-    Raises EngineError as `plain_params`, for an engine of several ranks."""
+    """Return an engine's stored text graphs without the embedding, on the params of the interpreter
+    `reference`; for an engine of several ranks the last stage of `stages_of`, on params computed
+    from `plain_params` (EngineError as there)."""
     names = [name for name in text_graphs(engine.program).graphs if name != "embed"]
     if engine.ranks > 1:
         *_, last = stages_of(engine, StageWeights(plain_params(engine), engine.device), names)
@@ -408,8 +411,9 @@ def text_step(
 def series_of(
     engine: Engine, chunks: Sequence[GraphStep], items: Sequence[Item]
 ) -> Iterator[Series]:
-    """Yield series of steps: the text, with a step of the draft model; then, if the engine has the
-    graphs, the text in verification steps, the text with bidirectional blocks, and each tower."""
+    """Yield series of steps: the text's chunks, then a step of the draft model if there is one; if
+    the engine has the graphs, the text in verification steps and the text with bidirectional
+    blocks; and each item through its tower."""
     drafted = [_draft_step(engine, chunks[-1].end)] if engine.drafter else []
     yield [*chunks, *drafted]
     if VERIFY in engine.program.graphs:
@@ -443,7 +447,8 @@ def rounds_of(chunks: Sequence[GraphStep], width: int, max_seq: int) -> Iterator
 
 
 def _block_steps(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
-    """Yield the longer chunks, each with a block of all but its first token."""
+    """Yield the chunks of several tokens, each with a bidirectional block of all but its first
+    token."""
     at = 0
     for c in chunks:
         if c.phase == "prefill":
@@ -454,8 +459,8 @@ def _block_steps(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
 
 
 def chunks_of_tokens(ids: Tensor, window: int, limit: int) -> Iterator[GraphStep]:
-    """Yield a chunk, one a little longer than the window, a short one, single steps; each cut where
-    an engine would cut it."""
+    """Yield the steps of the turns of `turn_sizes`: a chunk, one a little longer than the window, a
+    short one, single steps; each cut into chunks of at most `limit` tokens, padding included."""
     padding = PADDING if limit > 2 * PADDING else 0
     at = 0
     for size in turn_sizes(len(ids), window, STEPS, SHORT):

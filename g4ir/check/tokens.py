@@ -110,8 +110,8 @@ def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
 
 def turn_sizes(count: int, window: int, steps: int, short: int = 0) -> list[int]:
     """Return the sizes of turns of `count` tokens: two long ones (the second of window + 1 tokens
-    if there are more, else half), one of `short` (or a quarter of the remainder), and `steps`
-    single steps (or a third of all)."""
+    if there are more, else half), one of `short` (at most a quarter of what the steps leave), and
+    `steps` single steps (at most a third of all); empty turns are left out."""
     steps = min(steps, count // 3)
     prompt = count - steps
     short = min(short, prompt // 4)
