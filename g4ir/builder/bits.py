@@ -2,9 +2,9 @@
 
 The Kullback-Leibler divergence that quantising a weight costs is, to second order and for errors
 that are independent from output to output, half the sum over outputs of E[g^2 (e x)^2]: g is the
-gradient of log p of a token drawn from the model (its Fisher information), e the error of the
-output's row. Both are measured at the same tokens of a calibration text; a format for each weight
-is then chosen by a Lagrangian of divergence and bits.
+gradient, by the output, of log p of a token drawn from the model (E[g^2]: Fisher information), e
+the error of the weight's row, x the input. g and e x are measured at the same tokens of a
+calibration text; a format for each weight is then chosen by a Lagrangian of divergence and bits.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ CANDIDATES = (
 #: formats that are not measured if int5 is, since their divergence is small -> int5's divergence
 #: divided by theirs (median over the matrices of Gemma 3 270M)
 FINER = {"int6": 5.4, "int8": 24.0}
-#: WINDOWS of the text calibrate; on MEASURED_WINDOWS of them errors are measured, at about TOKENS
-#: tokens of each, with gradients of tokens sampled at about DRAWN positions. About ROWS rows of a
-#: matrix, and SOME_EXPERTS experts of a layer, are quantised to measure their errors
+#: at most WINDOWS windows of the text calibrate; on MEASURED_WINDOWS of them errors are measured,
+#: at about TOKENS tokens of each, with gradients of tokens sampled at about DRAWN positions. About
+#: ROWS rows of a matrix, or SOME_EXPERTS experts of a layer, are quantised to measure the errors
 WINDOWS, MEASURED_WINDOWS, TOKENS, DRAWN, ROWS, SOME_EXPERTS = 16, 4, 128, 128, 512, 4
 
 Tensor = torch.Tensor
@@ -54,7 +54,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Measured:
-    """Cost of a format of a weight: its bytes, and the divergence in nats per token."""
+    """Cost of quantising a weight by a scheme: its bytes, and the divergence in nats per token."""
 
     scheme: Scheme
     nbytes: int
@@ -191,7 +191,7 @@ def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> d
         log_p.gather(1, drawn).sum().backward()
     for name, t in squares.items():
         if not bool(t.isfinite().all()):
-            fix = "take --dtype float32, or a config with --quant"
+            fix = "build with --dtype float32, or with --quant instead of --bits"
             raise CheckError(f"--bits: gradients at {name} are NaN or infinite; {fix}")
     return {name: t * (size / len(t) / len(rows)) for name, t in squares.items()}
 
@@ -204,8 +204,8 @@ def _divergences(
     candidates: Sequence[Scheme],
     dtype: str,
 ) -> list[float]:
-    """Return the divergence of each candidate scheme; that of FINER formats is derived from
-    int5's."""
+    """Return the divergence of each candidate scheme; that of FINER formats is derived from int5's
+    if int5 is a candidate."""
     args, out = (w, inputs, seen, information), dict[str, float]()
     for scheme in candidates:
         if scheme.form in FINER and "int5" in out:
@@ -223,9 +223,9 @@ def _divergence(
     scheme: Scheme,
     dtype: str,
 ) -> float:
-    """Return the divergence in nats per token of a weight in a scheme, calibrated by the inputs, on
-    average over windows, measured on some of its rows. For stacked experts, the relative error of
-    SOME_EXPERTS of them stands for that of the op's output."""
+    """Return the divergence in nats per token of a weight quantised by a scheme and calibrated by
+    the inputs, on average over windows, measured on about ROWS of its rows. For stacked experts,
+    the relative error of about SOME_EXPERTS of them stands for that of the op's output."""
     every = 1 if w.ndim > 2 else max(1, len(w) // ROWS)
     w = w[::every]
     if w.ndim > 2:
@@ -256,8 +256,8 @@ def choose(
     gain per byte first. InputError, which names `bits`, if the smallest schemes exceed it."""
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
     if fewest > budget:
-        have = bits * fewest / budget
-        raise InputError(f"--bits {bits:g}: the smallest formats need {have:.2f} bits per weight")
+        need = -(-100 * bits * fewest // budget) / 100  # rounded up
+        raise InputError(f"--bits {bits:g}: give at least {need:g}: the smallest formats need it")
 
     def at(price: float) -> dict[str, Measured]:
         return {

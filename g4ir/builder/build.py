@@ -125,8 +125,8 @@ def prepare(
     progress: Progress = no_progress,
 ) -> Prepared:
     """Validate a build up to compilation; return the input of `write_engine`. `dry`: a missing
-    device or missing weights are no error. `dump`: called with each graph after each pass. With
-    `bits`, the divergence of weight formats is measured, which takes long."""
+    device, missing weights or too little memory are no error. `dump`: called with each graph after
+    each pass. With `bits`, the divergence of weight formats is measured, which takes long."""
     backend = find_backend(options.backend).aimed(options.target)
     _check_linked(options, backend)
     _check_bits(options, dry)
@@ -234,8 +234,8 @@ def _with_recipe(
 
 
 def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> CalibrationText | None:
-    """Return the calibration text of --calibrate, the default with --bits, or None; InputError if
-    no scheme is calibrated or the text is too short."""
+    """Return the calibration text of --calibrate, or with --bits alone the default one; else None.
+    InputError if no scheme is calibrated, or as by `CalibrationText.read`."""
     paths = (o.calibrate,) if isinstance(o.calibrate, str | Path) else (*o.calibrate,)
     paths = paths or ((DEFAULT_TEXT,) if o.bits is not None else ())
     if not paths:
@@ -245,8 +245,8 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
         recipe and not recipe.from_checkpoint and calibrated_schemes(recipe, config.spec)
     )
     if not fitted:
-        why = "no matrix of the layers is quantised to integers"
-        fix = "give --quant int4, nl4, nl3 or int8 too"
+        why = "this build quantises no matrix of the layers to a format that is calibrated"
+        fix = "give --quant int4, nl4, nl3 or int8, for quantised weights with --set requantize=on"
         raise InputError(f"--calibrate {', '.join(map(str, paths))}: {why}; {fix}")
     return CalibrationText.read(paths, config.spec, sources.side_files.result())
 

@@ -50,7 +50,7 @@ from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
 #: name of the text that comes with the package, and its file
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
-#: folder of quantised layers, in the cache
+#: folder in the cache of quantised layers, and of divergences measured for --bits
 FOLDER = "calibration"
 
 Tensor = torch.Tensor
@@ -101,7 +101,7 @@ class CalibrationText:
         return cls(tuple(records), tuple(ids))
 
     def windows(self, bos: int | None) -> list[Tensor]:
-        """Return the tokens [1, n] of each window, <bos> first."""
+        """Return the tokens [1, n] of each window, beginning with <bos> unless `bos` is None."""
         start = torch.tensor([] if bos is None else [bos]).long()
         return [torch.cat([start, w])[None] for w in torch.tensor(self.ids).split(WINDOW)]
 
@@ -151,7 +151,8 @@ class Stages:
         return layers
 
     def run(self, layer: int, *use: Callable[[Node, list[Any], tuple[Any, ...]], None]) -> None:
-        """Run all windows through a layer; `use` get each node, its operands and its results."""
+        """Run all windows through a layer; each callback of `use` gets each node, its operands and
+        its results."""
         params: dict[str, Any] = {}
         for env in self.windows:
             for i in self.layers[layer]:
@@ -166,8 +167,8 @@ class Stages:
                         env.pop(v.name, None)
 
     def logits(self, env: Mapping[str, Any], rows: Tensor) -> Tensor:
-        """Return the logits [rows, vocab] at some positions of a window that ran through all
-        layers."""
+        """Return the logits [len(rows), vocab] at positions `rows` of a window whose values `env`
+        are those after all layers."""
         values = {self.head[0]["x"].name: env[self.head[0]["x"].name][:, rows]}
         for n in self.head:
             tensors = [
@@ -228,8 +229,8 @@ class InputProducts:
             return self._inputs[keys[0]]
         sums = [self.sums[key] for key in keys]
         if not all(bool(t.isfinite().all()) for t in sums):
-            fix = "take --dtype float32, or check the weights with g4ir verify"
-            raise CheckError(f"--calibrate: inputs of {weight} are NaN or infinite; {fix}")
+            fix = "build with --dtype float32, or check the weights with g4ir verify"
+            raise CheckError(f"calibration: inputs of {weight} are NaN or infinite; {fix}")
         if unused := [i for i, t in enumerate(sums) if not bool(t.any())]:
             total = torch.stack(sums).sum(0)
             sums = [total if i in unused else t for i, t in enumerate(sums)]
@@ -259,9 +260,9 @@ def calibrated_schemes(config: QuantConfig, spec: Spec) -> dict[str, Scheme]:
 
 
 def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
-    """Return codes and scales of the layers' matrices, quantised on the calibration text, and the
-    folder of their files, which the caller removes. Layers that an interrupted build has quantised
-    with the same weights, text and config are not quantised again."""
+    """Return weight -> (codes, scales) for the layers' matrices, quantised on the calibration text,
+    and the folder of their files, which the caller removes. Layers that an interrupted build has
+    quantised with the same weights, text and config are not quantised again."""
     assert p.config.quant
     c, schemes = p.config, calibrated_schemes(p.config.quant, p.config.spec)
     key = cache_key(c.spec, c.dtype, p.source, p.calibration, p.weights, sorted(schemes.items()))

@@ -108,14 +108,16 @@ def export(
     dtype: str | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a model to `out`, an absent or empty directory or FILE.gguf, and return its path.
+    """Write a model to `out`, and return the path of the directory or GGUF file.
+
+    out: an absent or empty directory; for `gguf` any directory, or an absent FILE.gguf.
 
     model: an engine or its directory, which need not run here; or a checkpoint directory, GGUF
     file, or Hugging Face id or variant whose weights are in the local cache, with the adapters and
     towers that `adapter` and `mmproj` give it, and a `spec` if its config is incomplete.
     format: `hf`, a directory that transformers loads, or `gguf`, a file of the text model, in the
     directory if `out` is one.
-    media: kinds whose towers are written too: `all` that are there, `none`, or a list.
+    media: for `hf`, kinds whose towers are written too: `all` that are there, `none`, or a list.
     dtype: of weights, by default the engine's, or the checkpoint's config's; of a GGUF file F32,
     F16, BF16 (default), Q8_0 or Q4_0.
     Quantised weights are dequantised, except those whose codes the GGUF type has too.
@@ -163,7 +165,7 @@ def _written(exported: Exported, out: Path, format: str, kind: str, progress: Pr
         file = out if alone else out / f"{exported.spec.name}-{kind}{GGUF_SUFFIX}"
         write_gguf(file, exported.spec, exported.source, kind, exported.side_files, progress)
         if lost := [*_differences(exported.spec, exported.side_files, GgufFile(file))]:
-            message = "%s: a GGUF file has no key for these defaults; set them where it runs: %s"
+            message = "%s: GGUF has no key for these generation defaults; set them at run time: %s"
             log.warning(message, file, "; ".join(lost))
         return file
     kind = kind or exported.dtype
@@ -196,7 +198,7 @@ def _settings(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
     stop = spec.tokens.eos if defaults.stop is None else defaults.stop
     values = ((names[name], value) for name, value in defaults.sampling.items())
     return {
-        # Rounded to six digits, since GGUF stores float32.
+        # Rounded to six significant digits, since GGUF stores float32.
         **{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values},
         **dict.fromkeys(defaults.unused, "set"),
         "eos_token_id": sorted({*stop}),

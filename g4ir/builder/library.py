@@ -1,10 +1,11 @@
 """Cache of engines built on first use, from a GGUF file, a checkpoint directory, a Hugging Face
 model, or a variant.
 
-`NAME-HASH` is an engine directory, and `NAME-HASH.json` its record, which is also its lock file:
-exclusive while it is built or removed, shared while a process uses it. The record's mtime is the
-last use. The hash covers spec, weights' identity, options, the versions of g4ir and of the
-backend's packages, and the machine. Engines with equal weight files share them by hard links.
+`NAME-HASH` is an engine directory, and `NAME-HASH.json` its record, which is also its lock file: it
+is locked exclusively while the engine is built or removed, shared while a process uses it. The
+record's mtime is the last use. The hash covers spec, weights' identity, options, the versions of
+g4ir and of the backend's packages, and the machine. Engines with equal weight files share them by
+hard links.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def load(
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
     variant whose weights are in the local cache, or a Spec. trust: as of `load_engine`.
     engines_limit: bytes of the cache, `~/.cache/g4ir/engines`, beyond which the engines used least
-    recently are removed. revision: branch, tag or commit of a model of the hub (default: main).
+    recently are removed (None: no limit). revision: branch, tag or commit of a model of the hub
+    (default: main).
     download: whether to download weights that are not in the local cache, or a function that
     decides. Build options (not for an engine directory): {options}
 
@@ -213,7 +215,7 @@ def _with_weights(
             snapshot = origin.need_snapshot(spec, "--random-weights SEED", revision)
             options = replace(options, checkpoint=snapshot)
         elif revision:
-            raise InputError(f"--revision {revision} is for weights of the hub; {model} has others")
+            raise InputError(f"--revision {revision} excludes --checkpoint and --random-weights")
         return spec.name, spec, options
     _, path = origin.find_model(spec, "--random-weights SEED", revision)
     for option in ("checkpoint", "random_weights"):
@@ -247,7 +249,7 @@ def _of_folder(
         return None, options
     spec = shipped_variant(origin.find_origin(folder.model))
     if spec is None:
-        text = "%s: left out: no shipped variant has the text model of %s; build with --mmproj"
+        text = "%s: left out: no single shipped variant has the text model of %s; use --mmproj"
         log.warning(text, towers, folder.model.name)
         return None, options
     return spec, replace(options, mmproj=towers.absolute())
@@ -374,7 +376,8 @@ def _build(
     check: Callable[[BuildConfig], None],
     progress: Progress,
 ) -> None:
-    """Build an engine whose record is locked; remove leftovers of killed builds."""
+    """Build an engine whose record this process has locked exclusively; also remove what killed
+    builds left behind."""
     _clear(path)
     for folder in path.parent.glob(f".*{BUILDING}*"):
         other = path.parent / folder.name[1:].partition(BUILDING)[0]
@@ -389,7 +392,7 @@ def _build(
         prepared.source.close()
     if not path.name.endswith(_hash(spec, options)):
         _clear(path)
-        raise EngineError(f"{options.checkpoint} changed while it was read; try again")
+        raise EngineError(f"{engine_label(path)}: one of its files changed while read; try again")
     _share_weights(path)
 
 
@@ -436,14 +439,14 @@ def _open_record(path: Path) -> int:
 
 
 def _locked(path: Path, how: int, progress: Progress) -> int:
-    """Return the descriptor of an engine's record, locked; waits for a process that builds the
-    engine."""
+    """Return the descriptor of an engine's record, locked as `how` (SHARED or EXCLUSIVE); waits for
+    a process that builds or removes the engine, if EXCLUSIVE also for those that use it."""
     while True:
         record = _open_record(path)
         try:
             flock(record, how | AT_ONCE)
         except BlockingIOError:
-            progress(f"waiting for another process that builds {path.name}")
+            progress(f"waiting for another process that builds or uses {path.name}")
             flock(record, how)
         if _is_record(record, path):
             return record
@@ -451,8 +454,8 @@ def _locked(path: Path, how: int, progress: Progress) -> int:
 
 
 def _locked_at_once(path: Path) -> int | None:
-    """Return the descriptor of an engine's record, locked; None if a process uses, builds or
-    removes the engine."""
+    """Return the descriptor of an engine's record, locked exclusively; None if a process uses,
+    builds or removes the engine."""
     record = _open_record(path)
     with suppress(BlockingIOError):
         flock(record, EXCLUSIVE | AT_ONCE)

@@ -73,8 +73,8 @@ def load_engine(
     (engine/adapters.py), in adapter_slots slots (default: their number, at least 4) of adapter_rank
     (default: the largest of theirs, rounded up, or 16). With several ranks (torchrun), rank 0 loads
     the engine after it has joined the process group; the others execute its calls (rank_worker.py).
-    Raises EngineError naming the file, or another machine, and the fix; TrustError for native code
-    that needs trust=True.
+    Raises EngineError for a file that is missing or changed, or an engine of another machine;
+    TrustError for native code that needs trust=True; InputError for an invalid option.
     """
     group = current()
     artefact = open_artefact(Path(path), check_weights, group.rank if group else None)
@@ -172,7 +172,7 @@ def open_runtime(
     m, c = artefact.manifest, artefact.config
     if c.device == "cuda" and group and not group.on_gpus:
         why = f"rank {group.rank} has no GPU of its own, or its torch no NCCL"
-        fix = "start as many ranks on a machine as it has GPUs"
+        fix = "start at most one rank per GPU, with a torch that has NCCL"
         raise MissingError(f"{artefact.label} was built for cuda, and {why}; {fix}")
     backend = check_runnable(artefact, trust)
     params, load_progress = _open_params(artefact, c.device), prefixed(progress, "load")
@@ -234,8 +234,8 @@ def _backend_of(artefact: Artefact) -> Backend:
 
 
 def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
-    """Return the runtime's resident copy of a table, if it has one (tied head), or open it in the
-    memory that the engine's placement names."""
+    """Return the runtime's resident copy of a table, if it has one (tied head), or open it: the
+    per-layer table in the memory `ple`, another one memory-mapped."""
     resident = runtime.resident(v.name)
     if resident is not None:
         return resident
@@ -247,8 +247,8 @@ def _not_here(artefact: Artefact) -> str:
     """Return why a CUDA engine does not run on this machine, and what it needs."""
     backend = _backend_of(artefact)
     again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
-    has = "has another GPU" if torch.cuda.is_available() else "sees no CUDA device"
-    why = f"{artefact.label} was built for cuda and this torch {has}"
+    has = "machine has another GPU" if torch.cuda.is_available() else "torch sees no CUDA device"
+    why = f"{artefact.label} was built for cuda and this {has}"
     return f"{why}; {again}run it {backend.location}"
 
 
@@ -297,8 +297,8 @@ def _open_params(artefact: Artefact, device: str) -> packings.ParamSource:
 
 
 def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkpoint:
-    """Open the checkpoint that an engine was built from, with the same adapters merged; EngineError
-    if a file is missing or changed."""
+    """Open the checkpoint `origin` of an engine, with its towers for these media `kinds` and the
+    engine's adapters merged; EngineError if an adapter is missing or changed."""
     source = origin.open(engine.spec, kinds, engine.dtype)
     adapters = [Adapter(Path(merged.path), merged.scale) for merged in engine.facts.adapters]
     for adapter, merged in zip(adapters, engine.facts.adapters):
@@ -309,6 +309,6 @@ def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkp
 
 
 def linked_files(source: Checkpoint) -> dict[str, Path]:
-    """Return a checkpoint's weight files, by their paths relative to its directory."""
+    """Return a checkpoint's weight files and config, by their paths relative to its directory."""
     paths = [p for p, _ in source.files] + ([source.stated] if source.stated else [])
     return {p.relative_to(source.directory).as_posix(): p for p in paths}

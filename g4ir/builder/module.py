@@ -1,5 +1,5 @@
 """The text model as a transformers nn.Module, for autograd, hooks, PEFT and `generate`; weights
-from a GGUF file, an engine directory, a quantised checkpoint, or a seed.
+from a GGUF file, an engine directory, a checkpoint (also a quantised one), or a seed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def module(
     model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
     variant whose weights are in the local cache, or a Spec, whose weights are drawn from seed 0.
     dtype: float32 or bfloat16, of parameters and computation.
-    random_weights: seed of random weights, instead of the weights of a variant or spec. Raises
-    InputError, SpecError, WeightsError or MissingError that names what is wrong, and the fix.
+    random_weights: seed of random weights, for a variant (instead of its weights) or a Spec.
+    Raises InputError, SpecError, WeightsError or MissingError that names what is wrong, and the
+    fix.
     """
     need_transformers("g4ir.module")
     kind = find_dtype(dtype)
@@ -205,7 +206,7 @@ MEDIA_ARGUMENTS = {
 
 class EncoderModule(torch.nn.Module):
     """transformers' text model (`model`), and what sentence-transformers computes after it: the
-    mean over the tokens of a text, dense layers without bias (`model.dense`), and the L2 norm."""
+    mean over the tokens of a text, dense layers without bias (`model.dense`), L2 normalisation."""
 
     def __init__(self, model: Any, widths: Sequence[int]) -> None:
         super().__init__()

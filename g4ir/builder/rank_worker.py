@@ -21,7 +21,8 @@ NOT_OURS = (signal.SIGINT, *ENDING)
 
 
 def follow(group: Group) -> None:
-    """Execute the calls of rank 0 until it closes the group. RankError if a rank ends before."""
+    """Execute the calls of rank 0 until it closes the group. RankError if a rank ends before
+    that."""
     things: dict[int, Any] = {}  # runtimes and states by id
     with handled(dict.fromkeys(NOT_OURS, signal.SIG_IGN)):
         while True:

@@ -46,8 +46,8 @@ OF_MEDIA = {
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """A draft model's spec, and its checkpoint directory or GGUF file; None: absent, or random
-    weights."""
+    """A draft model's spec, and its checkpoint directory or GGUF file (`path`); None for random
+    weights, and if the weights are not in the local hub cache."""
 
     spec: Spec
     path: Path | None
@@ -57,7 +57,7 @@ class DrafterSource:
 class Sources:
     """Inputs of a build. `origin`, the checkpoint directory or GGUF file, is None for random
     weights (`seed`), and if the weights are not in the local hub cache. `side_files` are read in a
-    thread: a GGUF file's take seconds, in which weights are packed."""
+    thread while weights are packed, since a GGUF file's take seconds."""
 
     spec: Spec
     origin: Origin | None
@@ -98,7 +98,8 @@ class Sources:
         return with_adapters(opened, self.spec, self.adapters)
 
     def weights(self, config: BuildConfig, opened: Checkpoint | None) -> Checkpoint:
-        """Return the weights of the engine, random ones without a checkpoint."""
+        """Return the weights of the engine and its draft model; without a checkpoint random
+        ones."""
         dtype, seed = torch_dtype(config.dtype), self.seed or 0
         weights = opened or random_weights(self.spec, seed, dtype)
         if not self.drafter:
