@@ -38,7 +38,7 @@ class MelSettings:
     halvings: int = 2  # strided convolutions between frames and soft tokens (rule 33)
 
     def __post_init__(self) -> None:
-        """Raise InputError for numbers that no audio could be framed with."""
+        """Raise InputError for values out of range."""
         for name, right, rule in _MEL_RULES:
             if not right(self):
                 raise InputError(f"audio settings: {name} {getattr(self, name)!r}: expected {rule}")
@@ -55,7 +55,8 @@ class MelSettings:
 
     @property
     def fft(self) -> int:
-        """Points of the Fourier transform: the next power of two, doubled on `fft_overdrive`."""
+        """Points of the Fourier transform: `frame`, rounded up to a power of two; twice that with
+        `fft_overdrive`."""
         return int(2 ** math.ceil(math.log2(self.frame))) * (2 if self.fft_overdrive else 1)
 
     @property
@@ -74,7 +75,7 @@ class MelSettings:
         return max(0, (samples + self.frame // 2 - self.frame - 1) // self.hop + 1)
 
     def limited_to(self, soft: int) -> MelSettings:
-        """Return these settings with clips limited to at most `soft` soft tokens."""
+        """Return these settings with clips limited to at most `soft` soft tokens (at least 1)."""
         capacity = (soft << self.halvings) * self.hop + self.frame - self.frame // 2
         # Down to the padding's multiple, since the limit itself is rounded up to it.
         max_samples = max(self.fewest_samples, capacity - capacity % self.pad_multiple)
@@ -117,7 +118,7 @@ class RawSettings:
     max_tokens: int | None = None  # the reference has no limit here
 
     def __post_init__(self) -> None:
-        """Raise InputError for numbers that no audio could be framed with."""
+        """Raise InputError for values out of range."""
         if self.frame < 1 or not RATES[0] <= self.sampling_rate <= RATES[1]:
             why = f"{self}: expected a frame of at least 1, a rate of {RATES[0]}..{RATES[1]} Hz"
             raise InputError(f"audio settings: {why}")

@@ -1,4 +1,5 @@
-"""The decoder of Gemma 4 as a graph, for all phases and draft models.
+"""The decoder of Gemma 4 (and 3) as a graph, for each phase; also base of encoders and draft
+models.
 
 Rule numbers refer to the order of operations of the reference model (transformers 5.17,
 `models/gemma4`); each op's docstring states what it rounds. The graph is not optimised: every layer
@@ -14,7 +15,7 @@ from g4ir.spec.record import Spec
 
 #: phase that verifies draft tokens: the last accepted token and the drafts, which may be rejected
 VERIFY = "verify"
-#: prefill with bidirectional attention between the tokens of an image
+#: prefill with bidirectional attention between the tokens of an image or video frame
 BLOCKS = "prefill_media"
 #: phase -> dim of its tokens, if not CHUNK: phases of so few tokens that even a ring cache has a
 #: slot for each
@@ -148,7 +149,7 @@ class Decoder:
 
     def keys_values(self, layer: Layer, x: Value) -> tuple[Value, Value]:
         """Return K after norm and RoPE, and V, normed without weight if the spec has `value_norm`;
-        with K=V, V is made of the projection for K. Both are [B,S,n,head_dim]."""
+        with K=V, V is K's projection before norm and RoPE. Both are [B,S,n,head_dim]."""
         b, p, a = self.b, f"{self.at(layer)}.attn", layer.attention
         n, width = a.num_key_value_heads, a.num_key_value_heads * a.head_dim
         k = b.emit("heads", self.project(x, f"{p}.k", f"{p}.wk", width), n=n, name=f"{p}.k.heads")
@@ -199,7 +200,8 @@ class Decoder:
         return self.b.emit("rope", x, *self.tables, name=name)
 
     def feed_forward(self, layer: Layer, h: Value) -> Value:
-        """Apply the dense MLP and, on the same residual, the routed experts (rule 7)."""
+        """Apply the dense MLP and, if the layer has them, the routed experts to the same residual
+        (rule 7); return their sum."""
         b, p = self.b, self.at(layer)
         dense = self.mlp(layer, self.norm(h, f"{p}.mlp.in", f"{p}.norm_mlp"))
         if not layer.has_moe:

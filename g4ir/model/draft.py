@@ -97,7 +97,7 @@ class _Draft(Decoder):
 
 
 def layers_read(model: Spec, drafter: Spec | None) -> tuple[int, ...]:
-    """Return the sorted layers of a model whose KV caches its draft model reads."""
+    """Return the sorted indices of a model's layers whose KV caches its draft model reads."""
     kinds = set(drafter.text.layer_types) if drafter else set()
     return tuple(sorted(i for kind, i in model.owners().items() if kind in kinds))
 
@@ -145,7 +145,7 @@ def _kind(spec: Spec, kind: str) -> AttentionKind:
 
 def shipped_drafter(model: Spec) -> Spec:
     """Return the shipped draft model of a variant, by name, else the only one that fits. SpecError
-    if there is none."""
+    if none or several fit."""
     names = drafter_names()
     name = f"{model.name}{DRAFTER}"
     if name in names:

@@ -110,7 +110,7 @@ def check_supported(kind: str, media: Media, spec: Spec) -> None:
     """Raise InputError for an unknown kind of media, and for one that an engine does not support,
     with the way to build one that does, if the variant supports it."""
     if kind not in KINDS:
-        raise InputError(f"--media {kind!r}: expected one of {', '.join(KINDS)}")
+        raise InputError(f"kind of media {kind!r}: expected one of {', '.join(KINDS)}")
     if kind in media.kinds:
         return
     takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"

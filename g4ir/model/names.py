@@ -146,7 +146,8 @@ def checkpoint_name(param: str) -> str:
 
 
 def _of_tower(name: str) -> str | None:
-    """Return the checkpoint's name of a param of a tower's layer, without the layer index."""
+    """Return the checkpoint's name of a param in a layer of a tower or draft model, without prefix
+    and layer index; None for an unknown one."""
     if name in _CLIPPABLE:
         return f"{_CLIPPABLE[name]}.linear.weight"
     if name.startswith(DRAFTER_PREFIX):
@@ -157,7 +158,7 @@ def _of_tower(name: str) -> str | None:
     return _TOWER_LAYER.get(name)
 
 
-#: (kind of cost, names of a node's first result)
+#: (kind of cost, pattern of the names of its nodes' first results)
 _KINDS = (
     ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),
     ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),

@@ -85,8 +85,8 @@ def build_graph(
     takes `block_ids` i64[B,S], -1 outside of images (see the op `attention`). With `hidden` they
     also return the last hidden state: of the tokens of `decode` and `verify`, else of each last
     valid token. An encoder has `encode` instead (model/encoder.py). `embed` takes `tokens` i64[B,S]
-    and returns `embeds` and, if the spec has such a table, `ple_rows`; with media, placeholders get
-    the padding token's. InputError for a phase that the spec does not have.
+    and returns `embeds` and, if the spec has a per-layer table, `ple_rows`; with media, rows of
+    placeholders are the padding token's. InputError for a phase that the spec does not have.
     """
     phases = (*PHASES, VERIFY, BLOCKS, ENCODE)
     if phase not in phases:

@@ -57,8 +57,8 @@ def is_tower(name: str) -> bool:
 
 
 def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
-    """Return the tower of PARTS for the variant's default image budget, or for the longest default
-    audio clip."""
+    """Return the tower `part` (of PARTS) for the variant's default image budget, or for the longest
+    default audio clip."""
     # A spec may lack placeholder ids, on which towers do not depend.
     ids: dict[str, Any] = {k: 0 for k in (IMAGE, AUDIO) if getattr(spec.tokens, k) is None}
     spec = replace(spec, tokens=replace(spec.tokens, **ids))

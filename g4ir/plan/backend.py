@@ -38,7 +38,8 @@ class PlannedBackend:
     name: str
     #: devices that its engines run on, the default first
     devices: tuple[str, ...]
-    #: IR names of the supported dtypes; default: the spec's if supported, else the first
+    #: IR names of the supported dtypes; an engine has the spec's by default, or the first if that
+    #: is not supported
     dtypes: tuple[str, ...]
     settings: Mapping[str, Setting] = {}
     #: supported dtypes of quantised KV caches (ops/kv_quant.py)

@@ -71,7 +71,8 @@ def find_dtype(name: str, allowed: Sequence[str] = DTYPES) -> str:
 
 
 def device_of(backend: PlannedBackend, requested: str | None) -> str:
-    """Return the device of a build: by default the backend's first. InputError for another's."""
+    """Return the device of a build: by default the backend's first. InputError for a device on
+    which the backend does not run."""
     device = requested or backend.devices[0]
     if device not in backend.devices:
         runs = ", ".join(backend.devices)
@@ -256,9 +257,9 @@ def _check_encoder(spec: Spec, o: BuildOptions) -> None:
 
 def find_limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
     """Return the limits. The prefill chunk is raised, with a warning, to the soft tokens of the
-    largest image if those attend bidirectionally, since such an image is never cut
-    (media/merge.py); it is max_seq for an encoder. Warns of images longer than max_seq. InputError
-    for a limit below 1 or a max_seq beyond the model's."""
+    largest image (at most max_seq) if those attend bidirectionally, since such an image is never
+    cut (media/merge.py); for an encoder the chunk is max_seq. Warns of images longer than max_seq.
+    InputError for a limit below 1 or a max_seq beyond the model's."""
     longest = spec.text.max_position_embeddings
     for name in ("max_batch", "max_seq", "prefill_chunk"):
         value = getattr(o, name)
@@ -292,7 +293,7 @@ def find_placement(requested: str | None, spec: Spec, device: str) -> str | None
     if spec.text.ple is None or spec.text.ple.vocab_size is None:
         if requested is not None:
             raise InputError(
-                f"--set ple_placement={requested}: this spec has no per-layer embeddings"
+                f"--set ple_placement={requested}: this spec has no table of per-layer embeddings"
             )
         return None
     return requested or ("device" if device == "cuda" else DEFAULT_PLACEMENT)

@@ -129,7 +129,7 @@ def _needed(plan: Plan, batch: int) -> str:
         return f"short {size_text(-spare)}" if spare < 0 else size_text(r.needed)
 
     memory = "RAM" if plan.config.device == "cpu" else "GPU memory"
-    head = f"{memory} needed by weights"
+    head = f"{memory} needed, by weight format"
     return _by_context(plan, batch, head, ((w.format, w.format, need) for w in plan.weights))
 
 

@@ -71,7 +71,7 @@ class Keys:
 
     def __init__(self, values: Any, path: str, where: Where) -> None:
         if not isinstance(values, dict):
-            raise fail(where, path, f"expected an object, found {quote(str(type(values)))}")
+            raise fail(where, path, f"expected an object, found {type(values).__name__}")
         self.values: dict[Any, Any] = values
         self.path = path
         self.where = where
@@ -166,8 +166,8 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
 
 
 def with_dense(spec: V, widths: Iterable[int]) -> V:
-    """Return an encoder with dense layers of these widths, which a config does not state; `dims`
-    above the last one are dropped."""
+    """Return an encoder with dense layers of these widths, which a config does not state; of its
+    `dims` those above the embedding's size are dropped."""
     assert spec.embedding
     head = replace(spec.embedding, dense=tuple(widths))
     sized = replace(spec, embedding=head)
@@ -294,7 +294,8 @@ def _dtype(keys: Keys) -> str | None:
     word = dict(DTYPE_ALIASES).get(word.removeprefix("torch."), word)
     if word not in DTYPES:
         valid = ", ".join(name for name, _ in DTYPE_ALIASES)
-        raise keys.fail("dtype", f"{quote(word)} is not one of {valid}")
+        key = "dtype" if names[0] else "torch_dtype"
+        raise keys.fail(key, f"{quote(word)} is not one of {valid}")
     return word
 
 
@@ -325,7 +326,7 @@ def _layer_types(keys: Keys, layers: int, family: hf.Family) -> tuple[str, ...]:
         older = family.older.get("pattern")
         every = keys.take(older, Layers, PERIOD) if older else PERIOD
         return tuple(SLIDING if (i + 1) % every else FULL for i in range(layers))
-    # implied by layer_types
+    # These older keys are implied by layer_types.
     keys.seen |= {"sliding_window_pattern", "_sliding_window_pattern"}
     if len(listed) != layers:
         raise keys.fail("layer_types", f"has {len(listed)} entries for num_hidden_layers {layers}")
@@ -493,7 +494,7 @@ def _tokens(text: Keys, top: Keys) -> Tokens:
 
 
 def _media(keys: Keys, vocab: int, have: dict[str, bool]) -> dict[str, Any]:
-    """Return the ids of soft tokens. Without the tower, ids outside the vocabulary are dropped:
+    """Return the token ids of media. Without the tower, ids outside the vocabulary are dropped:
     transformers writes its defaults into every composite config."""
     out: dict[str, Any] = {}
     for name, (names, default) in hf.MEDIA.items():

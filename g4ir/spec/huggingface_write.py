@@ -24,7 +24,7 @@ from .parts import (
 
 
 def config_of(spec: Variant) -> dict[str, Any]:
-    """Return the config.json of a spec: see `Spec.to_hf`. A spec without towers, media ids and
+    """Return the config.json of a spec: see `Spec.to_hf`. A spec with neither towers, media ids nor
     `drafter` has a text-only config."""
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot express {why}")
@@ -98,10 +98,10 @@ def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
     for name in ("k_eq_v", *hf.BASE_GEOMETRY):
         if getattr(full, name) != (name != "k_eq_v" and getattr(sliding, name)):
             yield f"text.full.{name}", f"it: all {spec.model_type} layers have the same value"
-    for kind in (sliding, full):
+    for name, kind in ((SLIDING, sliding), (FULL, full)):
         if kind.rope.rotary_fraction != 1:
             yield (
-                "text.full.rope.rotary_fraction",
+                f"text.{name}.rope.rotary_fraction",
                 f"that {spec.model_type} rotates only a part of each head",
             )
 

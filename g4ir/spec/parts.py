@@ -127,7 +127,7 @@ class Text:
     num_hidden_layers: Layers
     #: query heads of every layer
     num_attention_heads: Count
-    #: kinds of the layers, repeated and cut to num_hidden_layers
+    #: attention kind of each layer, repeated and cut to num_hidden_layers; see last_layer_full
     pattern: Annotated[tuple[Kind, ...], Length(1, MAX_LAYERS)]
     #: attention of sliding-window layers
     sliding: AttentionKind
@@ -343,7 +343,8 @@ class Drafter:
 @dataclass(frozen=True)
 class EmbeddingHead:
     """The head of an encoder, whose attention is bidirectional: `projection` of every token, mean
-    over the tokens, `dense` layers, L2 norm. `dims`: sizes to which an embedding may be cut."""
+    over the tokens, `dense` layers, L2 normalisation. `dims`: sizes to which an embedding may be
+    cut."""
 
     #: sizes of embeddings that the model was trained for, the full one included
     dims: Annotated[tuple[Count, ...], Length(1, 32)]
@@ -402,7 +403,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """The fields of a variant, and its layers."""
+    """A model variant, such as Gemma 4 E2B, as data: sizes, towers, token ids; and its resolved
+    layers."""
 
     #: name of the variant; the file's name by default
     name: Annotated[str, Shaped(NAME, "my-variant")]

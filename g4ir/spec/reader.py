@@ -3,7 +3,7 @@
 The text becomes a tree of nodes with file and line, and each scalar is converted by the type of
 its field: YAML 1.1 would read `1e-6` as a string and `on` as True. Anchors, aliases, tags, merge
 keys and duplicate keys are refused, and size, depth and node count are limited, so that no input
-makes the reader slow or recursive.
+makes the reader slow or exceed Python's recursion limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 @dataclass(frozen=True)
 class Range:
-    """lo <= value <= hi, or lo < value with `open_low`."""
+    """lo <= value <= hi; lo < value <= hi with `open_low`."""
 
     lo: float
     hi: float = math.inf
@@ -210,7 +210,7 @@ def parse_tree(data: bytes, file: str) -> Map:
     """Parse YAML bytes into a mapping; `file` is its name in errors. Raises SpecError."""
     start = Where(file, 0)
     if len(data) > MAX_BYTES:
-        raise fail(start, "", f"larger than {MAX_BYTES} bytes; a spec is a short YAML file")
+        raise fail(start, "", f"larger than {MAX_BYTES} bytes; expected a short YAML file")
     try:
         text = data.decode("utf-8-sig")
         _check_events(yaml.parse(text, Loader=yaml.SafeLoader), file)
@@ -238,12 +238,12 @@ def _check_events(events: Iterable[Any], file: str) -> None:
     for count, event in enumerate(events, 1):
         where = Where(file, event.start_mark.line + 1)
         if count > MAX_NODES:
-            raise fail(where, "", f"has more than {MAX_NODES} values; a spec is short")
+            raise fail(where, "", f"has more than {MAX_NODES} values; expected a short file")
         documents += isinstance(event, yaml.DocumentStartEvent)
         if documents > 1:
-            raise fail(where, "", "has a second document; keep one spec per file")
+            raise fail(where, "", "has a second document; keep one per file")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise fail(where, "", "uses an anchor or alias; write the value out, or use `extends`")
+            raise fail(where, "", "uses an anchor or alias; write the value out")
         if tag := getattr(event, "tag", None):
             raise fail(where, "", f"has the tag {quote(tag)}; leave tags out")
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -264,7 +264,7 @@ def _tree(node: yaml.Node, file: str) -> Node:
         if not isinstance(name, Scalar):
             raise fail(name.where, "", "a key must be a plain word")
         if name.text == "<<" and name.plain:
-            raise fail(name.where, "", "uses a merge key `<<`; use `extends` instead")
+            raise fail(name.where, "", "uses a merge key `<<`; write its keys out")
         if name.text in out.keys:
             problem = f"is given twice (first on line {out.keys[name.text].line}); keep one"
             raise fail(name.where, join("", name.text), problem)
@@ -465,7 +465,7 @@ def json_object(raw: bytes, kind: type = dict) -> Any:
         reason = f"not UTF-8 at byte {err.start}"
     except RecursionError:
         reason = "nested too deep"
-    except ValueError as err:  # an integer too long to convert too
+    except ValueError as err:  # also for an integer that is too long to convert
         reason = str(err)[:120]
     else:
         if isinstance(value, kind):

@@ -1,6 +1,7 @@
 """Read the modules of a sentence-transformers folder, which an encoder's outputs pass through.
 
-`modules.json` lists them in order, each with its folder: mean pooling, dense layers, L2 norm.
+`modules.json` lists them in order, each with its folder: mean pooling, dense layers, L2
+normalisation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DenseLayer:
 
 def read_modules(folder: Path) -> tuple[DenseLayer, ...] | None:
     """Return the dense layers of an encoder's folder; None without modules.json. SpecError for
-    modules other than mean pooling, dense layers without bias and activation, and L2 norm."""
+    modules other than mean pooling, dense layers without bias and activation, L2 normalisation."""
     path = folder / MODULES
     if not path.is_file():
         return None
