@@ -47,6 +47,8 @@ REMEDIES: Mapping[str, str] = {
     "attn": "--set attention=plain, whose attention is matmuls and elementwise layers",
     "": "--set attention=plain, the form of the network with the simplest layers",
 }
+#: remedy if attention is plain already
+OTHER_BACKEND = "--backend torch"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Written:
     interface: Interface
     log: Any
     notes: list[str]
+    #: kind of attention (lowerings.py)
+    attention: str
     #: objects that the network references until it is built: parser and weights
     alive: tuple[Any, ...]
 
@@ -85,7 +89,8 @@ def write_network(
     with raise_refusals(log, f"the network of {graph.name}"):
         parser = parse(api, network, e, graph.name, log)
     io = interface(graph, limits)
-    return Written(builder, network, graph, io, log, notes, (parser, e.storage))
+    kept = parser, e.storage
+    return Written(builder, network, graph, io, log, notes, settings["attention"], kept)
 
 
 # --- configuration ----------------------------------------------------------------------------
@@ -212,8 +217,8 @@ def build_plan(
         if writer.error:
             raise writer.error
         if not written:
-            layers = (w.network.get_layer(i) for i in range(w.network.num_layers))
-            raise RefusedError(refusal(w.log.errors, [layer.name for layer in layers]))
+            layers = [w.network.get_layer(i).name for i in range(w.network.num_layers)]
+            raise RefusedError(refusal(w.log.errors, layers, w.attention))
 
 
 class RefusedError(LowerError):
@@ -244,13 +249,15 @@ def timing_file(folder: Path, machine: str) -> Path:
     return folder / f"{machine.replace(' ', '-')}.timing"
 
 
-def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
+def refusal(errors: Sequence[str], layers: Sequence[str], attention: str) -> str:
     """Return the error text: the builder's errors, the layer that they name, if any (layers have
-    names of IR values), and a remedy."""
+    names of IR values), and a remedy for this kind of attention."""
     reason = joined([e for e in errors if NO_DRIVER not in e] or errors) or "it gave no reason"
     layer = max((n for n in layers if n in reason), key=len, default="")
     about = f"{layer} {reason}".lower()
     advice = next(text for word, text in REMEDIES.items() if word in about)
+    if attention == "plain" and "attention=plain" in advice:
+        advice = OTHER_BACKEND
     where = f" at layer {layer}" if layer else ""
     return f"TensorRT's builder refuses the network{where}: {reason}; try {advice}"
 

@@ -356,13 +356,20 @@ def test_attention_that_is_refused(
     assert (engine.path / LOG).read_text().count(f"[ERROR] {said}") == 1
 
 
-@pytest.mark.parametrize(("attention", "tries"), [("auto", 3), ("explicit", 1), ("plain", 1)])
+@pytest.mark.parametrize(
+    ("attention", "tries", "advice"),
+    [
+        ("auto", 3, "backend torch"),
+        ("explicit", 1, "set attention=plain, "),
+        ("plain", 1, "backend"),
+    ],
+)
 def test_network_that_is_refused(
-    trt: Build, monkeypatch: pytest.MonkeyPatch, attention: str, tries: int
+    trt: Build, monkeypatch: pytest.MonkeyPatch, attention: str, tries: int, advice: str
 ) -> None:
     """In every form that may be chosen; the log is kept beside, and is not in the way later."""
     sizes = refusing(monkeypatch, lambda names: "no kernel for {attn.out/matmul}")
-    with pytest.raises(LowerError, match=r"refuses the network.*attention=plain") as e:
+    with pytest.raises(LowerError, match=f"refuses the network.*; try --{advice}") as e:
         trt(settings={"attention": attention})
     assert len(sizes) == tries
     kept = Path(str(e.value).rpartition("TensorRT's log: ")[2])
@@ -382,7 +389,7 @@ def test_engine_that_does_not_fit(trt: Build, monkeypatch: pytest.MonkeyPatch) -
 def test_refusals(said: list[str], layer: str, advice: str) -> None:
     """Every message once, the longest name that occurs, advice by what they speak of."""
     names = ["", "L1.mlp.experts/linear", "L1.mlp.experts/linear.2", "L0.attn.out/reshape"]
-    message = builder.refusal(said, names)
+    message = builder.refusal(said, names, "explicit")
     assert " | ".join(dict.fromkeys(said)) in message and advice in message
     assert (f"at layer {layer}:" if layer else "the network:") in message
 
