@@ -13,7 +13,7 @@ class Compare(Verb):
 
     a: str = argument("report of the baseline", "A.json")
     b: str = argument("report to compare with it", "B.json")
-    check: bool = flag("exit 1 if a metric differs by more than both spreads", False)
+    check: bool = flag("exit 1 if a metric differs by more than the sum of its spreads", False)
     json: bool = json_flag()
 
     def __call__(self) -> int:

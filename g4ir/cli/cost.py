@@ -32,7 +32,7 @@ NOTE = (
 )
 #: formats with a smaller share of the weights' bytes are omitted
 LITTLE = 0.15
-#: field of StepSize -> what a graph lacks if it does not take the field, for errors
+#: field of StepSize -> word of the error for a graph without it: `vision has no batch`
 SIZES = {"prefill_chunk": "chunks", "batch": "batch", "context": "cache"}
 
 

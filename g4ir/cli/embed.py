@@ -23,7 +23,7 @@ NPY, JSONL = ".npy", ".jsonl"
 EXAMPLE = '{"content": ["a red car", {"type": "image", "image": "car.png"}]}'
 #: values of an embedding that are printed
 PREVIEW = 4
-#: characters of a text that are printed
+#: maximum characters of a text that are printed
 WIDTH = 40
 
 
@@ -124,8 +124,8 @@ def _text(where: str, line: str, as_json: bool) -> Any:
 
 
 def _write(path: Path, parts: Iterator[Any], shape: tuple[int, int]) -> None:
-    """Write embeddings, `shape` [texts, size] together, as they are computed. The file appears only
-    once it is complete."""
+    """Write the embeddings `parts`, all of them of `shape` [texts, size], as they are computed. The
+    file appears only once it is complete."""
     import numpy as np
 
     if path.suffix == NPY:

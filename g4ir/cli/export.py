@@ -19,7 +19,9 @@ class Export(Verb):
     out: str = flag("output directory; with --format gguf also a file", None, "DIR", required=True)
     format: Literal["hf", "gguf"] = flag("hf: config.json, safetensors, tokenizer (default)", "hf")
     dtype: str | None = flag(
-        "float32, bfloat16 or float16; with gguf F32, F16, BF16 (default), Q8_0 or Q4_0", None, "T"
+        "float32, bfloat16, float16 (default: MODEL's); gguf: F32, F16, BF16 (default), Q8_0, Q4_0",
+        None,
+        "T",
     )
     options: BuildOptions = options("media mmproj adapter")
     spec: str | None = flag("variant or file, if a checkpoint's config is incomplete", None, "F")

@@ -38,9 +38,9 @@ DRAFTED = 4
 DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
 
 
-#: the text model's graphs, and the towers by their part
+#: values of --phase: the graphs of the text model, and the names of towers
 PHASES = (*TEXT_GRAPHS, ENCODE, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
-#: options of a graph, set by --set; fixed in an engine
+#: build options that change a graph: --set sets them; refused for an engine, which has them fixed
 GRAPH_SETTINGS = "all_logits kv_dtype quant_activations latent_kv draft_tokens tp ep"
 
 
@@ -122,7 +122,8 @@ class NamedGraph(Part):
         return run_passes(graph, skip=skip, until=self.after, options=self.config.options)
 
     def before_passes(self) -> tuple[Graph, set[str]]:
-        """Return the graph before all passes, and the passes to leave out."""
+        """Return the graph before all passes, quantised and for one rank, and the names of the
+        passes to skip."""
         spec, phase, built, c = self.spec, self.graph_name, self.built, self.config
         if built:
             find_graph(built.packing.program, phase, spec)

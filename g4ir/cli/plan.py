@@ -1,4 +1,4 @@
-"""`g4ir plan`: memory and speed of a variant, and what fits, before any download."""
+"""`g4ir plan`: memory and speed of models, and what fits on a GPU, before any download."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlanModels(Verb):
 
     models: list[str] = argument(f"{ANY_MODEL} (default: all published)", "MODEL", "*")
     source: Source
-    ctx: Counts | None = flag("context lengths, such as 4K,32K (default: several)", None, "N,..")
+    ctx: Counts | None = flag("context lengths (default: 4K to 256K, if supported)", None, "4K,32K")
     batch: Counts | None = flag("batch sizes, such as 1,8 (default 1)", None, "N,..")
     gpu: str | None = flag(f"all, sizes such as 24GiB, or a GPU: {gpu_names()}", None, "G,..")
     preset: str | None = flag(PRESET, None, "NAME")

@@ -21,7 +21,7 @@ from .verb import Counts, flag
 if TYPE_CHECKING:
     from g4ir.check.prove import Part
 
-#: --max-batch of engines that are built on first use
+#: default --max-batch of engines that are built on first use
 BATCH = 3
 
 

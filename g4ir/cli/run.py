@@ -69,7 +69,7 @@ class Run(OnEngine):
             raise InputError("--dump NAMES and --dump-to FILE go together")
         excluded = {"--chat": self.chat, "--input-jsonl": self.input_jsonl}
         if self.dump is not None and (first := next((k for k, v in excluded.items() if v), None)):
-            raise InputError(f"--dump is for one prompt or --tokens: leave out {first}")
+            raise InputError(f"--dump is for a raw prompt or --tokens: leave out {first}")
         if self.dump_to is not None and not Path(self.dump_to).absolute().parent.is_dir():
             raise InputError(f"--dump-to {self.dump_to}: its directory does not exist")
 

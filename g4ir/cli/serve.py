@@ -1,4 +1,4 @@
-"""`g4ir serve`: OpenAI- and Anthropic-compatible HTTP server."""
+"""`g4ir serve`: HTTP server that is compatible with OpenAI, Anthropic and Ollama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`g4ir specs`: the variants as data."""
+"""`g4ir specs`: specs of the shipped variants, of files and of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .verb import Verb, argument, flag, json_flag
 
 
 class Specs(Verb):
-    """List, print, check or convert specs."""
+    """List, print, check, convert or compare specs."""
 
     action: Literal["list", "show", "validate", "from-hf", "to-hf", "diff"] = argument(
         "list (default); show, to-hf: NAME; validate FILE; from-hf CHECKPOINT; diff A B",
