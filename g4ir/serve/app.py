@@ -771,8 +771,8 @@ class Running:
                 yield format.frame(value, _text(value))
 
     async def _pieces(self) -> AsyncIterator[list[Body] | None]:
-        """Yield the chunks of each batch of events, or None (a keepalive) after ALIVE_S seconds
-        without chunks."""
+        """Yield lists of chunks: before the first token, of each batch of events, and after the
+        last one; or None (a keepalive) after ALIVE_S seconds without chunks."""
         yield self.format.first(len(self.answers))
         spoke = time.monotonic()
         async for events in self._events():

@@ -195,7 +195,7 @@ class Mask:
 
 @dataclass
 class FullMask(Mask):
-    """Constrains the full answer after its reasoning, which is free text. `channel`: ids of the
+    """Constrains all of an answer but its reasoning, which is free text. `channel`: ids of the
     tokens that begin and end reasoning; `reasoning`: mask within it; `thinking`: whether an answer
     may begin with it."""
 

@@ -207,7 +207,8 @@ def _stream_options(value: Any, name: str) -> bool:
 
 
 def _options(value: Any, name: str) -> dict[str, Any]:
-    """Return the chat template options; those that the server sets itself are refused."""
+    """Return the chat template options; those that the server sets itself are refused, and names
+    that are no identifiers."""
     reserved = {"messages", "tools", "form", "continued", "add_generation_prompt"}
     options = listed(MAX_OPTIONS, reader=OBJECT)(value, name)
     if wrong := next((k for k in options if k in reserved or not k.isidentifier()), None):

@@ -165,8 +165,8 @@ class ServerProcess(uvicorn.Server):
         return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to shut down: on a signal, or if another rank has ended. Twice a second,
-        close idle connections."""
+        """Return whether to shut down: on a signal, or if another rank has ended or does not
+        answer. Twice a second, close idle connections."""
         if counter % 5 == 0:
             self._close_idle(time.monotonic())
         service = self.server.service
@@ -197,8 +197,8 @@ class ServerProcess(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle shutdown signals (unlike uvicorn, do not raise them again), and SIGHUP: read the
-        key file again."""
+        """Context that handles shutdown signals (unlike uvicorn's, it does not raise them again)
+        and, if there is a key file, SIGHUP, which reads it again."""
         handlers: dict[signal.Signals, Any]
         handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self.handle_exit)
         if self.server.key_file:

@@ -36,7 +36,7 @@ def count_text(n: int) -> str:
 
 
 def rounded_count(n: int) -> str:
-    """n from 10K on rounded down and abbreviated: 93440 -> 91K; `-` for 0"""
+    """Return n as text, from 10K on rounded down to a multiple of 1K: 93440 -> 91K; `-` for 0."""
     return f"{n // KIB}K" if n >= 10 * KIB else str(n) if n else "-"
 
 
