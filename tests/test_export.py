@@ -521,7 +521,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(model, "spec model-F32 is no drafter", drafter=model)
     plain, swapped, other = all_of("F32"), tmp_path / "s.gguf", tmp_path / "o.gguf"
     write_gguf(swapped, pair.spec, drafter_tensors(pair), plain, change=names_swapped)
-    refused(model, "token .* is .* there and .* in .*give the draft model", drafter=swapped)
+    refused(model, "token .* has id .* there and .* in .*give the draft model", drafter=swapped)
     small = pair_of("e2b")
     write_gguf(other, small.spec, drafter_tensors(small), plain)
     refused(model, "o is no drafter of model-F32; give one that agrees in:\n", drafter=other)

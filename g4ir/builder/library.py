@@ -261,7 +261,7 @@ def _downloaded(absent: origin.AbsentWeights, download: Consent) -> None:
         raise MissingError(f"{absent}; --download downloads it first")
     model_download = look_up(absent.hub_id, absent.revision)
     if not (download is True or download(model_download)):
-        raise MissingError(f"{absent.hub_id} is absent, and its download was declined")
+        raise MissingError(f"{absent.hub_id} is not in the hub cache; its download was declined")
     model_download.fetch()
 
 
@@ -366,7 +366,7 @@ def _describe(record: int, facts: Mapping[str, Any]) -> None:
         os.ftruncate(record, os.write(record, json.dumps(facts, default=str).encode()))
     except OSError as e:
         problem = f"cannot write the record of an engine in {engines_root()}: {e.strerror}"
-        raise EngineError(f"{problem}; make room there, or move the cache") from None
+        raise EngineError(f"{problem}; make room there, or set XDG_CACHE_HOME") from None
 
 
 def _build(

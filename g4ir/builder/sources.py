@@ -219,7 +219,7 @@ def _check_vocabulary(model: Origin, drafter: Origin) -> None:
     ours, theirs = model.vocabulary(), drafter.vocabulary()
     other = next((t for t, i in theirs.items() if t in ours and ours[t] != i), None)
     if other is not None:
-        ids = f"is {theirs[other]} there and {ours[other]} in {model.path}"
+        ids = f"has id {theirs[other]} there and {ours[other]} in {model.path}"
         fix = "give the draft model of this model"
         raise InputError(f"--drafter {drafter.path}: token {other!r} {ids}; {fix}")
     if ours and theirs and len(ours.keys() & theirs.keys()) * 2 < len(ours):

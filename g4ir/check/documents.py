@@ -56,7 +56,8 @@ class Reader:
 
     def __post_init__(self) -> None:
         if self.max_seq < 2:
-            raise InputError(f"{self.engine.label} was built with --max-seq 1: nothing to score")
+            why = "was built with --max-seq 1; scoring needs at least 2"
+            raise InputError(f"{self.engine.label} {why}")
 
     @cached_property
     def _codec(self) -> Codec:

@@ -34,7 +34,7 @@ from .tokens import chosen_tokens, random_ids, window_of
 
 Tensor = torch.Tensor
 Texts = Sequence[Sequence[int]]
-#: maximum total tokens of the random texts, some of which exceed the window if that permits
+#: maximum total tokens of the random texts; some are longer than the window if the total permits
 MAX_TOKENS = 600
 #: tokens of text before a medium, and after it
 AROUND = 5
@@ -46,7 +46,7 @@ class EmbeddingsReport(VerifyReport):
     `at` the text's index: embedded in one chunk with the others, and alone."""
 
     ROWS: ClassVar = ("embeddings", "text", "texts")
-    #: kinds of media, of which the last texts have one each
+    #: kinds of media: the last texts have one medium each, in this order
     kinds: tuple[str, ...] = ()
 
     def _rows(self) -> Iterator[tuple[str, str]]:

@@ -108,7 +108,7 @@ def hf_origin(engine: Engine, checkpoint: str | Path | None, caller: str) -> Ori
     linked = weights.path if isinstance(weights, LinkedWeights) else None
     if not (path := checkpoint or linked or snapshot_of(engine.spec)):
         problem = f"{engine.label} does not say where its checkpoint is"
-        raise InputError(f"{caller}: {problem}; give --checkpoint DIR")
+        raise InputError(f"{caller}: {problem}; give it with --checkpoint")
     origin = find_origin(path)
     agreed_spec(engine.spec, origin, bool(engine.media.kinds))
     return origin

@@ -160,7 +160,7 @@ def _plan_prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
     for i, soft in enumerate(media):
         at = HEAD + i * BETWEEN
         parts += [torch.full((soft.count,), ids[soft.kind]), text[at : at + BETWEEN]]
-    # A chunk would end within a medium.
+    # A chunk of this size would end within the longest medium.
     chunk = min(limits.prefill_chunk, max(s.count for s in media) + MORE)
     return MediaPrompt(torch.cat(parts)[None], tuple(media), text[-STEPS:, None], chunk)
 

@@ -132,7 +132,7 @@ def with_drafts(base: Baseline) -> str | None:
     scheduler = Scheduler(base.engine, replace(ALONE, draft=SpeculativeConfig(NGRAM)))
     (answer,), (handle,) = answers(scheduler, [other.request(reuse=False)])
     if not handle.tally.rounds:
-        return "-nothing was drafted"
+        return "-the n-gram proposer found no match"
     return other.wrong_answer(answer)
 
 

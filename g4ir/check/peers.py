@@ -98,7 +98,7 @@ class HfPeer:
     name: ClassVar = "hf"
     model: Any
     caches: Callable[[], Any] | None = None
-    #: an encoder's model with its towers
+    #: an encoder's model with its towers, or None
     with_towers: Any = None
 
     @property

@@ -284,7 +284,7 @@ def _judged(summary: str, data: dict[str, Any], floor: float) -> Result:
     worst = max(data["buckets"], key=lambda b: b["kl"])
     lost = [n for n in data["needles"] if not n["kl"] <= limit]
     data["limit"] = limit
-    summary += f"; KL to the interpreter at most {worst['kl']:.1e} of {limit:.1e}"
+    summary += f"; KL to the interpreter at most {worst['kl']:.1e}, limit {limit:.1e}"
     if not worst["kl"] <= limit:
         summary += f", tokens {worst['start']} to {worst['end']} differ"
     if lost:

@@ -179,9 +179,9 @@ def find_media(
     """
     chosen = _kinds(spec, kinds)
     if budgets is not None and IMAGE not in chosen:
-        raise InputError("--image-budget: this engine takes no images")
+        raise InputError("--image-budget: this engine takes no images; leave it out")
     if seconds is not None and AUDIO not in chosen:
-        raise InputError("--audio-seconds: this engine takes no audio")
+        raise InputError("--audio-seconds: this engine takes no audio; leave it out")
     asked = _budgets(spec, budgets) if IMAGE in chosen else ()
     return Media(
         kinds=chosen,

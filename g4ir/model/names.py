@@ -67,7 +67,7 @@ _LAYER = {
     "ple_block.norm": "ple_block.post_per_layer_input_norm.weight",
     "scalar": "layer_scalar",
 }
-#: params outside the layers of towers and of draft models
+#: params of towers and draft models outside their layers -> checkpoint names
 _PARTS = {
     "vision.w_patch": "vision.patch_embedder.input_proj.weight",
     "vision.places": "vision.patch_embedder.position_embedding_table",

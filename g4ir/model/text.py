@@ -21,7 +21,7 @@ from .towers import build_towers
 TEXT_GRAPHS = ("prefill", "decode")
 #: graphs that every engine of a decoder has
 PHASES = ("embed", *TEXT_GRAPHS)
-#: the table of per-layer embeddings, which is only gathered from
+#: name of the table of per-layer embeddings, whose rows are only looked up
 PLE_PARAM = "ple.table"
 
 

@@ -10,14 +10,14 @@ from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import dead_tensors, numel, part_tensors, text_tensors
 from g4ir.spec.record import Spec
 
-#: tensors outside the layers -> their part
+#: tensors outside the layers -> the field of ParameterCounts that counts them
 TOP_PARTS = {
     TOKEN_TABLE: "embed",
     PLE_TABLE: "ple_table",
     "norm.weight": "final_norm",
     HEAD: "head",
 }
-#: parts of a checkpoint that are counted as another part
+#: parts of a checkpoint that are counted in another field
 PARTS = {"vision_embedder": "embed_vision", "drafter": "layers"}
 
 

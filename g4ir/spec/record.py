@@ -176,7 +176,7 @@ def _with_bases(tree: Map, path: Path, visited: tuple[Path, ...]) -> Map:
     visited = (*visited, path.resolve())
     if base_path.resolve() in visited or len(visited) > MAX_EXTENDS:
         raise fail(
-            where, "extends", f"{base_path.name} forms a cycle or is too deep; cut the chain"
+            where, "extends", f"{base_path.name} closes a cycle, or too long a chain; shorten it"
         )
     base = _with_bases(read_tree(base_path), base_path, visited)
     inherited = {k: v for k, v in base.entries.items() if k not in NOT_INHERITED}
@@ -196,7 +196,7 @@ def _check_schema(tree: Map) -> None:
     if "schema" not in tree.entries:
         raise fail(tree.where, "schema", f"is missing; begin the file with `schema: {SCHEMA}`")
     if convert(tree.entries["schema"], int, "schema") != SCHEMA:
-        raise fail(tree.keys["schema"], "schema", f"this version reads schema {SCHEMA}")
+        raise fail(tree.keys["schema"], "schema", f"expected {SCHEMA}, which this version reads")
 
 
 def _spec_from_tree(tree: Map, stem: str) -> Spec:
