@@ -268,7 +268,9 @@ REFUSED = TABLES["calibration"]
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(files: Path, case: str, tmp_path: Path) -> None:
     row, file, out = REFUSED[case], tmp_path / "t.txt", tmp_path / "e"
-    if case != "missing":
+    if case == "a folder":
+        file.mkdir()
+    elif case != "missing":
         file.write_text(row.get("text", "") * row.get("times", 1), row.get("encoding"))
     more = row.get("words", [])
     weights = [w.format(files) for w in row.get("weights", ["--checkpoint", "{}/tiny-ple"])]

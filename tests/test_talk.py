@@ -136,7 +136,7 @@ def test_undo_and_retry(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
     assert [m["content"] for m in talk.messages] == ["hello", "w1_ w2_"]
     talk.undo()
     for act in (talk.undo, talk.retry):
-        with pytest.raises(InputError, match="no message yet"):
+        with pytest.raises(InputError, match="no user message yet"):
             act()
     assert not talk.messages
 

@@ -419,7 +419,8 @@ def _check_files(
     path: Path, files: Mapping[str, StoredFile], weights: bool, rank: int | None
 ) -> None:
     """Raise EngineError unless exactly the manifest's files exist, regular, with its sizes and
-    digests. Digests of weight files are checked if `weights`; with `rank`, of its files only."""
+    digests. Digests of weight files are checked if `weights`; with `rank`, no digests of other
+    ranks' files."""
     for folder, folders, names in os.walk(path, onerror=_raised):
         for entry in map(Path(folder).joinpath, (*folders, *names)):
             kind, at = entry.lstat().st_mode, entry.relative_to(path).as_posix()

@@ -53,7 +53,7 @@ def require_trust(artefact: Artefact) -> None:
     path = shlex.quote(str(artefact.path))
     raise TrustError(
         f"{artefact.path}: its compiled programs are native code, which can do all that you can, "
-        f"and this user did not build it on this machine. `g4ir inspect {path}` says what it is; "
+        f"and no record shows that you built it here. `g4ir inspect {path}` prints what it is; "
         f"if you know who made it, give --trust (Python: trust=True), or `g4ir trust {path}` once"
     )
 

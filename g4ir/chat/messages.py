@@ -261,7 +261,7 @@ def _joined(content: Any) -> Any:
 def check_pairs(messages: Messages, may_wait: bool = False) -> list[Message]:
     """Raise InputError for tool calls without results and results without calls, on which no model
     was trained, and for an empty conversation. Return the calls that wait for a result; only those
-    of the last message may, if `may_wait`."""
+    of the last assistant message may, if `may_wait`."""
     if not messages:
         raise InputError("messages: are empty; give at least one")
     waiting, caller, end = list[Message](), 0, {"role": "end"}

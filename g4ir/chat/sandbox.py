@@ -36,7 +36,8 @@ _METHODS = """capitalize count endswith find index isalnum isalpha isdecimal isd
 isnumeric isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace
 rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"""
 FILTERS, METHODS = frozenset(_FILTERS.split()), frozenset(_METHODS.split())
-#: filters of a text, and filters whose operand's text has limited length
+#: filters whose operand is converted to text first, and those that only limit the length of its
+#: text
 OF_TEXT = {"indent", "replace", "string", "trim", "upper", "lower", "title", "e", "escape"}
 OF_VALUES = {"join", "tojson", "unique", "groupby", "wordcount"}
 #: methods and filters whose arguments must be small

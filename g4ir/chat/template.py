@@ -49,7 +49,7 @@ FILE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "token
 BUILT_IN = "built-in"
 #: `large`: the generation prompt has an empty reasoning channel if thinking is off; `small`: none
 SMALL, LARGE = CHAT_FORMS[0], "large"
-#: options of the built-in template
+#: options of the built-in templates
 OPTIONS = ("enable_thinking", "preserve_thinking", "add_generation_prompt")
 #: maximum bytes of a template; published ones have 20 thousand
 LARGEST = 1 << 20

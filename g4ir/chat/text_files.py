@@ -15,10 +15,11 @@ READ = 1 << 16
 
 
 def check_files(paths: Iterable[str], flag: str) -> None:
-    """Raise InputError for a file that is missing or empty."""
+    """Raise InputError for a file that is missing, empty or not a regular file."""
     for path in paths:
         if not Path(path).is_file():
-            raise InputError(f"{flag} {path}: no such file")
+            problem = "no regular file" if Path(path).exists() else "no such file"
+            raise InputError(f"{flag} {path}: {problem}")
         if not Path(path).stat().st_size:
             raise InputError(f"{flag} {path}: the file is empty")
 

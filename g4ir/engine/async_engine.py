@@ -108,7 +108,7 @@ class AsyncEngine:
         length is accepted."""
         if self.error is not None:
             raise EngineError(
-                f"{self.engine.label}: the service ended: {self.error}; start another"
+                f"{self.engine.label}: the service ended: {self.error}; start it again"
             )
         if self._closing:
             raise BusyError("the server is shutting down; send requests to another one")

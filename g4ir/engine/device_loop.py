@@ -59,9 +59,10 @@ class TokenSteps:
         return self.watches and any_draft(self.running, self.drafters)
 
     def step(self, prefill_follows: bool = False) -> Tokens:
-        """Start calls, so that up to AHEAD are in flight, and return the tokens of the oldest. If a
-        prefill chunk follows, new calls are single steps, and none stays in flight if the loop
-        occupies the full device: no step of it may run during the chunk."""
+        """Start calls, so that up to AHEAD are in flight (one single step if `watches`), and return
+        the tokens of the oldest. If a prefill chunk follows, new calls are single steps, and none
+        stays in flight if the loop occupies the full device: no step of it may run during the
+        chunk."""
         single = self.watches or prefill_follows
         alone = self.watches or (prefill_follows and self.loop.exclusive)
         while self.loop.unread < (1 if alone else AHEAD) and self.started < self.remaining:
@@ -122,8 +123,8 @@ def open_loop(
     drafters: Drafters,
 ) -> TokenSteps | None:
     """Return a loop for these sequences; None if the host has to sample: the runtime has no device
-    loop, an embedding table is offloaded, a sequence's sampling parameters need the host, an n-gram
-    drafter has a proposal, or there is a draft model."""
+    loop, an embedding table is offloaded or lacks a part of the vocabulary, a sequence's sampling
+    parameters need the host, an n-gram drafter has a proposal, or a draft model drafts."""
     params = [s.sampler.params for s in running]
     plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
     if not plain or not engine.chooses_on_device:

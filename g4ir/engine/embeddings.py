@@ -67,7 +67,7 @@ def need_encoder(spec: Variant, label: str) -> None:
 
 def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | None]:
     """Return the prompts, task -> text that is put before each input, and the default task or None:
-    the model_type's prompts, overridden by the checkpoint's. EngineError for wrong values."""
+    the model_type's prompts, overridden by the checkpoint's. EngineError for an invalid file."""
     path = folder / PROMPTS
     if not path.is_file():
         return FAMILIES[spec.model_type]["prompts"], None

@@ -145,7 +145,8 @@ def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 def _checked(item: Any, kind: type, name: str) -> Any:
     if not isinstance(item, kind):
-        expected = f"expected a path, a {kind.__name__} or the result of prepare_{name}"
+        array = "an array, " if kind is Video else ""
+        expected = f"expected a path, {array}a {kind.__name__} or the result of prepare_{name}"
         raise InputError(f"{name}: {expected}, found {type(item).__name__}")
     return item
 

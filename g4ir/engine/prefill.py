@@ -134,7 +134,8 @@ class PrefixCache:
         return fits
 
     def used(self, salt: str, keys: Keys, snapshot: Snapshot) -> None:
-        """Write a new or used snapshot to the disk in the background, if it is not there."""
+        """Pass a new or used snapshot to the cache on disk, if there is one, which writes it in the
+        background, or renews the mtime of its file."""
         if self.disk:
             self.disk.store(salt, keys, snapshot)
 

@@ -203,7 +203,8 @@ class Scheduler:
         return handle
 
     def run(self, *handles: RequestHandle) -> Iterator[Event]:
-        """Step until the requests have ended; yield their events. Closing it early cancels them."""
+        """Step until the requests have ended, and yield their events; closing the iterator early
+        cancels them."""
         try:
             while not all(handle.done for handle in handles):
                 yield from (event for event in self.step() if event.handle in handles)

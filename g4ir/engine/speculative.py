@@ -120,7 +120,7 @@ class NgramProposer:
 
 
 class StepCosts:
-    """Measured step times by batch and tokens per sequence, relative to one-token steps.
+    """Measured step times by batch and tokens per sequence; `of` relates them to one-token steps.
 
     They decide how many tokens are drafted: speed only, never the output."""
 

@@ -286,7 +286,7 @@ class ChatSession:
     def _last_message(self) -> int:
         indices = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
         if not indices:
-            raise InputError("there is no message yet")
+            raise InputError("there is no user message yet")
         return indices[-1]
 
     def _asked(self, messages: list[dict[str, Any]], on_event: OnEvent) -> Turn:

@@ -103,7 +103,7 @@ class Group:
         #: counter for ids of objects that exist on every rank; ids of objects that rank 0 has
         #: dropped, which go out with the next call
         self.numbers, self.dropped = itertools.count(1), deque[int]()
-        #: lock of the thread of rank 0 that sends a call
+        #: lock: one thread of rank 0 sends a call at a time
         self.turn = threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
         self._processes: tuple[RankProcess, ...] = ()
@@ -165,7 +165,7 @@ class Group:
         return group
 
     def communicator(self) -> int:
-        """Return the address of an `ncclComm_t` of all ranks, valid as long as the group. A
+        """Return the address of an `ncclComm_t` of all ranks, valid until the group is closed. A
         collective call. MissingError if this torch does not expose it."""
         backend = self._nccl._get_backend(torch.device("cuda"))
         address = getattr(backend, "_comm_ptr", None)
@@ -312,7 +312,8 @@ def current() -> Group | None:
 @contextmanager
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     """Join the process group that torchrun started, for the duration of a context; ranks wait at
-    most `timeout_s` for each other, in every collective too. InputError without torchrun, for a
+    most `timeout_s` for each other, in the collectives of a step too (workers wait for the next
+    call without a limit). InputError without torchrun, for a
     wrong timeout, or if joined already; MissingError if they cannot connect; RankError if one does
     not join."""
     launch = launched()
