@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.base import Backend, Task
-from g4ir.backends.primitives.graph import text_graph, tower_graphs
+from g4ir.backends.primitives.graph import text_graph
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.errors import MissingError
@@ -61,9 +61,9 @@ class OnnxBackend(Backend):
         return program.map(simplify_formats).map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-        from .export import EMBED, MODEL, export, tower_file
+        from .export import export
 
-        task.progress(", ".join((MODEL, EMBED, *map(tower_file, tower_graphs(task.program)))))
+        task.progress("writing the ONNX models")
         return export(task.program, task.limits, task.folder)
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:

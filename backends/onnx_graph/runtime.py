@@ -80,7 +80,7 @@ class OnnxRuntime(Runtime):
         self.limits, self.source, self.path = limits, params, folder / MODEL
         self.state = {v.name: v for v in graph.state}
         self.outputs = graph.outputs
-        progress(MODEL)
+        progress(f"reading {MODEL}")
         coded = any(True for _ in graph.find("dequantize_columns"))
         self.mapped = self.outputs[0].type.dtype == "f32" and not coded
         #: sessions by file; those of towers and the draft model are opened on first use

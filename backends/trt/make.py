@@ -63,7 +63,7 @@ class Make:
             self.log.close()
 
     def _write_plans(self) -> dict[str, Any]:
-        self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
+        self.task.progress(f"TensorRT's builder needs {build.estimate([*self.graphs.values()])}")
         for name in self.graphs:
             self._or_simpler(partial(self._plans, name))
         scratch = self._check_memory()

@@ -64,7 +64,7 @@ def measure_drafts(
     tallies = {k: AcceptanceStats() for k in kinds}
     same = True
     for number in range(rounds + 1):  # the first warms up, and measures the cost of steps
-        progress(f"drafts, round {number} of {rounds}")
+        progress(f"drafts, round {number} of {rounds}" if number else "drafts, warming up")
         for kind, scheduler in schedulers.items():
             tokens, handle = _generate(scheduler, prompt, new)
             same &= tokens == text

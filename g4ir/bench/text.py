@@ -86,8 +86,8 @@ def _head(r: Values) -> Iterator[str]:
     )
     yield f"work     {_workload_text(r)}"
     yield (
-        f"         in turn: rounds: {w['rounds']}, requests of each runner a round: "
-        f"{w['requests_per_round']}, to warm up: {w['warmup']}; ±: where 95 % of further rounds lie"
+        f"         rounds: {w['rounds']}, requests of each runner per round: "
+        f"{w['requests_per_round']}, warm-up: {w['warmup']}; ±: where 95 % of further rounds lie"
     )
     for a in r["agreement"]:
         # A file has null for NaN.
