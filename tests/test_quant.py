@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -34,7 +35,7 @@ from g4ir.backends.inductor.target import Target
 from g4ir.backends.onnx_graph.export import EMBED, MODEL
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
-from g4ir.builder.build import prepare, write_engine
+from g4ir.builder.build import _check_range, prepare, write_engine
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
@@ -546,3 +547,13 @@ def test_k_beyond_the_range_is_told(
     build_narrow(tmp_path / "int8", kv_dtype="int8")
     (told,) = caplog.messages
     assert "in L2.attn.norm_k" in told and "beyond 448" in told
+
+
+def test_k_of_norms_about_zero(caplog: pytest.LogCaptureFixture) -> None:
+    """Of weights w the norm multiplies by 1 + w: sqrt(256) * 27.5 is in range, * 28.5 is not."""
+    options = PassOptions((NarrowOptions("f8e4m3"),))
+    config: Any = SimpleNamespace(spec=load_spec("gemma3-270m"), options=options)
+    source: Any = SimpleNamespace(tensor=lambda name: torch.full((256,), 27.5))
+    _check_range(config, source)
+    (told,) = caplog.messages
+    assert "K may reach 456 in L0.attn.norm_k" in told

@@ -164,8 +164,9 @@ def _some(t: Tensor) -> Tensor:
 
 
 def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> dict[str, Tensor]:
-    """Return weight -> squared gradients [T, N] of the log-probabilities of drawn tokens, by the
-    weight's outputs at some tokens, scaled so that sums over T are per token of the text."""
+    """Return weight -> squared gradients [T, N], with respect to the weight's outputs at T tokens,
+    of the log-probabilities of drawn tokens; scaled so that sums over T are per token of the
+    text."""
     squares: dict[str, Tensor] = {}
 
     def keep(name: str, g: Tensor) -> None:

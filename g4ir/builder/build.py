@@ -289,12 +289,12 @@ def _weights(
 
 def _check_range(config: BuildConfig, source: Checkpoint) -> None:
     """Warn, naming the worst layer, if K may saturate a float8 cache: after an RMS norm with weight
-    w [d], elements are at most sqrt(d) * max |w|."""
-    max_value = NARROW.get(config.options.of(NarrowOptions).to)
-    if max_value is None:
+    w [d] (stored as w - 1 with `norms_about_zero`), elements are at most sqrt(d) * max |w|."""
+    if (max_value := NARROW.get(config.options.of(NarrowOptions).to)) is None:
         return
     names = [f"L{x.index}.attn.norm_k" for x in config.spec.layers() if x.donor is None]
-    weights = {name: source.tensor(checkpoint_name(name)) for name in names}
+    one = int(config.spec.text.norms_about_zero)
+    weights = {name: source.tensor(checkpoint_name(name)) + one for name in names}
     reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
     worst = max(reach, key=reach.__getitem__)
     if reach[worst] > max_value:

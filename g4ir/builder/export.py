@@ -55,7 +55,7 @@ class Exported:
 
 
 def engine_weights(engine: Engine) -> Checkpoint:
-    """Return an engine's weights by checkpoint name, as the engine computes with them."""
+    """Return an engine's weights as a Checkpoint, with the values that the engine computes with."""
     named = weights_of(engine.spec)
     schemes = {
         param: scheme

@@ -47,7 +47,7 @@ OF_MEDIA = {
 @dataclass(frozen=True)
 class DrafterSource:
     """A draft model's spec, and its checkpoint directory or GGUF file (`path`); None for random
-    weights, and if the weights are not in the local hub cache."""
+    weights, for a spec in a dry run, and if the weights are not in the local hub cache."""
 
     spec: Spec
     path: Path | None

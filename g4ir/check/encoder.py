@@ -148,8 +148,8 @@ def verify_texts(
 
 
 def _embeddings(engine: Engine, company: bool = True, towered: bool = False) -> Embed:
-    """Return a function that embeds texts, in one chunk or each alone; `towered`: media through the
-    engine's own towers."""
+    """Return a function that embeds texts, in one chunk (`company`) or each alone; `towered`: media
+    through the engine's towers, not by the soft tokens of MediaText."""
 
     def tokens(text: Input) -> EncoderTokens:
         if not isinstance(text, MediaText):

@@ -45,7 +45,8 @@ def binding() -> tuple[Any, list[str], Any]:
 
 
 def gguf_file(engine: Engine, checkpoint: str | Path | None) -> Path:
-    """Return the GGUF file that an engine was built from; InputError if there is none."""
+    """Return `checkpoint`, or the file that an engine was built from; InputError if that is no GGUF
+    file."""
     origin = hf_origin(engine, checkpoint, f"bench --peer {LLAMA}")
     if isinstance(origin, GgufFile):
         return origin.path

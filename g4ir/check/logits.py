@@ -145,9 +145,10 @@ def _compare_greedy(
 
 
 def _with_inside(engine: Engine, peer: Peer, turns: Turns, report: VerifyReport) -> VerifyReport:
-    """Add the first intermediate value that differs. In 16 bits a router may choose either of two
-    nearly tied experts, which changes the logits of that token and of later ones by far more than
-    rounding: if no intermediate value differs except at near ties, such rows are excused."""
+    """Return the report with the first intermediate value that differs. In 16 bits a router may
+    choose either of two nearly tied experts, which changes the logits of that token and of later
+    ones by far more than rounding: if no intermediate value differs except at near ties, such rows
+    are excused."""
     inside, visible = _inside(engine, peer, turns)
     if inside or report.ok:
         return replace(report, first_difference=inside)

@@ -63,7 +63,7 @@ def plain_packing(engine: Engine) -> Packing:
 
 
 def plain_engine(engine: Engine, params: MadeParams) -> Engine:
-    """Return an engine that interprets the text graphs of `params`, those of `plain_packing`."""
+    """Return an engine that interprets the text graphs of a `plain_packing` on its `params`."""
     program, device = params.packing.program, engine.device
     runtime = ReferenceRuntime(program, engine.limits, device, params)
     embedded = program.graphs["embed"].params

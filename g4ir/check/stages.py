@@ -116,7 +116,7 @@ class StageWeights:
     _plain: dict[str, Tensor] = field(default_factory=dict)
 
     def params(self, packing: Packing, graph: Graph) -> dict[str, Tensor]:
-        """Return the params of one of the packing's main graphs."""
+        """Return name -> tensor of the params of a graph of the packing's program."""
         prologue, packed = packing.prologue, packing.prologue.producers
         return {
             v.name: self._packed(prologue, v) if v.name in packed else self._unpacked(v)
@@ -180,7 +180,7 @@ class Recording:
         return tuple(self.nodes[at] for at in sorted(visited))
 
     def with_params(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Return the nodes after those of the prologue that compute their params."""
+        """Return the nodes, preceded by the prologue's nodes that compute their params."""
         producers = self.prologue.producers
         early = {v.name: producers[v.name] for n in nodes for v in n.inputs if v.name in producers}
         return (*early.values(), *nodes)
@@ -437,7 +437,7 @@ def _draft_step(engine: Engine, at: int) -> GraphStep:
 
 def rounds_of(chunks: Sequence[GraphStep], width: int, max_seq: int) -> Iterator[GraphStep]:
     """Yield the prefill chunks, then the last tokens in two verification steps of up to `width`
-    tokens, each ending with wrong ones; the second is padded."""
+    tokens, each ending with wrong draft tokens; the last token of the second is padding."""
     prefill = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
     yield from chunks[:prefill]
     ids = torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks])

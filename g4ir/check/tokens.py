@@ -123,7 +123,8 @@ def draft_rounds(
     ids: torch.Tensor, start: int, width: int, max_seq: int
 ) -> Iterator[tuple[int, torch.Tensor, int]]:
     """Yield the verification steps that decode ids i64[T] from `start` on: position, `width` draft
-    tokens (fewer if the cache has less room), and how many of the first are right (half)."""
+    tokens (fewer if fewer fit into max_seq), and how many of them, the first ones, are right (about
+    half)."""
     size, wrong = max(1, min(width, len(ids) - start + 1) // 2), ids.flip(0).repeat(width)
     for at in range(start, len(ids), size):
         right = ids[at : at + size]

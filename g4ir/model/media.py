@@ -54,7 +54,7 @@ class Media:
 
     @property
     def grids(self) -> tuple[int, ...]:
-        """Soft tokens of every vision graph."""
+        """Soft tokens of each vision graph, for images and video frames, ascending."""
         frames = () if self.frame is None else (self.frame,)
         return tuple(sorted({*self.budgets, *frames}))
 

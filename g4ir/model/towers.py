@@ -118,7 +118,7 @@ class _Tower:
         return self.emit("linear", x, self.weight(weight, out, _last(x)), name=name)
 
     def clippable(self, x: Value, name: str, weight: str, out: int) -> Value:
-        """Return a linear that clamps its input and output if the spec has clipped linears."""
+        """Apply a linear; its input and output are clamped if the spec has clipped linears."""
         if not self.config.use_clipped_linears:
             return self.project(x, name, weight, out)
         bounds = [self.weight(f"{weight}.{bound}") for bound in CLIP]

@@ -9,7 +9,7 @@ from g4ir.spec.reader import Count
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that an engine is built for. `max_seq` counts tokens of a sequence, new ones too."""
+    """Limits that an engine is built for. `max_seq`: tokens of a sequence, prompt and generated."""
 
     max_batch: Count = 1
     max_seq: Count = 8192

@@ -56,7 +56,7 @@ class Footprint:
 
     @property
     def format(self) -> str:
-        """The name of the quantisation config; the dtype of weights that are not quantised."""
+        """The name of the quantisation config, or without one the dtype of the weights."""
         return self.config.quant.name if self.config.quant else self.config.dtype
 
     def at(self, **fields: Any) -> Footprint:

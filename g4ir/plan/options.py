@@ -101,7 +101,7 @@ class BuildOptions:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option of a build or of another argument."""
+    """Return the flag of a build option, `--NAME` or `--set NAME`; of another argument `--NAME`."""
     f = BuildOptions.__dataclass_fields__.get(name)
     metadata = f.metadata["flag"] if f else {}
     default = f"--set {name}" if metadata.get("setting") else f"--{name.replace('_', '-')}"

@@ -16,7 +16,8 @@ from .options import flags_of
 
 @dataclass(frozen=True)
 class Preset:
-    """Options of a build, fields of BuildOptions as the command line takes them."""
+    """A named set of build options: `options` maps fields of BuildOptions to values as on the
+    command line; `about`: what it is for."""
 
     name: str
     about: str

@@ -83,7 +83,8 @@ class Keys:
         return self.values.get(key, default)
 
     def take(self, key: str, hint: Any, default: Any = REQUIRED) -> Any:
-        """Return the value converted to the annotated type, or the default if it is missing."""
+        """Return the value converted to the annotated type, or the default if it is missing;
+        SpecError if there is no default."""
         if key not in self.values and default is REQUIRED:
             raise self.fail(key, "is missing; add it")
         value = self.raw(key, default)
@@ -91,7 +92,8 @@ class Keys:
         return convert(node, hint, join(self.path, key)) if key in self.values else value
 
     def same(self, names: tuple[str, ...], hint: Any, default: Any) -> Any:
-        """Return the value under any of several names of one setting; SpecError if they differ."""
+        """Return the value of a setting under any of several names, or the default; SpecError if
+        names have different values."""
         values = {name: self.take(name, hint) for name in names if name in self.values}
         values = {name: value for name, value in values.items() if value is not None} or values
         if len(set(values.values())) > 1:

@@ -104,7 +104,7 @@ class Shaped:
 
 
 class Line(str):
-    """A long text on one line, such as a path or a list of CPU flags."""
+    """A text of up to MAX_LINE characters on one line, such as a path or a list of CPU flags."""
 
 
 Count = Annotated[int, Range(1, MAX_INT)]
