@@ -355,6 +355,7 @@ def test_texts_tasks_and_sizes(model: Any) -> None:
         ("[]", "found a list"),
         ('{"prompts": {"query": 3}}', "prompts must map names to texts"),
         ('{"prompts": {}, "default_prompt_name": "q"}', "'q' is none of its prompts; restore"),
+        ('{"prompts": {}, "default_prompt_name": []}', "is none of its prompts; restore"),
     ],
 )
 def test_invalid_prompts_of_tasks(prompts: str, message: str, model: Any, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_answers_without_a_length(single: Engine) -> None:
 def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
     """In its place."""
     good = requests(3)
-    wrong = [{"tokens": []}, {"id": "b", "tokens": [2], "min_p": 3}]
+    wrong = [{"id": None, "tokens": []}, {"id": "b", "tokens": [2], "min_p": 3}]
     wrong += [{"tokens": [2], "logprobs": 600}]
     got = answers(engine, [good[0], "{", good[1], *wrong, good[2]])
     assert [a.failed for a in got] == [False, True, False, True, True, True, False]

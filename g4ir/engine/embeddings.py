@@ -79,7 +79,7 @@ def read_prompts(folder: Path, spec: Variant) -> tuple[Mapping[str, str], str | 
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise EngineError(f"{path}: prompts must map names to texts; restore the file")
     default = values.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and default not in [*prompts]:  # it may be unhashable
         raise EngineError(
             f"{path}: default_prompt_name {str(default)[:80]!r} is none of its prompts; "
             f"restore the file"

@@ -238,10 +238,11 @@ class Prefiller:
         adapter_slot: int = -1,
     ) -> Chunks:
         """Restore the longest cached prefix, and return an iterator that computes one chunk per
-        value: None, and logits [1, vocab] with the last. until(start) returns where a chunk may
-        end; it may end sooner, but never within a block (`piece_ends`). The iterator may be closed
-        early: the next prompt can reuse what was computed. After an exception call `drop_session`.
-        on_logits: callback for the logits of all tokens, at most CHUNK_LOGITS values per chunk."""
+        value: None, and logits [1, vocab] with the last. until(start) returns where a chunk
+        should end; it may end sooner (--prefill-chunk, a mark, a block), later only to complete a
+        block that starts it (`piece_ends`). The iterator may be closed early: the next prompt can
+        reuse what was computed. After an exception call `drop_session`. on_logits: callback for
+        the logits of all tokens, at most CHUNK_LOGITS values per chunk."""
         keys = self.keys(request) if keys is None else keys
         prompt, marks = self._restore_prefix(request, keys, adapter_slot)
         return self._run_chunks(request, prompt, until, keys, marks, on_logits)

@@ -313,7 +313,8 @@ class OfflineEngine:
         number, text = line
         where, name = f"{source}:{number}", None
         try:
-            fields = {"id": number, **parse_line(text, where)}
+            fields = parse_line(text, where)
+            fields |= {"id": number} if fields.get("id") is None else {}
             name = fields["id"] if FIELDS["id"][0](fields["id"]) else None
             return self._submit(self.request(checked_fields(fields, where), where, line=number))
         except G4Error as e:
