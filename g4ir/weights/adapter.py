@@ -128,6 +128,7 @@ class Adapter:
             for pattern, value in by_pattern.items()
             if any(compiled(pattern, str(path)).fullmatch(module, at) for at in starts)
         )
+        value: Any
         name, value = next(matches, (key, self.config.get(key)))
         if type(value) not in (int, float) or not 0 < value < 1 << 31:
             expected = "expected a number above 0 and below 2^31"

@@ -336,7 +336,7 @@ def local_params(packing: Packing, share: Share) -> set[str]:
 
 
 def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
-    """Return the engine files that a rank reads: those of the rank, and those of all ranks."""
+    """Return the engine files that a rank reads: its own, and those that all ranks share."""
     named = [(f, _OF_RANK.match(f.name)) for f in files]
     return sorted(f for f, match in named if match is None or int(match[1]) == rank)
 

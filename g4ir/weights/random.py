@@ -59,7 +59,7 @@ def distribution(name: str, shape: Shape) -> tuple[float, float]:
 
 def norm_shift(spec: Spec, name: str, shape: Shape) -> float:
     """Return the shift of a decoder norm's centre from `distribution`: norms may be stored as w
-    (around zero), and a score divisor is compensated by the query norms."""
+    (around zero), and a score divisor is compensated by the query norms. 0 for other tensors."""
     text, match = spec.text, NORM.fullmatch(name)
     if not match:
         return 0.0

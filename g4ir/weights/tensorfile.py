@@ -305,8 +305,8 @@ def write_tensors(
 
 def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
     """Yield the results of jobs (bytes of the result, function) in order. A pool of threads runs
-    jobs ahead of the consumer: PREFETCH_BYTES of results, or one larger job, and two jobs per core
-    at most. An error of a job is raised in its turn."""
+    jobs ahead of the consumer: at most PREFETCH_BYTES of results, or one larger job, and about two
+    jobs per core. An error of a job is raised in its turn."""
     threads, cores = torch.get_num_threads(), usable_cores()
     pending, nbytes = deque[tuple[int, "Future[_T]"]](), 0
     # One torch thread per worker: operators on small pieces gain nothing from more.

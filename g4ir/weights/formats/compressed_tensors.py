@@ -159,8 +159,8 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
 
 
 def _by_priority(config: CompressedTensorsConfig, where: str) -> list[_Group]:
-    """Return each target with its group's settings in the library's order: names before patterns,
-    each sorted (`match_targets` of compressed_tensors/utils/match.py)."""
+    """Return a predicate for each target, with its group's settings, in the library's order: names
+    before patterns, each sorted (`match_targets` of compressed_tensors/utils/match.py)."""
     targets = {
         target: (group.weights, group.format or config.format)
         for group in config.config_groups.values()

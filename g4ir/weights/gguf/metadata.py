@@ -226,8 +226,9 @@ def _drafter(keys: _Keys, text: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a draft model; converters omit its clusters."""
     size = next((n for n in BACKBONE if keys.get(n) is not None), BACKBONE[0])
     layers = text["num_hidden_layers"]
-    if keys.integer("nextn_predict_layers", layers) != layers:
-        raise keys.error("nextn_predict_layers", f"expected {layers}, the value of block_count")
+    if (stated := keys.integer("nextn_predict_layers", layers)) != layers:
+        expected = f"expected {layers}, the value of block_count, found {stated}"
+        raise keys.error("nextn_predict_layers", expected)
     return {
         "model_type": f"{keys.rules['drafter']}{ASSISTANT}",
         "dtype": "bfloat16",
@@ -279,8 +280,8 @@ def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
     """Return the config of models whose layers differ only in RoPE (Gemma 3)."""
     dim = _head_dim(keys, "attention.key_length", [*range(layers)])
     for other in ("attention.value_length", COUNT):
-        if keys.integer(other, dim) != dim:
-            raise keys.error(other, f"expected {dim}, the value of key_length")
+        if (size := keys.integer(other, dim)) != dim:
+            raise keys.error(other, f"expected {dim}, the head dim, found {size}")
     widths = "feed_forward_length", "attention.head_count_kv"
     width, heads = (keys.one(name, keys.by_layer(name, layers)) for name in widths)
     defaults = keys.rules["defaults"]
@@ -346,8 +347,9 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
         count = keys.one("attention.head_count_kv", kv_heads)
         kinds[kind] = {"head_dim": dim, "num_key_value_heads": count}
         for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
-            if keys.integer(other, dim) != dim and (other != COUNT or "rope" in keys.rules):
-                raise keys.error(other, f"expected {dim}, the value of key_length{end}")
+            size = keys.integer(other, dim)
+            if size != dim and (other != COUNT or "rope" in keys.rules):
+                raise keys.error(other, f"expected {dim}, the head dim, found {size}")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
     if "rope" not in keys.rules:
