@@ -227,7 +227,7 @@ class Program:
                 first = merged.setdefault(v.name, v)
                 if first is not v and first != v:
                     both = f"{v.type} in graph {g.name} and {first.type} in another"
-                    raise VerifyError(f"{kind} %{v.name} is {both}")
+                    raise VerifyError(f"{kind.removesuffix('s')} %{v.name} is {both}")
         return merged
 
 

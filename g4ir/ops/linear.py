@@ -109,7 +109,7 @@ class split:
     @staticmethod
     def infer(x: Type, *, sizes: tuple[int, ...]) -> Types:
         fits = sum(sizes) == x.shape[-1] and all(n > 0 for n in sizes)
-        require(fits, f"split: sizes {sizes} do not add up to {x}")
+        require(fits, f"split: sizes {sizes}: expected sizes above 0 with sum {x.shape[-1]}; {x}")
         return tuple(x.with_shape(*x.shape[:-1], n) for n in sizes)
 
     @staticmethod

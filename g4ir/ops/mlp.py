@@ -30,7 +30,7 @@ class activation:
 
     @staticmethod
     def infer(x: Type, *, act: str) -> Type:
-        require(act in ACTIVATIONS, f"activation: unknown activation {act!r}")
+        require(act in ACTIVATIONS, f"activation: act {act!r}: expected {', '.join(ACTIVATIONS)}")
         return x
 
     @staticmethod
@@ -51,7 +51,7 @@ class glu:
     @staticmethod
     def infer(gate: Type, up: Type, *, act: str) -> Type:
         require(gate == up, f"glu: gate {gate} and up {up} differ")
-        require(act in ACTIVATIONS, f"glu: unknown activation {act!r}")
+        require(act in ACTIVATIONS, f"glu: act {act!r}: expected {', '.join(ACTIVATIONS)}")
         return gate
 
     @staticmethod

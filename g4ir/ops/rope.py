@@ -44,7 +44,8 @@ class rope_table:
             positions.dtype == "i64" and positions.rank == 2,
             f"rope_table: expected positions i64[B,S], found {positions}",
         )
-        require(kind in ("default", "proportional"), f"rope_table: unknown kind {kind!r}")
+        kinds = ("default", "proportional")
+        require(kind in kinds, f"rope_table: kind {kind!r}: expected {' or '.join(kinds)}")
         require(dim > 0 and dim % 2 == 0, f"rope_table: dim {dim} is not even and positive")
         bounds = f"rope_table: theta {theta}, factor {factor}: expected more than 0"
         require(theta > 0 and factor > 0, bounds)
