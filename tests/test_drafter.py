@@ -555,6 +555,17 @@ def test_costs_of_steps() -> None:
     assert costs.of(1, 3) == pytest.approx([1, 1 + cost, 2])
 
 
+def test_drafts_that_seem_free_are_paused() -> None:
+    """Steps were measured while the machine was slow, verification steps while it was fast."""
+    costs = StepCosts()
+    for tokens in (1, 2, 3, 9):
+        for _ in range(2):
+            costs.add(1, tokens, 1 / tokens)
+    measured = costs.of(1, 9)
+    assert measured == [1] + 8 * [1 + speculative.MIN_EXTRA]
+    assert sum(count > 0 for count in paced(0, measured)[1]) < 20  # of 200 steps
+
+
 #: what an answer of a server or of a conversation is made to say
 SAID = "abcdef" * 5
 TOLD = re.compile(r"; (\d\.\d\d) tokens per step; ended by")

@@ -107,6 +107,16 @@ def test_the_host_reads_a_step_behind(engine: Engine, monkeypatch: pytest.Monkey
     assert len(text) == 8 and ahead == [0, 2, 3, 4, 5, 6, 7, 7]
 
 
+def test_steps_of_a_loop_are_timed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of drafts is relative to them; the first one includes the loop's start."""
+    in_a_loop(engine, monkeypatch)
+    timed = list[tuple[int, int, float]]()
+    monkeypatch.setattr(StepCosts, "add", lambda _, *entry: timed.append(entry))
+    engine.generate(PROMPTS[0], 8, stop_ids=())
+    assert [entry[:2] for entry in timed] == 6 * [(1, 1)]
+    assert all(seconds > 0 for *_, seconds in timed)
+
+
 @pytest.fixture
 def programs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[LoopProgram]:
     """Those that are recorded for steps on the CPU; two looks are 8 steps apart."""

@@ -7,6 +7,7 @@ each sequence per step; the host reads the tokens of a call while the next one r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,10 @@ class TokenSteps:
             self.remaining = min(self.remaining, *pauses)
         #: number of steps whose tokens the last read returned, and that all reads returned
         self.steps = self.received = 0
+        #: duration of each of the steps that were read last; None for the first ones, and beside a
+        #: prefill chunk
+        self.seconds: float | None = None
+        self._read_at: float | None = None
         tokens, self.active, draws = _rows(session, running)
         samplers = {s.slot: s.sampler for s in running}
         self.draws = any(s.params.method != GREEDY for s in samplers.values())
@@ -70,7 +75,11 @@ class TokenSteps:
             count = 1 if single else min(self.loop.steps_per_call, remaining)
             self.loop.advance(count, self._uniforms(count) if self.draws else None)
             self.started += count
-        return self._read()
+        tokens, now = self._read(), time.perf_counter()
+        timed = self._read_at is not None and not prefill_follows
+        self.seconds = (now - self._read_at) / self.steps if timed else None
+        self._read_at = None if prefill_follows else now
+        return tokens
 
     def _uniforms(self, count: int) -> torch.Tensor:
         uniforms = torch.zeros(count, self.session.batch, dtype=torch.float64)

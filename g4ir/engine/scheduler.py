@@ -313,10 +313,9 @@ class Scheduler:
             if not self._loop:
                 return self._verify_drafts(running, drafters)
             self._loop_sequences = [*running]
-        loop, start = self._loop, time.perf_counter()
-        tokens = loop.step(prefill_follows=bool(self._prompt) or self._can_admit())
-        if loop.watches:
-            self.costs.add(self.batch.session.batch, 1, time.perf_counter() - start)
+        tokens = self._loop.step(prefill_follows=bool(self._prompt) or self._can_admit())
+        if self._loop.seconds is not None:
+            self.costs.add(self.batch.session.batch, 1, self._loop.seconds)
         return self._poll(tokens)
 
     def _poll(self, tokens: Tokens) -> NewTokens:

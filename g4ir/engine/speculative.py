@@ -29,6 +29,9 @@ DRAFTS = (NONE, NGRAM, MTP)
 MIN_MATCH, MAX_MATCH = 2, 16
 #: assumed cost of a draft token, as a fraction of a step, until measured
 COST = 0.12
+#: min extra cost of a verification step. Measurements a while apart can say that it costs nothing,
+#: and drafts that are never accepted would not be paused.
+MIN_EXTRA = 0.1
 #: number of newest measurements per (batch, tokens) that count
 NEWEST = 9
 #: decay factor, per verification step, of earlier draft tokens in the acceptance rate
@@ -141,9 +144,9 @@ class StepCosts:
 
     def of(self, batch: int, max_tokens: int) -> list[float]:
         """Return the costs of steps of 1 to max_tokens tokens per sequence, relative to a
-        one-token step. Costs never fall with the number of tokens. An unmeasured size costs COST
-        per additional token more than the next smaller measured one, but no more than the next
-        larger one, so that it is tried."""
+        one-token step. Costs never fall with the number of tokens, and several tokens cost at least
+        1 + MIN_EXTRA. An unmeasured size costs COST per additional token more than the next smaller
+        measured one, but no more than the next larger one, so that it is tried."""
         measured = {t: median(s) for (b, t), s in self._seconds.items() if b == batch and s}
         tokens, sizes = np.arange(1, max_tokens + 1), sorted(measured)
         if sizes[:1] != [1]:
@@ -152,7 +155,8 @@ class StepCosts:
         seconds = np.minimum.accumulate(seconds[::-1])[::-1] / measured[1]
         below = np.searchsorted(sizes, tokens, side="right") - 1
         above = np.append(seconds, np.inf)[np.searchsorted(sizes, tokens)]
-        return np.minimum(seconds[below] + COST * (tokens - np.take(sizes, below)), above).tolist()
+        costs = np.minimum(seconds[below] + COST * (tokens - np.take(sizes, below)), above)
+        return np.maximum(costs, 1 + MIN_EXTRA * (tokens > 1)).tolist()
 
 
 class Pace:
