@@ -75,9 +75,8 @@ class TokenSteps:
             count = 1 if single else min(self.loop.steps_per_call, remaining)
             self.loop.advance(count, self._uniforms(count) if self.draws else None)
             self.started += count
-        tokens, now = self._read(), time.perf_counter()
-        timed = self._read_at is not None and not prefill_follows
-        self.seconds = (now - self._read_at) / self.steps if timed else None
+        tokens, before, now = self._read(), self._read_at, time.perf_counter()
+        self.seconds = None if before is None or prefill_follows else (now - before) / self.steps
         self._read_at = None if prefill_follows else now
         return tokens
 
