@@ -47,9 +47,9 @@ GROUP = 8
 @dataclass(frozen=True)
 class Rounding:
     """Median and worst distance of a reference's rows to `anchor`: RMS of the difference relative
-    to the RMS of the anchor's row; of two modes, the larger. `unit`: half a unit in the last place
-    of the dtype, which replaces smaller distances in the limits; `far`: share of the reference's
-    rows that are far; `reason`: why the anchor is not float64."""
+    to the RMS of the anchor's row; the largest of the reference's modes. `unit`: half a unit in the
+    last place of the dtype, which replaces smaller distances in the limits; `far`: share of the
+    reference's rows that are far; `reason`: why the anchor is not float64."""
 
     anchor: str
     median: float
@@ -191,8 +191,8 @@ def _block_errors(got: Tensor, want: Tensor, rms: Tensor, floor: Tensor) -> tupl
 @dataclass(frozen=True, eq=False)
 class Anchor:
     """Rows [N, n] from which distances in 16 bits are measured: the model's in float64 or, with a
-    `reason`, the reference's own; and the reference's rows in its other modes. `name`: to what the
-    reference's own distance is, in reports."""
+    `reason`, the reference's own; and the reference's rows in its other modes. `name`: in reports,
+    the other end of the reference's own distance."""
 
     name: str
     rows: Tensor

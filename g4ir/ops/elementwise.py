@@ -31,7 +31,7 @@ class add:
 
 @op
 class mul:
-    """x * w, w of one element or of x's last dim (layer scalar: semantics rule 9)"""
+    """x * w, w [1] or [D] for x [..., D] (layer scalar: rule 9)"""
 
     budget = Budget(1, 0, "one product, rounded once")
     kind = "other"
@@ -89,7 +89,7 @@ class softcap:
 
 @op
 class clip:
-    """clamp(x, low, high); bounds are tensors of no dim in x's dtype (rule 27)"""
+    """clamp(x, low, high); bounds are 0-d tensors in x's dtype (rule 27)"""
 
     budget = MOVES
     kind = "other"

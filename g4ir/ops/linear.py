@@ -56,8 +56,8 @@ class linear_bias:
 
 @op
 class linear_clipped:
-    """clamp(linear(clamp(x, in_min, in_max), w), out_min, out_max); bounds are tensors of no dim
-    in x's dtype (rule 27)
+    """clamp(linear(clamp(x, in_min, in_max), w), out_min, out_max); bounds are 0-d tensors in x's
+    dtype (rule 27)
 
     Never packed with other linears of the same x: each clamps x to bounds of its own, known only at
     load.
