@@ -154,7 +154,7 @@ class QuantConfig:
         return self.name == MEASURED
 
     def to_yaml(self) -> str:
-        """Return the config as YAML text."""
+        """Return the config, which --bits chose, as YAML text."""
         rules = [{k: v for k, v in asdict(r).items() if v is not None} for r in self.rules]
         rows = [f"- tensors: [{', '.join(r.pop('tensors'))}]\n  {_flow(r)}" for r in rules]
         return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))

@@ -22,7 +22,7 @@ from .recipe import ENGINE, FROM_CHECKPOINT, QuantConfig, Rule, Scheme
 
 #: op -> its operands that may be quantised
 WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
-#: ops with codes and scales as inputs, before weights are packed
+#: ops that read codes and scales row by row, neither transposed nor in tiles
 QUANTISED_OPS = ("dequantize", "embedding_quantized")
 #: suffixes in the names of dequantised weights, and of those converted to int8
 DENSE, BYTES = ".dense", ".bytes"
@@ -103,9 +103,9 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
 
 
 def simplify_formats(g: Graph, reads: Callable[[Node], bool] = lambda n: False) -> Graph:
-    """Return a graph for targets that read only int8, int4 and fp8, but for the nodes
-    (QUANTISED_OPS) that `reads` accepts. The weights of other nodes are dequantised at build if
-    they have minima, else converted to int8."""
+    """Return a graph for targets that read only int8, int4 and fp8: at build, weights in other
+    formats are dequantised if they have minima, else converted to int8. Nodes (QUANTISED_OPS) that
+    `reads` accepts stay."""
     b = Builder(g.name)
     for n in g.nodes:
         quantised = n.op in QUANTISED_OPS and not reads(n)

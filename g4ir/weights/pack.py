@@ -26,7 +26,7 @@ from .checkpoint import Checkpoint
 from .formats.base import Files
 
 #: maximum bytes of a table that is computed or, with placement `mmap`, mapped in full; larger ones
-#: are read by rows
+#: are read by rows (at build only if no op but `quantize` packs them)
 TABLE_BYTES = 256 << 20
 #: bytes per piece of a larger param, packed piece by piece while it is written
 PIECE_BYTES = 32 << 20
