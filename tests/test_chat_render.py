@@ -161,6 +161,13 @@ def test_hostile_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert render(HI, None, own()).endswith("<|turn>model\n")
 
 
+def test_a_refusal_is_the_templates_own() -> None:
+    with pytest.raises(InputError, match="the template refuses this conversation: No"):
+        render(HI, None, own("{{ raise_exception('No') }}"))
+    with pytest.raises(InputError, match=r"line 1: the template cannot be rendered: .*end of"):
+        render(HI, None, own("{% if"))
+
+
 def test_each_thread_has_limits_of_its_own() -> None:
     """A template that ends at one leaves none behind."""
 
@@ -171,7 +178,7 @@ def test_each_thread_has_limits_of_its_own() -> None:
         return str(refused.value)
 
     with ThreadPoolExecutor(4) as pool:
-        assert all("of more than 4194304 characters" in x for x in pool.map(hostile, range(4)))
+        assert all("has more than 4194304 characters" in x for x in pool.map(hostile, range(4)))
 
 
 def test_templates_render_as_transformers_renders_them() -> None:
@@ -367,5 +374,9 @@ def test_a_schema_that_grows_by_references_is_refused() -> None:
     refs = [{"$ref": f"#/$defs/d{i}"} for i in range(21)]
     defs = {f"d{i}": {"properties": dict.fromkeys("ab", refs[i + 1])} for i in range(20)}
     schema = {"type": "object", "$defs": {**defs, "d20": T}, "properties": {"p": refs[0]}}
-    with pytest.raises(InputError, match="has more than 4096 subschemas or 64 levels"):
+    with pytest.raises(InputError, match=r"schema f\.parameters has more than 4096 subschemas"):
+        make_prompt(HI, [tool(parameters=schema)])
+    deep = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(70)}
+    schema = {"type": "object", "$defs": {**deep, "d70": T}, "properties": {"p": deep["d0"]}}
+    with pytest.raises(InputError, match=r"schema f\.parameters has more than 64 levels"):
         make_prompt(HI, [tool(parameters=schema)])

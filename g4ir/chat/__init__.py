@@ -1,13 +1,13 @@
 """Prompts from conversations; reasoning, content and tool calls from output.
 
     messages, tools --read_messages, lower--> the same, decoded and checked, schemas lowered
-        --template--> marked text --prompt--> Prompt --Vocabulary--> ids
-          the checkpoint's own, or built in     contents never become control tokens
+        --template--> Prompt --Vocabulary--> ids
+          the checkpoint's own, or built in; contents never become control tokens
     ids --TokenStream--> pieces --Reader--> events, Answer
           each piece text or a control token
 
 Independent of HTTP and engines. Invalid requests raise InputError, whose message begins with the
-field: `messages[2].content: ...`.
+field if one is at fault: `messages[2].content: ...`.
 """
 
 from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary

@@ -1,12 +1,11 @@
 """Incremental parser of a tool call, `NAME{key:value,...}`: returns its arguments as JSON while it
 is generated.
 
-Calls are marked text (see special_tokens.py), with strings between control tokens. Unambiguous
+Calls are marked text (see special_tokens.py), with strings between QUOTE tokens. Unambiguous
 deviations from the format are accepted: JSON strings, single quotes, bare words, `=` after declared
 keys, missing commas after delimited values, a second pair of braces. Parsed text is final, so all
-of it may be streamed. Of an open string, the end that would be no part of it if its closing
-delimiter were missing is held back: trailing braces, and everything from a control token that ends
-a call.
+of it may be streamed. What may follow an open string, if its closing delimiter is missing, is held
+back: trailing white space and braces, and everything from a control token on that may end a call.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _FITS: dict[type, set[str]] = {kind: {"integer", "number"} for kind in (int, flo
 _FITS |= {bool: {"boolean"}, str: {"string"}, list: {"array"}, dict: {"object"}}
 #: maximum nesting of a call's values
 MAX_DEPTH = 64
-#: minimum final characters of string arguments before a call is streamed: a shorter text may turn
-#: out to be no call
+#: number of string arguments' characters that must be final before a call is streamed: a shorter
+#: text may turn out to be no call
 MIN_STREAMED = 32
 
 #: parser states: in a key, after a key, in a value, in a streamed string, after a value, or
@@ -79,7 +78,8 @@ def is_bare_key(text: str) -> bool:
 
 class CallBody:
     """Parser of one call's arguments, after `head` (`call:NAME{`). `schema`: of the arguments, for
-    their types; `plain`: a begin or end token of calls ends the call even within a string."""
+    their types; `plain`: any begin or end token of calls within a string ends the call (else only a
+    begin token after an end token, with nothing but white space between them)."""
 
     def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
         self.name, self._parts, self._plain = name, [head], plain
@@ -115,11 +115,11 @@ class CallBody:
     @property
     def end(self) -> int:
         """The index in `raw` where a call without an end token ends: at the first control token of
-        its open string that ends calls, else at the end of the text."""
+        its open string that may end a call, else at the end of the text."""
         return self._seen - (0 if self._mark is None else len("".join(self._raw)) - self._mark)
 
     def as_written(self, body: str) -> str:
-        """Return the final JSON, followed by the rest of the body as generated."""
+        """Return the final JSON, followed by the rest of the call's text `body` as generated."""
         return self.json + spelled(body[self._json_end :])
 
     def new_json(self) -> str:
@@ -128,9 +128,9 @@ class CallBody:
         return "".join(new)
 
     def cut_off(self) -> str:
-        """End a truncated call. Return its JSON so far, which is not closed: with all of an open
-        string, but without a partial key, word or number; if it is unparsable, with the rest as
-        generated."""
+        """End a truncated call. Return its JSON so far, which is not closed: with all the text of
+        an open string that is streamed, without any other partial key or value; if the call is
+        unparsable, with the rest as generated."""
         if self._state == TEXT:
             self._finalise(len("".join(self._raw)))
         return self.as_written(self.raw) if self._state == DEAD else self.json
@@ -359,7 +359,7 @@ def _unquoted(raw: str) -> str:
 
 def _typed(text: str, schema: Schema) -> Any:
     """Parse a delimited text as a number, boolean, null, list or object if the schema does not
-    allow strings; return it unchanged if that fails or gives another type."""
+    allow strings; return it unchanged if that fails or the schema does not allow the value."""
     if fits("", schema):
         return text
     word = text.strip()
@@ -385,7 +385,7 @@ def _bare(word: str, schema: Schema) -> Any:
 
 
 def _literal(word: str, python: bool) -> Any:
-    """Parse a word as a JSON number, true or false (with `python` also Python's spelling); None for
+    """Parse a word as a JSON number, true or false (with `python` also True or False); None for
     others."""
     if word in ("true", "false") or (python and word in ("True", "False")):
         return word.lower() == "true"

@@ -136,7 +136,7 @@ def _call(call: Any, where: str) -> Message:
     function, path = function_of(call, where), f"{where}.function.arguments"
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not name.strip() or set(name) & {"{", "\n"}:
-        problem = f"must be the name of a function, found {shown(name)}"
+        problem = f"must be a function's name, without {{ and newlines, found {shown(name)}"
         raise InputError(f"{where}.function.name: {problem}")
     if isinstance(arguments, str):
         value = decoded(arguments or "{}", path)
@@ -180,7 +180,7 @@ def expect(value: Any, kinds: type | tuple[type, ...], where: str, what: str, fi
 
 
 def an_object(value: Any, where: str) -> dict[str, Any]:
-    """Return the value as a dict; InputError if it is no JSON object."""
+    """Return a value that is a dict; InputError if it is none."""
     return expect(value, dict, where, "an object")
 
 
@@ -260,8 +260,9 @@ def _joined(content: Any) -> Any:
 
 def check_pairs(messages: Messages, may_wait: bool = False) -> list[Message]:
     """Raise InputError for tool calls without results and results without calls, on which no model
-    was trained, and for an empty conversation. Return the calls that wait for a result; only those
-    of the last assistant message may, if `may_wait`."""
+    was trained, for two calls of a message with the same id, and for an empty conversation. Return
+    the calls that wait for a result; only those of the last message with calls may, if
+    `may_wait`."""
     if not messages:
         raise InputError("messages: are empty; give at least one")
     waiting, caller, end = list[Message](), 0, {"role": "end"}
@@ -315,8 +316,8 @@ _DATA = re.compile(
 
 @dataclass(frozen=True)
 class Source:
-    """Data of a message part: `raw` bytes decoded from base64, else a URL or path `text`; `where`:
-    its location, for errors."""
+    """Data of a message part: `raw`, the bytes decoded from base64; if None, `text` is a URL or a
+    path. `where`: its field in the request, for errors."""
 
     text: str
     where: str
@@ -324,13 +325,14 @@ class Source:
 
 
 def source_of(medium: Medium) -> Source:
-    """Return the source of a part's data; InputError if it is no text, or invalid base64."""
+    """Return the source of a part's data; InputError if that is not a text, or is invalid
+    base64."""
     outer = medium.part["type"]
     inner = "data" if outer == "input_audio" else "url"
     where, value = f"{medium.where}.{outer}", medium.part.get(outer)
     text = value if isinstance(value, str) else an_object(value, where).get(inner)
     where = f"{where}.{inner}"
-    expect(text, str, where, "base64" if inner == "data" else "a data URL")
+    expect(text, str, where, "base64" if inner == "data" else "a URL or a path")
     head = _DATA.match(text)
     if head is None and inner == "url":
         return Source(text, where, None)

@@ -57,7 +57,7 @@ def guard(inputs: PromptInputs, source: str) -> tuple[PromptInputs, str]:
     seen = set(source)
 
     def look(text: str) -> str:
-        if not text.isascii():  # in blocks, since a regex match holds the GIL
+        if not text.isascii():  # in blocks, since `update` holds the GIL
             for start in range(0, len(text), _BLOCK):
                 seen.update(text[start : start + _BLOCK])
         return text
@@ -101,8 +101,8 @@ class Prompt:
 
     @property
     def tail(self) -> str:
-        """The text from the start of the last turn, or the end of the last tool result if that is
-        later; it sets the initial state of a `Reader`."""
+        """The text from the start of the last turn, or from the end token of the last tool result
+        if that is later; it sets the initial state of a `Reader`."""
         start = max(0, *map(self.marked.rfind, (*control.TURNS, control.RESPONSE_END)))
         return self.marked[start:].replace(self.mark, "")
 
@@ -157,9 +157,9 @@ def find(text: str, strings: Strings) -> Iterator[tuple[int, int]]:
 def text_ids(
     tokenizer: Any, texts: Sequence[str], special: bool = False, label: str = "messages"
 ) -> list[list[int]]:
-    """Return the token ids of each text; `special`: with the tokenizer's BOS and EOS. Unlike
-    `encode`, `encode_batch_fast` releases the GIL: other threads run while a long text is
-    tokenised. InputError, which begins with the label, if the tokenizer fails."""
+    """Return the token ids of each text; `special`: with the special tokens that the tokenizer adds
+    (BOS, for some also EOS). Unlike `encode`, `encode_batch_fast` releases the GIL: other threads
+    run while a long text is tokenised. InputError, which begins with `label`, if it fails."""
     try:
         return [e.ids for e in tokenizer.encode_batch_fast([*texts], add_special_tokens=special)]
     except BaseException as e:  # a panic of the library is no Exception
@@ -193,7 +193,7 @@ class Vocabulary:
         row = next((row for row in rows if self.controls.keys() >= {*row["turn"]}), None)
         #: string that begins a turn; None: the tokenizer has no chat turns
         self.turn: str | None = row["turn"][0] if row else None
-        if chat_format:  # a format's own names of the tool-call tokens -> the common ones
+        if chat_format:  # the full format's names of tool-call tokens -> ids of this format's
             named = control.aliases(rows[0]).items()
             self.controls |= {full: self.controls[a] for full, a in named if a in self.controls}
         self._names = frozenset(self.controls)
@@ -214,9 +214,9 @@ class Vocabulary:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def check_length(self, characters: int, limit: int, label: str, cheap: int = CHEAP) -> None:
-        """Raise InputError for a text of that many characters that must exceed `limit` tokens, even
-        if each token were as long as the longest. Texts of up to `cheap` characters pass:
-        tokenising them costs little. `label`: begins the message."""
+        """Raise InputError if a text with this number of characters exceeds `limit` tokens even if
+        each token is as long as the longest. Texts of up to `cheap` characters pass: tokenising
+        them costs little. `label`: begins the message."""
         if characters > cheap and characters > (limit + 1) * self.longest:
             excess = f"{characters} characters do not fit the context of {limit} tokens"
             longest = f"even if each token were as long as the longest ({self.longest} characters)"
@@ -278,7 +278,7 @@ class Vocabulary:
         """Return the text without special tokens.
 
         Byte tokens are decoded here as UTF-8: one that begins or continues no character becomes
-        U+FFFD and leaves its neighbours as they are, where the library replaces the whole run.
+        U+FFFD and leaves its neighbours as they are, whereas the library replaces the whole run.
         """
         ids = list(ids)
         text: str = self.tokenizer.decode(ids)
@@ -336,7 +336,7 @@ class TextStream:
         return self._wrong() + self._byte(last, byte)
 
     def _wrong(self) -> str:
-        """Emit the incomplete character as U+FFFD, if there is one."""
+        """Drop the bytes of an incomplete character; return U+FFFD for it, "" if there is none."""
         if not self._bytes:
             return ""
         self._ids = self._ids[: -len(self._bytes)]
@@ -349,8 +349,9 @@ class TextStream:
         return (self._piece() if len(self._ids) > self._context_size else "") + wrong
 
     def _piece(self, ends: bool = True) -> str:
-        """Return the text after the last piece. Unless `ends` (no token follows), return "" if it
-        may end within a character, as tokens of byte-level vocabularies can."""
+        """Return the text after the last piece. Unless `ends` (the text is known to end with a
+        whole character, or no token follows), return "" if it may end within a character, as tokens
+        of byte-level vocabularies can."""
         context = self._ids[: self._context_size]
         before = self.vocabulary.alone(context[0]) if len(context) == 1 else self._text(context)
         piece: str = self._text(self._ids)[len(before) :]
@@ -396,7 +397,7 @@ class TokenStream:
         new = self.length - before
         if name is None and token in self.vocabulary.bytes:
             self.start = self.length - (not self._text.cut) if new else before
-        else:  # ends an incomplete character, which becomes U+FFFD
+        else:  # after an incomplete character, which becomes U+FFFD, if there is one
             self.start = before + min(cut, new)
         return pieces
 
@@ -423,7 +424,8 @@ class ReasoningBudget:
         token = budget.forced()                 # what must come next, or None: the model is free
         budget.push(token)                      # what came next
 
-    Forces a newline and the token that closes the channel, after the current character is complete.
+    Forces a newline, unless one has just ended the reasoning, and the token that closes the
+    channel, once the current character is complete.
     """
 
     def __init__(self, vocabulary: Vocabulary, limit: int, inside: bool = False) -> None:
@@ -432,7 +434,7 @@ class ReasoningBudget:
         self.limit, self.used, self.inside = limit, 0, inside
         channel = (control.CHANNEL, control.CHANNEL_END)
         if absent := [text for text in channel if text not in vocabulary.controls]:
-            why = "reasoning cannot be ended by force"
+            why = "reasoning cannot have a budget; leave it out"
             raise InputError(f"the tokenizer has no {absent[0]}: {why}")
         self._open, self._close = (vocabulary.controls[text] for text in channel)
         newline = vocabulary.plain("\n")

@@ -6,9 +6,9 @@
     answer = reader.finish("stop")                  # answer.events: what was held back
 
 A state machine over marked text: the result does not depend on how the stream is cut, and takes
-linear time. Text that turns out to be no call is content, with its markers. A call's arguments are
-streamed while they are generated; if the remainder turns out to be unparsable, it is streamed as
-generated.
+linear time. Text that turns out to be no call is content, with its control tokens spelled out. A
+call's arguments are streamed while they are generated; if the remainder turns out to be unparsable,
+it is streamed as generated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHANNEL, _CHANNEL_END = control.MARKS[control.CHANNEL], control.MARKS[control.C
 _NAME = control.THOUGHT.rstrip("\n")
 #: maximum stop strings of a request, and characters of each
 MAX_STOPS, LONGEST_STOP = 64, 4096
-#: maximum re-parses of an answer after malformed calls
+#: re-parses of an answer after malformed calls; after more, calls are parsed as `plain` (CallBody)
 MAX_RETRIES = 16
 #: maximum characters of a call's head (`call:NAME{`), and of the space between two calls
 LONGEST_HEAD, LONGEST_GAP = 512, 64
@@ -327,9 +327,9 @@ class Reader:
         return end, ""
 
     def _end_body(self, complete: bool = True) -> str:
-        """End a call without an end token, or one cut by the length limit (not `complete`). Return
-        the text to parse again: from the control token on that ended its unclosed string, if it
-        did."""
+        """End a call without an end token; `complete` False: the length limit cut it. Return the
+        text to parse again: from the control token on, if one in its open string ended the call
+        (`CallBody.end`); else ""."""
         body, raw = self._body, self._body.raw
         end = body.end
         if body.close():

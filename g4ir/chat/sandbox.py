@@ -22,10 +22,12 @@ from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.visitor import NodeTransformer
 
-#: limits of rendering: characters of the prompt and of any value, seconds, and bytes of all values
+#: limits of rendering: characters of the prompt, and characters or elements of any value; seconds;
+#: bytes of all values
 MAX_TEXT, MAX_SECONDS, MAX_MEMORY = 4 << 20, 10.0, 512 << 20
 #: maximum bits of an integer; maximum value or length of an argument of those in SHORT
 MAX_BITS, MAX_SHORT = 4096, 256
+SHORTEN = "shorten the conversation, or simplify the template"
 #: bytes charged per step and per element
 ELEMENT = 64
 #: filters, and methods of strings
@@ -36,8 +38,8 @@ _METHODS = """capitalize count endswith find index isalnum isalpha isdecimal isd
 isnumeric isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace
 rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"""
 FILTERS, METHODS = frozenset(_FILTERS.split()), frozenset(_METHODS.split())
-#: filters whose operand is converted to text first, and those that only limit the length of its
-#: text
+#: filters whose operand is converted to text, and those whose operand stays as it is, but is
+#: refused if its text would be too long
 OF_TEXT = {"indent", "replace", "string", "trim", "upper", "lower", "title", "e", "escape"}
 OF_VALUES = {"join", "tojson", "unique", "groupby", "wordcount"}
 #: methods and filters whose arguments must be small
@@ -45,19 +47,20 @@ SHORT = {"strip", "lstrip", "rstrip", "trim", "indent", "round", "batch", "tojso
 
 
 class LimitError(Exception):
-    """Raised if a template exceeds a limit."""
+    """Raised if a template exceeds a limit, or does what is not supported here."""
 
 
 class RenderError(Exception):
-    """Raised if a template cannot be rendered; has the line if known."""
+    """Raised if a template cannot be rendered; has the line if known. `refused`: the template
+    itself called `raise_exception`."""
 
-    def __init__(self, message: str, line: int | None = None) -> None:
+    def __init__(self, message: str, line: int | None, refused: bool) -> None:
         super().__init__(message)
-        self.line = line
+        self.line, self.refused = line, refused
 
 
 class Budget(threading.local):
-    """Remaining time and memory of a rendering, per thread."""
+    """Bytes charged to the rendering of the current thread, and its deadline."""
 
     spent, end = 0, 0.0
 
@@ -69,9 +72,9 @@ class Budget(threading.local):
         exhausted."""
         self.spent += nbytes
         if self.spent > MAX_MEMORY:
-            raise LimitError(f"it needs more than {MAX_MEMORY >> 20} MiB")
+            raise LimitError(f"rendering needs more than {MAX_MEMORY >> 20} MiB; {SHORTEN}")
         if time.monotonic() > self.end:
-            raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
+            raise LimitError(f"rendering takes more than {MAX_SECONDS:g} seconds; {SHORTEN}")
 
 
 BUDGET = Budget()
@@ -90,7 +93,7 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
         return "".join(pieces)
     except Exception as e:  # a template's expressions may raise anything
         message = str(e)[:400] or type(e).__name__
-        error = RenderError(message, getattr(e, "lineno", None))
+        error = RenderError(message, getattr(e, "lineno", None), type(e) is TemplateError)
     raise error  # outside of the handler, so that `e` is not its context
 
 
@@ -98,7 +101,8 @@ def check_size(size: int) -> int:
     """Return the size (characters of a text, elements of a list or object); LimitError if it
     exceeds MAX_TEXT."""
     if size > MAX_TEXT:
-        raise LimitError(f"it makes a value of more than {MAX_TEXT} characters or elements")
+        problem = f"a text or a list has more than {MAX_TEXT} characters or elements"
+        raise LimitError(f"{problem}; {SHORTEN}")
     return size
 
 
@@ -110,7 +114,7 @@ def charged(value: Any) -> Any:
     elif isinstance(value, (list, tuple, dict)):
         size = ELEMENT * check_size(len(value))
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
+        raise LimitError(f"a number has more than {MAX_BITS} bits; simplify the template")
     BUDGET.spend(ELEMENT + size)
     return value
 
@@ -127,7 +131,7 @@ def text_of(value: Any) -> Any:
         elif isinstance(x, (list, tuple)):
             pending += x
         elif not isinstance(x, str | int | float | Undefined | None):
-            raise LimitError(f"it prints an object of type {type(x).__name__}")
+            raise LimitError(f"an object of type {type(x).__name__} cannot be written as text")
     return charged(value if isinstance(value, str) else str(value))
 
 

@@ -72,7 +72,8 @@ class Template:
         """Return the built-in template of a chat format; InputError for an unknown format."""
         if chat_format not in CHAT_FORMATS:
             allowed = ", ".join(CHAT_FORMATS)
-            raise InputError(f"chat form {chat_format!r}: must be one of {allowed}, or a Template")
+            problem = f"must be one of {allowed}, or a Template"
+            raise InputError(f"chat format {chat_format!r}: {problem}")
         row = CHAT_FORMATS[chat_format]
         source = Path(__file__).with_name(row["template"]).read_text(encoding="utf-8")
         for full, text in zip(
@@ -86,8 +87,8 @@ class Template:
     def open(folder: str | Path, otherwise: str = SMALL) -> Template:
         """Read the template of a checkpoint or an engine directory; if it has none, return a
         built-in one: of the variant of chat format `otherwise` that the tokenizer reveals
-        (`find_format`), else of `otherwise` itself, with a note. InputError for one that is no
-        template."""
+        (`find_format`), else of `otherwise` itself, with a note. InputError for a missing folder
+        or a template that cannot be read."""
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such directory, so no chat template")
@@ -102,7 +103,7 @@ class Template:
             note = (
                 "the model has no chat template, so it is probably a base model, which was not "
                 "trained for conversations: take an instruction-tuned one (-it), or continue "
-                f"texts with `g4ir run`; the built-in format {otherwise!r} is used"
+                f"texts with `g4ir run`; the built-in template of format {otherwise!r} is used"
             )
             tokenizer = folder / TOKENIZER
             text = tokenizer.read_text("utf-8", "replace") if tokenizer.is_file() else ""
@@ -138,7 +139,7 @@ class Template:
         return not self._answers(messages) and self._answers(_folded(messages))
 
     def _answers(self, messages: Sequence[Message]) -> bool:
-        """Whether the template writes a tool's result after its call, in the native format."""
+        """Whether the template writes a tool's result after its call and a response token."""
         try:
             text = self._text(messages, {})
         except InputError:
@@ -149,7 +150,8 @@ class Template:
     def write(
         self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
     ) -> str:
-        """Render the prompt of a conversation. InputError if the template refuses it."""
+        """Render the prompt of a conversation. InputError if the template refuses it or fails, has
+        no place for tools, or has no such option (built-in ones)."""
         unknown = options.keys() - set(OPTIONS) if self.origin == BUILT_IN else ()
         if unknown:
             problem, allowed = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
@@ -183,15 +185,16 @@ class Template:
             return render(self.source, self.origin, variables)
         except RenderError as e:
             at = f"{self.origin}, line {e.line}" if e.line else self.origin
-            raise InputError(f"{at}: the template refuses this conversation: {e}") from e
+            problem = "refuses this conversation" if e.refused else "cannot be rendered"
+            raise InputError(f"{at}: the template {problem}: {e}") from e
         except (TypeError, ValueError) as e:
             raise InputError(f"{self.origin}: an option of the template is not JSON: {e}") from e
 
 
 def _detect_form(template: Template) -> str:
     """Detect a template's chat format among those with reasoning: whether it writes an empty
-    channel if thinking is off. A template that refuses the probe counts as `small`; other formats
-    are set by the variant."""
+    channel if thinking is off. A template that refuses the probe counts as `small`. Formats without
+    reasoning stay as they are: the variant sets them."""
     if "channel" not in template.strings["controls"]:
         return template.form
     question = [{"role": "user", "content": "?"}]
@@ -352,7 +355,7 @@ def prompt_ids(
         return encoded(user_message(with_media(prompt, [{"type": kind} for kind in kinds])))
     if not isinstance(prompt, list | tuple) or not prompt:
         actual = "an empty list" if isinstance(prompt, list | tuple) else kind_of(prompt)
-        raise InputError(f"prompt: expected a text or messages, found {actual}")
+        raise InputError(f"prompt: expected a text, messages, or a list of these, found {actual}")
     if isinstance(prompt[0], dict):
         return encoded(prompt)
     return [encoded(user_message(one) if isinstance(one, str) else one) for one in prompt]

@@ -23,7 +23,7 @@ OF_FUNCTION = ("name", "description", "parameters", "response")
 #: keywords that are dropped without notice, since they constrain no value: annotations,
 #: identifiers, and definitions (references are resolved before)
 NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "examples", "deprecated"}
-#: keywords of a function declaration, in the order of processing
+#: keywords of a function declaration, in the order in which they are written
 KEYWORDS = ("description", "type", "enum", "nullable", "items", "properties", "required")
 #: keywords whose values are data, and those whose values map names to schemas
 DATA = {"const", "default", "enum", "example", "examples"}
@@ -71,7 +71,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Drop keywords with value null, which some clients send for absent ones."""
+    """Drop keywords with value null, which some clients send for absent ones; `const` and `default`
+    stay, of which null is a value."""
     if isinstance(schema, list):
         return [without_nulls(inner) for inner in schema]
     if not isinstance(schema, dict):
@@ -119,7 +120,8 @@ def _list(value: Any) -> list[Any]:
 def lower(
     tools: Sequence[Mapping[str, Any]], reading: bool = False
 ) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
-    """Lower the schemas of checked tools; return the tools, and the dropped keywords by field.
+    """Lower the schemas of checked tools; return the tools, and the dropped keywords as
+    `FIELD: KEYWORD`.
 
     Local `$ref`s are resolved; `anyOf [T, null]` becomes a nullable T; a union of plain types
     becomes a list of types, one of string constants an enum, any other union its first member;
@@ -131,14 +133,16 @@ def lower(
         function = dict(tool["function"])
         for key in ("parameters", "response"):
             if function.get(key):
-                lowering = _Lowering(function[key], lost, reading)
-                function[key] = lowering.schema(function[key], f"{function['name']}.{key}", ())
+                label = f"{function['name']}.{key}"
+                lowering = _Lowering(function[key], label, lost, reading)
+                function[key] = lowering.schema(function[key], label, ())
         out.append({**tool, "function": function})
     return tuple(out), tuple(dict.fromkeys(lost))
 
 
 def resolve_ref(root: Mapping[str, Any], ref: Any) -> Any:
-    """Resolve a local `$ref` (`#` or a JSON pointer) in a root schema; None if there is none."""
+    """Resolve a local `$ref` (`#` or `#/` and a JSON pointer) in a root schema; None if it is no
+    such reference, or there is no schema at it."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return None
     node: Any = root
@@ -154,9 +158,11 @@ def resolve_ref(root: Mapping[str, Any], ref: Any) -> Any:
 @dataclass
 class _Lowering:
     """Lowers one schema: `$ref`s point into `root`; dropped keywords are appended to `lost`.
-    `refs` of the methods: references already followed. `count`: schemas lowered so far."""
+    `label`: the schema's path, `NAME.parameters` or `NAME.response`; `refs` of the methods:
+    references already followed; `count`: schemas lowered so far."""
 
     root: Mapping[str, Any]
+    label: str
     lost: list[str]
     reading: bool = False
     count: int = 0
@@ -164,9 +170,12 @@ class _Lowering:
     def schema(self, schema: Any, where: str, refs: tuple[str, ...]) -> dict[str, Any]:
         """Return a schema with KEYWORDS alone, recursively; `where`: its path, for errors."""
         self.count += 1
-        if self.count > MAX_SCHEMAS or where.count(".") > MAX_DEPTH:
-            limits = f"{MAX_SCHEMAS} subschemas or {MAX_DEPTH} levels"
-            raise InputError(f"tools: the schema of {where[:80]} has more than {limits}")
+        if self.count > MAX_SCHEMAS:
+            problem = f"the schema {self.label} has more than {MAX_SCHEMAS} subschemas"
+            raise InputError(f"tools: {problem}; simplify it")
+        if where.count(".") > MAX_DEPTH:
+            problem = f"the schema {self.label} has more than {MAX_DEPTH} levels"
+            raise InputError(f"tools: {problem}; flatten it")
         if not isinstance(schema, Mapping):  # true and false are valid schemas
             return {}
         node, refs = self._flat(schema, where, refs)
