@@ -346,7 +346,7 @@ def choose(
 ) -> torch.Tensor:
     """Sample a token int64 [B] for each row of float32 [B, vocab] by one of METHODS; `uniforms`
     f64[B]: random numbers, `draws` f64[B, 4]: settings (`SamplingParams.draw`). Greedy takes the
-    lowest of equal maxima. No synchronisation with the host if the logits are on a GPU."""
+    lowest token of equal maxima. No synchronisation with the host if the logits are on a GPU."""
     vocab = logits.shape[-1]
     if method == GREEDY:
         return greatest(logits)

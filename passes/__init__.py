@@ -5,10 +5,11 @@ A pass is a file of this folder with
       what it did, or why a candidate does not match; or JOINS, fused ops: join.py derives the pass
   AFTER  the previous pass, with the reason as a comment; None: it is the first
 and optionally
-  OPTIONS  default options, a frozen dataclass that checks its fields: the argument `options`
+  OPTIONS  default options, an instance of a frozen dataclass that checks its fields; the function
+      also has an argument `options`
   CHANGES_STATE  True: it may change the caches, in number or type
   CHANGES_MEANING  True: it may change what a graph computes, such as by rounding; `check` does not
-      compare it with the pass before
+      compare its graph with that of the pass before
 
 Weights are packed before `last_token_only`, so that prefill and decode share them, and
 `fuse_cache_write` runs after the passes that change caches.
@@ -54,8 +55,8 @@ def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
         names += followers
     for name in modules:
         if name not in names:
-            after = f"AFTER = {modules[name].AFTER!r}"
-            raise PassError(f"pass {name}: from {after} no chain of AFTERs leads to the first pass")
+            after = f"AFTER = {modules[name].AFTER!r} names no pass"
+            raise PassError(f"pass {name}: {after}, or leads to none with AFTER = None")
     return {name: modules[name] for name in names if name}
 
 
@@ -194,7 +195,7 @@ def _run_one(
         if g.inputs != out.inputs or g.outputs != out.outputs:
             raise PassError("the pass changed the graph's inputs or outputs")
         if name not in CHANGES_STATE and g.state != out.state:
-            raise PassError("the pass changed the state and is not declared to")
+            raise PassError("the pass changed the state, but does not set CHANGES_STATE")
     except G4Error as e:
         after = f" (after {', '.join(done)})" if done else ""
         raise PassError(f"pass {name} on graph {g.name}{after}: {e}") from e

@@ -74,13 +74,14 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
 
 
 def _unquantised(g: Graph, row: Value) -> Value:
-    """Return K, V or latent rows as they are before `narrow_row`, if they are quantised."""
+    """Return K, V or latent rows before `narrow_row` quantises them; `row` itself if none does."""
     narrowed = producer_of(g, row, "narrow_row")
     return narrowed["x"] if narrowed else row
 
 
 def _write(g: Graph, v: Value) -> Node:
-    """Return the write that defines a cache value; NoMatch if the old cache has other readers."""
+    """Return the write that defines the new value `v` of a cache; NoMatch if none does, or if the
+    old value has other readers."""
     if v in g.state:
         raise NoMatch(f"it reads {v} itself, not the result of a write")
     write = produced_by(g, v, "cache_write")

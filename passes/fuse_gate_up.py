@@ -16,11 +16,11 @@ def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
 
 def _edit(g: Graph, act: Node) -> Edit:
     if any(producer_of(g, v, "linear_clipped") for v in act.inputs):
-        raise NoMatch("each projection clamps its input to bounds of its own")
+        raise NoMatch("a projection clamps its input to bounds of its own")
     gate, up = (producer_of(g, v, "linear") for v in act.inputs)
     if gate is None or up is None:
         other = [str(v) for v, n in zip(act.inputs, (gate, up), strict=True) if n is None]
-        raise NoMatch(f"{' and '.join(other)} is not the result of a linear")
+        raise NoMatch(f"no linear computes {' or '.join(other)}")
     if gate["x"] != up["x"]:
         raise NoMatch(f"{gate.out} and {up.out} project different inputs")
     formats = [format_of(g, n["w"]) for n in (gate, up)]

@@ -1,7 +1,7 @@
 """h = residual + rms_norm(x, w); [h = h * scalar]; n_i = rms_norm(h [, w_i])  ->  norm_residual
 
-Crosses layer boundaries: the residual add includes the pre-norm of the next block. The three norms
-of one residual in a layer with experts share their rsqrt.
+Crosses layer boundaries: the fused op includes the pre-norm of the next block. The three norms of
+one residual in a layer with experts share their rsqrt.
 """
 
 from __future__ import annotations

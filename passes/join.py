@@ -47,7 +47,7 @@ class _Pair:
         if any(positions.get(v.name, -1) > produced_at for v in n.inputs):  # `after` is slow
             later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}
             if later.intersection(n.inputs):
-                raise NoMatch(f"{n.outputs[0]} depends on {producer.outputs[0]}")
+                raise NoMatch(f"another operand of {n.outputs[0]} depends on {producer.outputs[0]}")
         return Edit(parts, [fused], f"fused with {producer.outputs[0]}")
 
     def joined(self, n: Node, producer: Node) -> Node:
@@ -85,7 +85,7 @@ def _pairs(op: str) -> tuple[_Pair, ...]:
 
 
 def join(g: Graph, note: Note = ignore, *, ops: Sequence[str]) -> Graph:
-    """Fuse each node with the producer of one of its operands, if the two match the expansion of
+    """Fuse nodes with the producer of one of their operands, where the two match the expansion of
     one of `ops`."""
     pairs = [pair for op in ops for pair in _pairs(op)]
     positions = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}

@@ -21,7 +21,7 @@ from g4ir.ops.rope import rotated_pairs
 
 from .match import NoMatch, Note, cache_names, ignore, produced_by, producer_of, require_one_of
 
-AFTER = "last_token_only"  # it rewrites `attention` only, not `attention_latent`
+AFTER = "last_token_only"  # which handles `attention` only, not `attention_latent`
 CHANGES_STATE = True
 #: form with separate caches of K and V
 PLAIN = "off"
@@ -50,7 +50,7 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
     for (k, v), readers in _readers(g).items():
         try:
             if layer_of(k) in options.keep:
-                raise NoMatch("a draft model reads it as K and V")
+                raise NoMatch("a draft model reads its K and V as separate caches")
             match = _match(g, written, k, v)
             _check_readers(g, match, readers)
             if options.form == PLAIN:
@@ -114,8 +114,8 @@ class _Match:
         return b.nodes
 
     def read(self, n: Node, write: Node) -> Node:
-        """Return the node that replaces the attention `n`; like it, it reads the cache before or
-        after the write."""
+        """Return the node that replaces the attention `n`. It reads the cache before or after the
+        write, as `n` does."""
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
         operands = [write.out if after else write["cache"], *[write["new"]] * bool(fresh)]

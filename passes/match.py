@@ -75,7 +75,7 @@ def produced_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
 def match_parts(g: Graph, fused: Node) -> list[Node]:
     """Return the graph's nodes that a fused node replaces; its expansion is the pattern. NoMatch if
     a node differs, or if an intermediate value has another user."""
-    other_operands = f"{fused.op} takes other operands"
+    other_operands = f"{fused.op} takes other operands, or has results of other types"
     try:
         types = fused.inferred
     except VerifyError as e:
@@ -116,8 +116,8 @@ def only_reader(g: Graph, v: Value, op: str) -> Node:
 
 
 def after(g: Graph, values: Iterable[Value]) -> Iterator[Node]:
-    """Yield the nodes (RESULT too) that depend on values, breadth first; no readers of cache
-    writes."""
+    """Yield the nodes that depend on `values`, breadth first, also RESULT; not those that depend
+    only on a cache write's result."""
     visited = set[int]()
     queue = [u for v in values for u in g.readers(v)]
     for n in queue:
@@ -146,8 +146,8 @@ def cache_names(g: Graph) -> dict[str, str]:
 
 def format_of(g: Graph, w: Value) -> tuple[object, ...] | None:
     """Return a weight's format; weights of equal formats can be concatenated. int6, int5, iq4
-    and int3k count as int8, to which they can be converted. None if it is neither a param nor
-    dequantised."""
+    and int3k count as int8, to which they can be converted. None if the weight is neither a param
+    nor dequantised."""
     producer = g.producer(w)
     if producer is None and w in g.param_set:
         return (w.type.dtype,)
@@ -163,9 +163,9 @@ def format_of(g: Graph, w: Value) -> tuple[object, ...] | None:
 def pack(
     b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
 ) -> tuple[Value, list[Node]]:
-    """Emit one linear with the concatenated rows of several weights: of codes and scales if they
-    are quantised, as int8 if their formats differ. `weight`, `name`: names of the packed weight and
-    of the result. Returns the result and the nodes that the linear replaces."""
+    """Emit one linear whose weight has the rows of several: quantised weights' codes and scales are
+    concatenated, converted to int8 if the formats differ. `weight`, `name`: names of the packed
+    weight and of the result. Returns the result and the nodes that the linear replaces."""
     dequantizers = [n for p in products if (n := g.producer(p["w"]))]
     if dequantizers:
         parts = [n.inputs for n in dequantizers]
@@ -183,7 +183,7 @@ def pack(
 
 
 def _to_int8(b: Builder, pair: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Convert codes and scales to int8 if their format is in JOINED_AS_BYTES, else return them."""
+    """Return the codes and scales of int8 for those of a format in JOINED_AS_BYTES; else `pair`."""
     if FORMAT_OF[pair[0].type.dtype] not in JOINED_AS_BYTES:
         return pair
     ends = (v.name.rpartition(".") for v in pair)

@@ -62,8 +62,8 @@ def signed(e: Emitter, sin: Operand) -> Operand:
 
 
 def tables(net: Network, cos: Value, sin: Value, axis: int) -> tuple[Operand, Operand]:
-    """Return the cos and sin tables [B, S, d] for `rotate`, with a head dim of 1 inserted at
-    `axis`."""
+    """Return the cos and sin tables [B, S, d] for `rotate`, with an axis of size 1 for the heads
+    inserted at `axis`."""
     e = net.e
     return net.shared(
         ("tables", cos, sin, axis),
@@ -110,7 +110,7 @@ def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
     e = net.e
     newest = e.sub(written, 1)
     ahead = e.add(newest, e.cast(net.env[TURNED], "i32"))
-    # distance in slots to the newest token, kept non-negative for floor_div
+    # distance of each slot to the newest token's: + slots, since floor_div needs non-negative ints
     back = e.constant(slots - torch.arange(slots, dtype=torch.int32)[None])
     behind = _modulo(e, e.add(e.unsqueeze(ahead, 1), back), slots)
     return e.sub(e.unsqueeze(newest, 1), behind)
@@ -215,8 +215,8 @@ def qkv_write(net: Network, n: Node, qkv: Operand, *inputs: Operand) -> tuple[Op
 def _norm_weights(
     e: Emitter, q: Operand, k: Operand, heads: int, count: int, values: bool
 ) -> Operand:
-    """Return the norm weight of each head of q and k, and with `values` ones for those of v, as
-    f32[1, heads of all, 1, d]."""
+    """Return f32[1, heads of q, k and, if `values`, v, 1, d]: the norm weight of each head, 1 for
+    those of v."""
     rows = [e.cast(e.unsqueeze(w, 0, 1, 2), "f32") for w in (q, k)]
     ones = [e.constant(torch.ones(1, count, 1, int(q.shape[0])))] if values else []
     return e.concat([rows[0]] * heads + [rows[1]] * count + ones, 1)

@@ -345,7 +345,8 @@ def reshape_spec(x: Type, t: Type) -> list[int]:
 
 
 def broadcast(op: str, a: Type, b: Type) -> tuple[Dim, ...]:
-    """Return the shape of a pointwise result; ValueError if ranks differ, or sizes other than 1."""
+    """Return the shape of a pointwise result; ValueError if ranks differ, or two sizes of which
+    neither is 1."""
     _need(a.rank == b.rank, f"{op}: {a} and {b} differ in rank")
     pairs = list(zip(a.shape, b.shape, strict=True))
     _need(all(m == n or 1 in (m, n) for m, n in pairs), f"{op}: {a} and {b} do not fit")

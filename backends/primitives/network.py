@@ -10,8 +10,8 @@ caller feeds
     slots   i64[C]  0, 1, ...: C is the number of slots of full-length caches that the step reads,
                     at least the length of the longest sequence after it
     turned  i64[B]  rotation of a sequence's rings: position p is in slot (p + turned) mod R. A
-                    chunk is never written across the end of a ring: the caller ends it there, or
-                    rotates the rings (`turn`) until it fits.
+                    chunk must not be written across the end of a ring: if it would be, the caller
+                    rotates the rings first (`turn`).
 
 A tower is a separate network without caches, with static shapes.
 """
@@ -136,8 +136,8 @@ def is_ring(cache: Type) -> bool:
 
 
 def network_inputs(g: Graph, limits: Limits) -> dict[str, Type]:
-    """Return the inputs of a graph's network by name: the graph's own, `slots`, `turned`, and the
-    caches."""
+    """Return the types of the inputs of a graph's network, by name: the graph's own inputs, `slots`
+    if a cache has full length, `turned` if one is a ring, and the caches."""
     rings = [v for v in g.state if is_ring(v.type)]
     slots = {SLOTS: Type("i64", (FULL,))} if len(rings) < len(g.state) else {}
     turned = {TURNED: Type("i64", rings[0].type.shape[1:2])} if rings else {}

@@ -49,8 +49,8 @@ def valid_patches(net: Network, n: Node, positions: Operand) -> Operand:
 
 
 def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -> Operand:
-    """Return axial position embeddings from one flat view of both tables, without a copy: entry x
-    of table i is row i * N + x, or 2 * x + i if the tables are interleaved."""
+    """Return axial position embeddings from one flat view of both tables of N entries, without a
+    copy: entry x of table i is row i * N + x, or 2 * x + i if the tables are interleaved."""
     e, axis = net.e, n.integer("axis")
     count = int(table.shape[1 - axis])
     rows = e.reshape(table, 2 * count, int(table.shape[2]))
@@ -143,7 +143,7 @@ def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Opera
     e, k = net.e, n.integer("k")
     count = int(n.out.type.shape[1])
     column, row = (e.binary("max", _coordinate(e, positions, i), 0) for i in (0, 1))
-    # TensorRT's parser has no integer max.
+    # fp32: TensorRT's parser has no ReduceMax of integers
     widest = e.cast(e.reduce("max", e.cast(column, "f32"), 1), "i64")
     across = e.binary("floor_div", e.add(widest, 1), k)
     square = e.add(e.binary("floor_div", column, k), e.mul(across, e.binary("floor_div", row, k)))

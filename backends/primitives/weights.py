@@ -1,4 +1,4 @@
-"""Quantised weights in networks: layouts for a target's matmuls, and gathers of rows."""
+"""Quantised weights in networks: layouts for a target's matmuls, and gathers of entries."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class QuantizedWeight(Operand):
 
     codes: Operand
     scales: Operand
-    #: column-major
+    #: whether codes and scales are column-major
     columns: bool
 
 
