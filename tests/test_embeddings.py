@@ -413,6 +413,13 @@ def test_a_folder_without_its_dense_layers(tmp_path: Path) -> None:
     pooling.write_text('{"pooling_mode_cls_token": true}')
     with pytest.raises(SpecError, match=r"pooling cls.*only mean"):
         Spec.from_hf(folder)
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps(modules[:-1]))
+    with pytest.raises(SpecError, match=r"expected modules .*Normalize \(any .*found .*Dense$"):
+        Spec.from_hf(folder)
+    (folder / "modules.json").write_text(json.dumps([modules[0] | {"path": "0_T"}, *modules[1:]]))
+    with pytest.raises(SpecError, match="path '0_T' of the first module: expected an empty path"):
+        Spec.from_hf(folder)
     (folder / "modules.json").unlink()
     with pytest.raises(G4Error, match=r"dense\.0\.linear\.weight.*missing(.|\n)*modules\.json"):
         g4ir.build(None, out=tmp_path / "e", checkpoint=folder)

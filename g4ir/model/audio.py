@@ -12,7 +12,7 @@ from g4ir.spec.parts import Audio, UnifiedAudio
 from g4ir.spec.record import Spec
 
 CUT, REFUSE = "cut", "refuse"  # treatment of a clip that is too long
-RATES = (1_000, 768_000)  # Hz; outside it a header is corrupt, and the resampler's table large
+RATES = (1_000, 768_000)  # Hz; a header with another rate is corrupt, or needs a large resampler
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ _MEL_RULES: tuple[tuple[str, Callable[[MelSettings], bool], str], ...] = (
     ("sampling_rate", lambda s: RATES[0] <= s.sampling_rate <= RATES[1], "1000..768000 Hz"),
     ("frame_length_ms", lambda s: 2 <= s.frame <= 1 << 16, "a frame of 2..65536 samples"),
     ("hop_length_ms", lambda s: s.hop >= 1, "at least one sample"),
-    ("min_frequency", lambda s: 0 <= s.min_frequency < s.max_frequency, "0..max_frequency"),
+    ("min_frequency", lambda s: 0 <= s.min_frequency < s.max_frequency, "0 to below max_frequency"),
     ("max_frequency", lambda s: s.max_frequency <= s.sampling_rate / 2, "at most half the rate"),
     ("mel_floor", lambda s: s.mel_floor > 0, "above 0, so that silence has a logarithm"),
-    ("max_length", lambda s: s.max_length >= s.fewest_samples, "samples of at least one frame"),
+    ("max_length", lambda s: s.max_length >= s.fewest_samples, "enough for one soft token"),
     ("pad_multiple", lambda s: s.pad_multiple >= 1, "at least 1"),
     ("per_bin_mean", lambda s: _per_bin(s.per_bin_mean, s.bins), "one number per bin"),
     ("per_bin_stddev", lambda s: _per_bin(s.per_bin_stddev, s.bins), "one number per bin"),
@@ -180,7 +180,8 @@ def _raw_settings(name: str, audio: UnifiedAudio, config: dict[str, Any]) -> Raw
         value = config.get(key, audio.audio_embed_dim)
         if value != audio.audio_embed_dim:
             raise InputError(
-                f"{name}: {key} {value!r} is not audio.audio_embed_dim {audio.audio_embed_dim}"
+                f"{name}: feature extractor: {key} {value!r}: expected the spec's "
+                f"audio.audio_embed_dim, {audio.audio_embed_dim}"
             )
     _check_plain(config)
     return RawSettings(audio.audio_embed_dim, **_read_settings(config, RawSettings, ("frame",)))

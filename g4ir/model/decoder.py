@@ -13,7 +13,7 @@ from g4ir.ops.types import Type
 from g4ir.spec.parts import SLIDING, Layer, Rope
 from g4ir.spec.record import Spec
 
-#: phase that verifies draft tokens: the last accepted token and the drafts, which may be rejected
+#: phase that verifies draft tokens; its input is the last accepted token, then the draft tokens
 VERIFY = "verify"
 #: prefill with bidirectional attention between the tokens of an image or video frame
 BLOCKS = "prefill_media"

@@ -132,7 +132,7 @@ def _shared(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
     ]
     owners = model.owners()
     for kind in sorted(set(drafter.text.layer_types)):
-        rows.append((f"a {kind} layer with keys of its own", kind in owners, True))
+        rows.append((f"has {kind} layers", kind in owners, True))
         ours, theirs = (_kind(spec, kind) for spec in (model, drafter))
         for name in ("head_dim", "num_key_value_heads", "window", "rope"):
             rows.append((f"text.{kind}.{name}", getattr(ours, name), getattr(theirs, name)))
@@ -144,8 +144,8 @@ def _kind(spec: Spec, kind: str) -> AttentionKind:
 
 
 def shipped_drafter(model: Spec) -> Spec:
-    """Return the shipped draft model of a variant, by name, else the only one that fits. SpecError
-    if none or several fit."""
+    """Return the shipped draft model that is named after a variant, else the only one that fits it.
+    SpecError if none or several fit."""
     names = drafter_names()
     name = f"{model.name}{DRAFTER}"
     if name in names:
@@ -153,6 +153,6 @@ def shipped_drafter(model: Spec) -> Spec:
     fitting = [d for d in map(load_spec, names) if d.hub and not differences(model, d)]
     if len(fitting) != 1:
         variants = ", ".join(n.removesuffix(DRAFTER) for n in names)
-        others = f"{variants} have. Give a drafter's directory or its spec"
-        raise SpecError(f"--drafter default: variant {model.name} has none; {others}")
+        others = f"({len(fitting)} of {variants} fit); give a drafter's directory or its spec"
+        raise SpecError(f"--drafter default: no drafter is shipped for {model.name} {others}")
     return fitting[0]

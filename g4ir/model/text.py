@@ -95,7 +95,7 @@ def build_graph(
     if phase != "embed" and (phase == ENCODE) != bool(spec.embedding):
         kind = "an encoder, and has" if spec.embedding else "no encoder, and has"
         raise InputError(
-            f"{spec.name} is {kind} no {phase}; its graphs: {', '.join(text_graphs(spec))}"
+            f"{spec.name} is {kind} no {phase}; its graphs: embed, {', '.join(text_graphs(spec))}"
         )
     if phase == BLOCKS and not has_blocks(spec):
         why = (

@@ -274,7 +274,8 @@ class _Audio(_Tower):
         return self.into_text(self.emit("linear_bias", x, w, bias, name="last"))
 
     def subsampled(self, x: Value, mask: Value) -> tuple[Value, Value]:
-        """Return a quarter of the frames [1,T,bins] as [1,T/4,hidden], and their mask."""
+        """Reduce frames [1,T,bins] to [1,T/4,hidden] by the strided convolutions; return them and
+        their mask bool [1,T/4]."""
         x = self.emit("heads", x, n=_last(x), name="bins")  # one channel
         x = self.emit("cast", x, dtype=self.dtype, name="features")
         for i, channels in enumerate(self.config.subsampling_conv_channels):

@@ -200,12 +200,13 @@ def _parse(file: Path) -> Any:
 
 
 def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
-    """Return the keys of text_config, its fields, and the dtype of the model."""
+    """Return text_config's keys, its `Text`, and the model's dtype: the top level's, else
+    text_config's, else f32."""
     section = keys.section("text_config") or Keys({}, "text_config", keys.where)
     section.only("model_type", (f"{base}_text", None), f"expected {base}_text")
     tied = keys.take("tie_word_embeddings", bool, True)
     if section.take("tie_word_embeddings", bool, tied) != tied:
-        note = "%s: tie_word_embeddings differs in text_config; that of the top level is used: %s"
+        note = "%s: text_config.tie_word_embeddings ignored: the top level's (default true) is %s"
         log.warning(note, keys.where, tied)
     dtypes = [_dtype(keys), _dtype(section), "f32"]
     text = replace(_text(section, base), tie_word_embeddings=tied)
@@ -213,7 +214,8 @@ def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
 
 
 def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
-    """Return the fields of Variant from a config with text_config and towers."""
+    """Return the fields of Variant from a config with a text_config and sections of towers; Gemma
+    3's image tower is left out."""
     section, text, dtype = _text_section(keys, model_type)
     if model_type not in TOWERS:
         _leave_out_parts(keys, model_type)
@@ -374,7 +376,7 @@ def _global_geometry(keys: Keys, tied: bool, family: hf.Family) -> dict[str, int
 
 
 def _per_layer(keys: Keys, kinds: tuple[str, ...]) -> dict[str, dict[str, int]] | None:
-    """Return layer kind -> overrides from per_layer_config; None if the file has none."""
+    """Return layer kind -> overrides from per_layer_config; None if the config has no such key."""
     section = keys.section("per_layer_config")
     if section is None:
         return None
@@ -496,8 +498,8 @@ def _tokens(text: Keys, top: Keys) -> Tokens:
 
 
 def _media(keys: Keys, vocab: int, have: dict[str, bool]) -> dict[str, Any]:
-    """Return the token ids of media. Without the tower, ids outside the vocabulary are dropped:
-    transformers writes its defaults into every composite config."""
+    """Return the token ids of media. An id outside the vocabulary is dropped if the model has no
+    tower for its medium: transformers writes its defaults into every composite config."""
     out: dict[str, Any] = {}
     for name, (names, default) in hf.MEDIA.items():
         value = keys.same(names, hints_of(Tokens)[name], default)

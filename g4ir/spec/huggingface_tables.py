@@ -46,13 +46,13 @@ class Family:
 
     @property
     def plain(self) -> list[str]:
-        """Config keys that are fields of `Text` under the same name."""
+        """Config keys that are fields of `Text` under the same name, but for num_hidden_layers."""
         names = {*self.keys} - {"num_hidden_layers"}
         return [f.name for f in fields(Text) if f.name in names]
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Values of the fields of LATER_TEXT that the family's configs have no key for."""
+        """Field of LATER_TEXT for which the family's configs have no key -> its value."""
         without_key = {*LATER_TEXT} - {*self.keys}
         return {name: self.text.get(name, getattr(Text, name)) for name in without_key}
 

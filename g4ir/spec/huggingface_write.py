@@ -93,11 +93,15 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
 
 
 def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
-    """Yield geometry that differs between layer kinds, for families whose configs have only one."""
+    """Yield attention geometry that the configs of a family with one geometry for all layers cannot
+    have."""
     full, sliding = spec.text.full, spec.text.sliding
-    for name in ("k_eq_v", *hf.BASE_GEOMETRY):
-        if getattr(full, name) != (name != "k_eq_v" and getattr(sliding, name)):
-            yield f"text.full.{name}", f"it: all {spec.model_type} layers have the same value"
+    if full.k_eq_v:
+        yield "text.full.k_eq_v", f"that {spec.model_type} has layers with K=V; set it to false"
+    for name in hf.BASE_GEOMETRY:
+        if getattr(full, name) != (value := getattr(sliding, name)):
+            why = f"a {name} other than text.sliding's for {spec.model_type}; give {value}"
+            yield f"text.full.{name}", why
     for name, kind in ((SLIDING, sliding), (FULL, full)):
         if kind.rope.rotary_fraction != 1:
             yield (
@@ -146,8 +150,8 @@ def _embedding_to_hf(spec: Variant, family: hf.Family) -> dict[str, Any]:
 
 
 def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
-    """Return the older keys if they suffice; per_layer_config if full layers have a different
-    number of KV heads without K=V."""
+    """Return the config's keys of the attention geometry. That of full layers is in global_* keys,
+    or in per_layer_config if they have a different number of KV heads without K=V."""
     sliding, full = text.sliding, text.full
     out: dict[str, Any] = {
         "head_dim": sliding.head_dim,

@@ -61,7 +61,7 @@ class Rope:
     factor: Positive | None = None
 
     def pairs(self, head_dim: int) -> int:
-        """Return the number of rotated pairs; the other pairs of head_dim/2 have frequency 0."""
+        """Return how many of the head_dim/2 pairs are rotated; the others have frequency 0."""
         return int(self.rotary_fraction * head_dim // 2)
 
 
@@ -168,7 +168,7 @@ class Text:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Kind of each layer; with `last_layer_full` the last one is full, after any pattern."""
+        """Kind of each layer; with `last_layer_full` the last one is full, whatever the pattern."""
         period, last = len(self.pattern), self.num_hidden_layers - 1
         kinds = tuple(self.pattern[i % period] for i in range(last))
         return (*kinds, FULL if self.last_layer_full else self.pattern[last % period])
@@ -186,7 +186,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special token ids. `eos` has every id that ends generation; media ids mark soft tokens."""
+    """Special token ids. `eos` ends generation if generation_config.json has no ids that do; soft
+    tokens replace `image`, `video` and `audio`."""
 
     #: token id at the start of a text
     bos: Index | None = None
@@ -240,7 +241,7 @@ class Vision:
     hidden_activation: Activation = "gelu_pytorch_tanh"
     #: max_position_embeddings of the config.json; has no effect
     max_position_embeddings: Count = 131072
-    #: soft tokens per image unless a request says otherwise
+    #: maximum soft tokens per image, if neither build nor request chooses another
     default_output_length: Count = 280
     #: linears clip their inputs and outputs to ranges from the checkpoint
     use_clipped_linears: bool = False
@@ -300,7 +301,7 @@ class UnifiedVision:
     pooling_kernel_size: Count = 3
     #: width of the output; equals mm_embed_dim
     output_proj_dims: Count = 3840
-    #: soft tokens per image unless a request says otherwise
+    #: maximum soft tokens per image, if neither build nor request chooses another
     num_soft_tokens: Count = 280
     #: epsilon of the RMS norms
     rms_norm_eps: Positive = 1e-6
@@ -390,8 +391,8 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Layer:
-    """A resolved decoder layer; `donor`: the layer whose KV cache it reads, or None if that is its
-    own."""
+    """A resolved decoder layer; `donor`: index of the layer whose KV cache it reads; None if that
+    is its own, or a draft model's target's."""
 
     index: int
     kind: str
@@ -408,7 +409,7 @@ class Variant:
 
     #: name of the variant; the file's name by default
     name: Annotated[str, Shaped(NAME, "my-variant")]
-    #: model_type of the config.json
+    #: kind of model: that of the config.json without _text, or an encoder's (gemma3_embedding)
     model_type: Annotated[str, OneOf(MODEL_TYPES)]
     #: dtype of weights and activations
     dtype: Annotated[str, OneOf(DTYPES, DTYPE_ALIASES)]
@@ -439,13 +440,13 @@ class Variant:
         return e.dense[-1] if e.dense else e.projection or self.text.hidden_size
 
     def owners(self) -> dict[str, int]:
-        """Return layer kind -> the layer whose KV cache KV-shared layers of that kind and draft
-        models read."""
+        """Return layer kind -> index of the last layer of that kind with its own KV cache, which
+        KV-shared layers of the kind and draft models read."""
         kinds = self.text.layer_types[: self.text.first_kv_shared_layer]
         return {kind: i for i, kind in enumerate(kinds)}  # the last owner wins
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the resolved decoder layers. A draft model's have no donor."""
+        """Return the resolved decoder layers, in order. A draft model's have no donor."""
         return self._layers
 
     @cached_property

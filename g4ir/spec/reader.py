@@ -238,7 +238,7 @@ def _check_events(events: Iterable[Any], file: str) -> None:
     for count, event in enumerate(events, 1):
         where = Where(file, event.start_mark.line + 1)
         if count > MAX_NODES:
-            raise fail(where, "", f"has more than {MAX_NODES} values; expected a short file")
+            raise fail(where, "", f"has more than {MAX_NODES} YAML events; expected a short file")
         documents += isinstance(event, yaml.DocumentStartEvent)
         if documents > 1:
             raise fail(where, "", "has a second document; keep one per file")
@@ -449,8 +449,8 @@ LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
     int: ("an integer", _to_int),
     float: ("a finite number", _to_float),
     bool: ("true or false", _to_bool),
-    str: ("a word", _to_text(200)),
-    Line: ("a line of text", _to_text(MAX_LINE)),
+    str: ("text of at most 200 characters on one line", _to_text(200)),
+    Line: (f"text of at most {MAX_LINE} characters on one line", _to_text(MAX_LINE)),
 }
 
 

@@ -129,7 +129,7 @@ def load_spec(name_or_path: str | Path, alone: bool = False) -> Spec:
     """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`). With
     `alone`, it may not extend another.
 
-    Raises SpecError with file, line, key and the fix.
+    Raises SpecError for an unknown name, and with file, line and key for errors in a file.
     """
     path = spec_path(name_or_path)
     tree = read_tree(path)
@@ -165,7 +165,8 @@ def spec_path(name_or_path: str | Path) -> Path:
 
 
 def _with_bases(tree: Map, path: Path, visited: tuple[Path, ...]) -> Map:
-    """Return the tree merged over its bases, without `schema` and `extends`."""
+    """Return the tree merged over its bases, without `schema` and `extends`, and without the bases'
+    NOT_INHERITED."""
     _check_schema(tree)
     entries = {k: v for k, v in tree.entries.items() if k not in ("schema", "extends")}
     local = Map(entries, tree.keys, tree.where)
@@ -174,10 +175,11 @@ def _with_bases(tree: Map, path: Path, visited: tuple[Path, ...]) -> Map:
     where = tree.keys["extends"]
     base_path = _base_path(convert(tree.entries["extends"], str, "extends"), path, where)
     visited = (*visited, path.resolve())
-    if base_path.resolve() in visited or len(visited) > MAX_EXTENDS:
-        raise fail(
-            where, "extends", f"{base_path.name} closes a cycle, or too long a chain; shorten it"
-        )
+    if base_path.resolve() in visited:
+        raise fail(where, "extends", f"{base_path.name} closes a cycle; leave one `extends` out")
+    if len(visited) > MAX_EXTENDS:
+        problem = f"{base_path.name} is one base too many: at most {MAX_EXTENDS} may follow"
+        raise fail(where, "extends", f"{problem} one another; shorten the chain")
     base = _with_bases(read_tree(base_path), base_path, visited)
     inherited = {k: v for k, v in base.entries.items() if k not in NOT_INHERITED}
     return merge(Map(inherited, base.keys, base.where), local)

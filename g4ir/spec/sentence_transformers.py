@@ -1,7 +1,7 @@
-"""Read the modules of a sentence-transformers folder, which an encoder's outputs pass through.
+"""Read the modules of a sentence-transformers folder: the layers after an encoder's transformer.
 
-`modules.json` lists them in order, each with its folder: mean pooling, dense layers, L2
-normalisation.
+`modules.json` lists the transformer and them in order, each with its folder: mean pooling, dense
+layers, L2 normalisation.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ class DenseLayer:
 
 def read_modules(folder: Path) -> tuple[DenseLayer, ...] | None:
     """Return the dense layers of an encoder's folder; None without modules.json. SpecError for
-    modules other than mean pooling, dense layers without bias and activation, L2 normalisation."""
+    modules other than the transformer, mean pooling, dense layers without bias and activation, L2
+    normalisation."""
     path = folder / MODULES
     if not path.is_file():
         return None
     modules = _json(path, list)
     kinds = [str(m.get("type")).rpartition(".")[2] for m in modules if isinstance(m, dict)]
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), "Normalize"]
-    if len(kinds) < len(modules) or kinds != expected or modules[0].get("path"):
-        found = ", ".join(kinds)[:200]
-        raise SpecError(f"{path}: expected the modules {', '.join(ORDER)}, found {found}")
+    if len(kinds) < len(modules) or kinds != expected:
+        order, found = ", ".join(ORDER), ", ".join(kinds)[:200] or "none"
+        raise SpecError(f"{path}: expected modules {order} (any number of Dense), found {found}")
+    if first := modules[0].get("path"):
+        why = "expected an empty path: the transformer is in the checkpoint's folder"
+        raise SpecError(f"{path}: path {quote(str(first))} of the first module: {why}")
     _check_pooling(folder / _inside(path, modules[1]) / CONFIG)
     return tuple(_dense(folder, _inside(path, m)) for m in modules[2:-1])
 
