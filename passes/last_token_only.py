@@ -22,7 +22,7 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
     """Move `last_row` towards the inputs as far as all readers allow."""
     sink = next((n for n in g.find("last_row") if n.out in g.outputs), None)
     if sink is None:
-        note(g.outputs[0].name, "left: no output is a `last_row`")
+        note(g.outputs[0].name, "left: it has all tokens' rows; no output is a `last_row`")
         return g
     region = _region(g, sink)
     for n in (n for n in g.find("attention") if n.out.name not in region):

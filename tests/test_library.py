@@ -181,6 +181,8 @@ def test_the_least_recently_used_are_removed_and_none_in_use(model: Path) -> Non
     find_engine(model, replace(SMALL, max_seq=32))
     one = cached_engines()[0]
     assert one.path == paths[0] and one.in_use and one.options["max_seq"] == 32
+    used = command("engines", "rm", paths[1].name, paths[0].name)
+    assert used.code == 2 and f"{paths[0].name}: a process uses it" in used.err
     whole = library.disk_bytes(cached_engines())  # weights that all three have count once
     assert keep_below(whole - 1) == [paths[1]]
     assert keep_below(0) == [paths[2]] and [e.path for e in cached_engines()] == [paths[0]]

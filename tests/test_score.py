@@ -88,7 +88,11 @@ def test_losses_are_those_of_transformers(
         return made
 
     monkeypatch.setattr(Session, "prefill", counted)
-    lines = [{"text": "ab w3 a€ w7"}, {"id": "x", **TOKENS}, {"text": LONG, "bos": True}]
+    lines = [
+        {"text": "ab w3 a€ w7", "id": None},
+        {"id": "x", **TOKENS},
+        {"text": LONG, "bos": True},
+    ]
     file = world.file("d.jsonl", "\n".join(map(json.dumps, lines)))
     found = scores("score", world.path, "--jsonl", file)
     assert max(sizes) <= max(chunk_logits, 512)

@@ -8,11 +8,13 @@ contract (tests/contract/test_torch.py).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from g4ir.backends.cuda.token_loop import TokenLoop
 from g4ir.backends.inductor.backend import BACKEND
 from g4ir.backends.inductor.target import Target
 from g4ir.backends.sampling import SamplingParams
-from g4ir.engine import speculative
+from g4ir.engine import device_loop, speculative
 from g4ir.engine.device_loop import TokenSteps
 from g4ir.engine.inputs import row_prompt
 from g4ir.engine.parts import embed_rows
@@ -107,14 +109,20 @@ def test_the_host_reads_a_step_behind(engine: Engine, monkeypatch: pytest.Monkey
     assert len(text) == 8 and ahead == [0, 2, 3, 4, 5, 6, 7, 7]
 
 
-def test_steps_of_a_loop_are_timed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of drafts is relative to them; the first one includes the loop's start."""
+@pytest.mark.parametrize(("late", "want"), [(1, 6 * [(1, 1, 4)]), (20, [])])
+def test_steps_of_a_loop_are_timed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, late: int, want: list[tuple[int, ...]]
+) -> None:
+    """The cost of drafts is relative to them. The first one includes the loop's start; if the host
+    is late, the time between two reads is its own."""
     in_a_loop(engine, monkeypatch)
-    timed = list[tuple[int, int, float]]()
+    timed, clock = list[tuple[int, ...]](), Counter[str]()
     monkeypatch.setattr(StepCosts, "add", lambda _, *entry: timed.append(entry))
-    engine.generate(PROMPTS[0], 8, stop_ids=())
-    assert [entry[:2] for entry in timed] == 6 * [(1, 1)]
-    assert all(seconds > 0 for *_, seconds in timed)
+    seconds = SimpleNamespace(perf_counter=clock.total)
+    monkeypatch.setattr(device_loop, "time", seconds)
+    spy(monkeypatch, TokenLoop, "read", lambda *_: clock.update({"step": 3}))
+    engine.generate(PROMPTS[0], 8, stop_ids=(), on_token=lambda _: clock.update({"host": late}))
+    assert timed == want
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def require_gpu(target: Target = HOPPER) -> None:
         raise MissingError(
             f"--backend trt builds for {target.gpus} ({target.gpu or 'H100, H200'}); the current "
             f"GPU, {name}, has {capability[0]}.{capability[1]}; choose another GPU with "
-            f"CUDA_VISIBLE_DEVICES, another --target, or --backend torch"
+            f"CUDA_VISIBLE_DEVICES, another --target of g4ir build, or --backend torch"
         )
 
 

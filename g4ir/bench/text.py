@@ -235,5 +235,5 @@ def compare_text(comparison: Mapping[str, Any]) -> str:
         sides = (stat_text(r[side]) for side in "ab")
         lines.append([f"{r['role']:10} {r['metric']}", *sides, f"{r['ratio']:.3f}", mark])
     notes = "".join(f"note: {n}\n" for n in comparison["notes"])
-    count = f"{comparison['differ']} of {len(rows)} differ by more than their spreads"
+    count = f"{comparison['differ']} of {len(rows)} differ by more than the sum of their spreads"
     return f"{notes}{aligned(lines, indent=0)}{count}"

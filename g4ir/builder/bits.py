@@ -258,7 +258,7 @@ def choose(
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
     if fewest > budget:
         need = -(-100 * bits * fewest // budget) / 100  # rounded up
-        raise InputError(f"--bits {bits:g}: give at least {need:g}: the smallest formats need it")
+        raise InputError(f"--bits {bits:g}: the smallest formats take {need:g}; give at least that")
 
     def at(price: float) -> dict[str, Measured]:
         return {

@@ -246,7 +246,7 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
     )
     if not fitted:
         why = "this build quantises no matrix of the layers to a format that is calibrated"
-        fix = "give --quant int4, nl4, nl3 or int8, for quantised weights with --set requantize=on"
+        fix = "give --quant, such as int4, and --set requantize=on if the weights are quantised"
         raise InputError(f"--calibrate {', '.join(map(str, paths))}: {why}; {fix}")
     return CalibrationText.read(paths, config.spec, sources.side_files.result())
 

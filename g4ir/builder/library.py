@@ -249,8 +249,8 @@ def _of_folder(
         return None, options
     spec = shipped_variant(origin.find_origin(folder.model))
     if spec is None:
-        text = "%s: left out: no single shipped variant has the text model of %s; use --mmproj"
-        log.warning(text, towers, folder.model.name)
+        why = f"no single shipped variant has the text model of {folder.model.name}"
+        log.warning("%s: left out: %s; build with --mmproj", towers, why)
         return None, options
     return spec, replace(options, mmproj=towers.absolute())
 

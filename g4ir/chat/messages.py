@@ -332,7 +332,7 @@ def source_of(medium: Medium) -> Source:
     where, value = f"{medium.where}.{outer}", medium.part.get(outer)
     text = value if isinstance(value, str) else an_object(value, where).get(inner)
     where = f"{where}.{inner}"
-    expect(text, str, where, "base64" if inner == "data" else "a URL or a path")
+    text = expect(text, str, where, "base64" if inner == "data" else "a URL or a path")
     head = _DATA.match(text)
     if head is None and inner == "url":
         return Source(text, where, None)

@@ -79,7 +79,8 @@ class Reader:
             lines = ReadAhead(stream)
             while self.max_tokens and (line := lines.next(wait=True)):
                 where = f"{path}:{line[0]}"
-                fields = {"id": line[0], **parse_line(line[1], where)}
+                fields = parse_line(line[1], where)
+                fields |= {"id": line[0]} if fields.get("id") is None else {}
                 yield from self.fields(fields, where)
 
     def values(self, texts: Any) -> Iterator[Window]:

@@ -29,8 +29,8 @@ CAPACITY = 2
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact: tokens `key`, followed by tokens `value`. depth: its position in the document, as a
-    fraction of the length."""
+    """A fact: tokens `key`, followed by tokens `value`. depth: its intended position, as a fraction
+    of the document's length; in short documents it comes earlier."""
 
     depth: float
     key: tuple[int, ...]

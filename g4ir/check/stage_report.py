@@ -129,7 +129,7 @@ class StagesReport:
     def text(self) -> str:
         """Return a few lines per stage."""
         sizes = " + ".join(map(str, self.chunks))
-        lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in {sizes}"]
+        lines = [f"{self.engine}, pass by pass on {sizes} tokens"]
         for label, names in (
             ("also in verification steps of", self.rounds),
             ("also", self.media),

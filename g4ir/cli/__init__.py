@@ -1,7 +1,7 @@
 """The command line: `g4ir VERB ...`.
 
 stdout carries the result (`--json` for machines), stderr progress and logs. Exit codes: 0 ok;
-1 a check failed, or some requests of a file did; 2 wrong usage or bad input; 3 the environment
+1 a check failed, or some requests of a file; 2 wrong usage or bad input; 3 the environment
 lacks something; 4 another rank ended or does not answer; 70 a bug in g4ir (as in sysexits.h);
 128 + N ended by signal N, so 130 interrupted; 141 the reader of stdout went away. Nothing in this
 package imports torch before a verb needs it.
@@ -61,7 +61,7 @@ first steps, with a Gemma model as a GGUF file:
 `g4ir VERB --help` describes a verb; README.md and docs/guide.md are the manual.
 Every verb takes --trace, which prints the traceback of an error.
 
-exit codes: 0 ok, 1 a check failed, or some requests of a file did, 2 wrong usage or bad
+exit codes: 0 ok, 1 a check failed, or some requests of a file, 2 wrong usage or bad
 input, 3 the environment lacks something, 4 another rank ended or does not answer, 70 a bug
 in g4ir, 128 + N ended by signal N (130 interrupted), 141 the reader of stdout went away"""
 

@@ -148,11 +148,13 @@ class Draft(Part, title="speculative decoding"):
     """Flags of speculative decoding."""
 
     draft: str = flag(
-        "ngram, mtp (draft model; default if MODEL is a folder with one) or none",
+        "ngram, mtp (draft model; default for a folder of GGUF files with one) or none",
         "none",
         "SOURCE",
     )
-    draft_tokens: int | None = flag("maximum draft tokens per step (default: as built)", None, "K")
+    draft_tokens: int | None = flag(
+        "maximum draft tokens per step (default: as built); 0: none", None, "K"
+    )
 
     def __post_init__(self) -> None:
         if self.draft != "none":
@@ -163,7 +165,7 @@ class Draft(Part, title="speculative decoding"):
             return
         if self.draft_tokens:
             flag_text = f"--draft-tokens {self.draft_tokens}"
-            raise InputError(f"{flag_text}: nothing is drafted; give --draft too")
+            raise InputError(f"{flag_text}: nothing is drafted; give --draft ngram or mtp")
 
     def check(self, label: str, config: BuildConfig) -> None:
         """Raise InputError if an engine of this config does not support these flags; `label`: its

@@ -53,11 +53,11 @@ class Engines(Verb):
             raise InputError("engines rm: give names, as `g4ir engines` lists them, or --all")
         if unknown := [name for name in names if name not in by_name]:
             raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
+        if used := [name for name in self.names if by_name[name].in_use]:
+            raise InputError(f"engines rm {used[0]}: a process uses it; end that first")
         before = disk_bytes(by_name.values())
         removed = [name for name in names if remove(by_name[name].path)]
         in_use = [name for name in names if name not in removed]
-        if in_use and self.names:
-            raise InputError(f"engines rm {in_use[0]}: a process uses it; end that first")
         freed = before - disk_bytes(cached_engines())
         facts = {"removed": removed, "in_use": in_use, "bytes": freed}
         return output(self.json, facts, f"freed {size_text(freed)}\n")

@@ -69,7 +69,7 @@ class Serve(Verb):
         "maximum ITL during prefill (default 100); up to 4 x if requests wait", 100.0, "MS"
     )
     prefix_memory: Size | None = scheduler(
-        "prefix cache in memory (default: by free memory)", None, "BYTES"
+        "prefix cache in memory (default: by free memory); 0: none", None, "BYTES"
     )
     adapter: list[str] = flag(
         "LoRA adapter, for requests to model NAME or MODEL:NAME", (), "NAME=DIR", title="adapters"
@@ -337,7 +337,7 @@ def _root_path(prefix: str) -> str:
     """Return the URL path prefix without a slash at its end; InputError for an invalid one."""
     path = prefix.rstrip("/")
     if path and (not path.startswith("/") or set(path) & set("?#{} ")):
-        raise InputError(f"--root-path {prefix}: expected /PATH without blanks and ?#{{}}")
+        raise InputError(f"--root-path {prefix}: expected /PATH without spaces and ?#{{}}")
     return path
 
 

@@ -119,7 +119,7 @@ class AsyncEngine:
             raise BusyError(
                 f"the queue is full: {len(waiting)} of {s.waiting} requests, {tokens} of "
                 f"{s.waiting_tokens} prompt tokens, and this request has {len(request.tokens)}; "
-                f"try again later"
+                "try again later"
             )
 
     def _run(self) -> None:

@@ -46,8 +46,8 @@ class TokenSteps:
             self.remaining = min(self.remaining, *pauses)
         #: number of steps whose tokens the last read returned, and that all reads returned
         self.steps = self.received = 0
-        #: duration of each of the steps that were read last; None for the first ones, and beside a
-        #: prefill chunk
+        #: duration of each of the steps that the last call of `step` read; None if unknown: for the
+        #: first ones, beside a prefill chunk, and if the host was late
         self.seconds: float | None = None
         self._read_at: float | None = None
         tokens, self.active, draws = _rows(session, running)
@@ -68,6 +68,7 @@ class TokenSteps:
         the tokens of the oldest. If a prefill chunk follows, new calls are single steps, and none
         stays in flight if the loop occupies the full device: no step of it may run during the
         chunk."""
+        entered = time.perf_counter()
         single = self.watches or prefill_follows
         alone = self.watches or (prefill_follows and self.loop.exclusive)
         while self.loop.unread < (1 if alone else AHEAD) and self.started < self.remaining:
@@ -75,10 +76,20 @@ class TokenSteps:
             count = 1 if single else min(self.loop.steps_per_call, remaining)
             self.loop.advance(count, self._uniforms(count) if self.draws else None)
             self.started += count
-        tokens, before, now = self._read(), self._read_at, time.perf_counter()
-        self.seconds = None if before is None or prefill_follows else (now - before) / self.steps
-        self._read_at = None if prefill_follows else now
+        tokens = self._read()
+        self.seconds = self._step_seconds(entered, prefill_follows)
         return tokens
+
+    def _step_seconds(self, entered: float, prefill_follows: bool) -> float | None:
+        """Return the duration of each step that was read last: of a call that ran alone, else the
+        time since the read before, if the host waited for most of it."""
+        now, before = time.perf_counter(), self._read_at
+        self._read_at = None if prefill_follows else now
+        if self.watches:
+            return (now - entered) / self.steps
+        if before is None or prefill_follows or now - entered < (now - before) / 2:
+            return None
+        return (now - before) / self.steps
 
     def _uniforms(self, count: int) -> torch.Tensor:
         uniforms = torch.zeros(count, self.session.batch, dtype=torch.float64)

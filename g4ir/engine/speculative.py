@@ -72,7 +72,8 @@ def resolve_draft(
     max_tokens = config.draft_tokens
     if source == NONE:
         if tokens is not None:
-            raise InputError(f"--draft-tokens {tokens}: nothing is drafted; give --draft too")
+            fix = f"give --draft {NGRAM} or {MTP}"
+            raise InputError(f"--draft-tokens {tokens}: nothing is drafted; {fix}")
         return NO_DRAFT
     again = "build the engine again with"
     if source == MTP and config.drafter is None:

@@ -3,10 +3,10 @@ verification steps and greedy tokens of `verify`. A row is the logits of one pos
 embedding.
 
 fp32 has a fixed tolerance, relative to the row's RMS; if a row exceeds it, four times the model's
-own rounding error is allowed too. In 16 bits, rounding depends on the model
-and its weights, so the tolerance follows from the reference's own distance to the same model in
-float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes (which sum in
-different orders). A correct engine is as far from float64 as the reference is. Its distance to the
+own rounding error is allowed too. In 16 bits, rounding depends on the model and its weights, so
+the tolerance follows from the reference's own distance to the same model in float64 on the same
+tokens (weights rounded to 16 bits), measured in two of its modes (which sum in different orders). A
+correct engine is as far from float64 as the reference is. Its distance to the
 reference is no smaller, since the two round differently. The median row may be `TYPICAL` times as
 far as the reference's median, and any row `WORST` times as far as its worst: in 16 bits near ties
 of a router flip, at other tokens in the engine than in the reference. A row that a fault changed is

@@ -313,9 +313,8 @@ def current() -> Group | None:
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     """Join the process group that torchrun started, for the duration of a context; ranks wait at
     most `timeout_s` for each other, in the collectives of a step too (workers wait for the next
-    call without a limit). InputError without torchrun, for a
-    wrong timeout, or if joined already; MissingError if they cannot connect; RankError if one does
-    not join."""
+    call without a limit). InputError without torchrun, for a wrong timeout, or if joined already;
+    MissingError if they cannot connect; RankError if one does not join."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")

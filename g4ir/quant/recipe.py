@@ -169,10 +169,9 @@ class QuantConfig:
             members = {n for n in unnamed if groups[n] & set(rule.tensors)}
             names = [n for n in weights if rule.matches(n) or n in members]
             if not names:
-                kinds, groups_of = _weight_kinds(weights), {"layers", "others", "projections"}
-                only = "only weights that other rules name"
-                no = only if groups_of & set(rule.tensors) else "no weight"
-                raise InputError(self._says(rule, f"names {no}; {kinds}"))
+                named = {n for n in weights if _groups(n, is_encoder) & set(rule.tensors)}
+                no = "only weights that other rules name" if named else "no weight"
+                raise InputError(self._says(rule, f"names {no}; {_weight_kinds(weights)}"))
             if twice := sorted(schemes.keys() & set(names)):
                 raise InputError(self._says(rule, f"names {twice[0]}, as another rule does"))
             schemes |= {n: rule.scheme(n, weights[n]) for n in names}

@@ -212,8 +212,8 @@ class Prompts:
         if not tokens:
             raise bad(name, "is empty; give at least one token")
         if len(tokens) + count - 1 > max_seq:  # the last token is never written to the KV cache
-            new = "1 new one is generated at least"
-            new = new if max_new_tokens(fields) is None else f"{count} new ones are requested"
+            new = f"{count} new tokens are requested"
+            new = "at least one is generated" if max_new_tokens(fields) is None else new
             sizes = f"the prompt has {len(tokens)} tokens, and {new}"
             message = f"{name}: {sizes}; the context has {max_seq} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")

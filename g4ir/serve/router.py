@@ -160,8 +160,8 @@ class Router(Server):
         try:
             upstream = await self._client.send(call, stream=True)
         except httpx.TransportError:
-            message = f"the server's process for model {model.name!r} ended; retry, which loads it"
-            raise later(503, "worker_ended", f"{message} again") from None
+            message = f"the process of model {model.name!r} ended; retry: the model is loaded again"
+            raise later(503, "worker_ended", message) from None
         stack.push_async_callback(upstream.aclose)
         return upstream
 

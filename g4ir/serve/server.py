@@ -73,7 +73,7 @@ class Address:
         if not 0 <= self.port < 1 << 16:
             raise InputError(f"--port {self.port}: expected 0 to 65535")
         if not self.drain_s >= 0:
-            raise InputError(f"--set drain {self.drain_s:g}: expected 0 or more seconds")
+            raise InputError(f"--set drain={self.drain_s:g}: expected 0 or more seconds")
         certificate, key = self.tls
         if (certificate is None) != (key is None):
             raise InputError("--tls-cert and --tls-key belong together: give both")

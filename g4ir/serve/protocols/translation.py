@@ -94,9 +94,10 @@ def translated(out: Translation, protocol: str, changes: Mapping[str, Change]) -
     """Fill `out.body` from `out.original` by the protocol's table and the readers `changes`; return
     `out`. Refused for unsupported fields."""
     table, original = TABLES[protocol], out.original
-    for name in table["not_of_it"]:
+    for name, instead in table["not_of_it"].items():
         if original.get(name) is not None and name not in table["becomes"]:
-            raise bad(name, f"is not one of the fields of this path: {', '.join(table['becomes'])}")
+            fix = f"; use {instead}" if instead else ""
+            raise bad(name, f"is not a field of this path{fix}")
     groups = table["refused"]
     refused = {n: (v, group["way"]) for group in groups for n, v in group["neutral"].items()}
     for name, (neutral, fix) in refused.items():

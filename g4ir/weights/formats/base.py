@@ -330,8 +330,9 @@ def coded_weight(
     group = grid.group(shape)
     if group < min(MIN_GROUP, shape[-1]):
         blocks = f"blocks of {grid.columns} columns in rows of {shape[-1]}"
-        expected = f"expected at least {min(MIN_GROUP, shape[-1])}"
-        raise invalid(codes, f"{blocks}: {group} values share a scale, {expected}")
+        expected = f"expected blocks of at least {min(MIN_GROUP, shape[-1])} columns"
+        why = expected if grid.columns == group else "they do not divide the rows"
+        raise invalid(codes, f"{blocks}: {why}")
     read = _stored_scales(files, scales, shape, grid, code_format == "int4")
     scale_dtype = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return quantised_weight(
@@ -411,7 +412,7 @@ MAX_REPEATS, MAX_WAYS, FEWER = 3, 4096, 8
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
 #: start of a group; comments and the flag x are refused, since other regex libraries read them
 #: differently
-_GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"\(\?(#|[a-zA-Z-]*x)")
+_GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"(?<!\\)\(\?(#|[a-zA-Z-]*x)")
 #: a repeated group, which is refused: its cost may double with each character; any repetition
 _NESTED, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
 _INNER = re.compile(r"\(([^()]*)\)")

@@ -200,7 +200,7 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
     symmetric = args.symmetric or (layout == PACKED and args.num_bits < 8)
     for key, value, is_read in (
         ("format", layout, any(layout == of for of, _ in READ)),
-        (f"type in format {layout}", args.type, bits is not None),
+        (f"format {layout} with type", args.type, bits is not None),
         ("num_bits", args.num_bits, args.num_bits in (bits or ())),
         ("strategy", args.strategy, strategy),
         ("group_size", args.group_size, args.group_size == size),

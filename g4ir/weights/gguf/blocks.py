@@ -27,10 +27,9 @@ PIECE = 1 << 18
 @dataclass(frozen=True)
 class BlockFormat:
     """A GGUF type as codes and scales of a format (ops/codecs.py), which the two functions compute
-    from blocks u8[n, bytes]: codes [n, elements], scales [n, groups] (with minima
-    [n, 2 groups]). `dense`: dequantises blocks, if codes and scales only
-    approximate them; None: they are exact. `together`: number of GGUF blocks in a block of
-    codes."""
+    from blocks u8[n, bytes]: codes [n, elements], scales [n, groups] (with minima [n, 2 groups]).
+    `dense`: dequantises blocks, if codes and scales only approximate them; None: they are exact.
+    `together`: number of GGUF blocks in a block of codes."""
 
     scheme: Scheme
     codes: Part

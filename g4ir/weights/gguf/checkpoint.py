@@ -62,9 +62,9 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     stored = {bare: name for name, bare in reversed(names.items())}
     defaults = _checked(file, spec, live, shapes, problems, stored)
     files = Files(file.path.parent)
-    _log_errors(file, live, files)
     # A draft model's weights are dequantised.
     quantised = set() if spec.drafter else {checkpoint_name(param) for param in weights_of(spec)}
+    _log_errors(file, {name: t for name, t in live.items() if name in quantised}, files)
     plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
     weights = {name: files.weight(tensor) for name, tensor in plain.items()}
     for name in live.keys() - plain.keys():

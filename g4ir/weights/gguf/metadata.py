@@ -659,7 +659,7 @@ def _merges_by_score(
     scores = file.items(key)
     if len(scores) != len(ids):
         raise file.error(key, f"expected {len(ids)} items, one for each token", len(scores))
-    if type(scores[0]) is not float:  # an array has items of one type
+    if scores and type(scores[0]) is not float:  # an array has items of one type
         raise file.error(key, "expected floats", scores[0])
 
     tokens = HashedTokens([*ids])
