@@ -276,7 +276,7 @@ def test_run_with_an_image(engine: Path, loaded: Engine, files: Path) -> None:
     assert got == generated(loaded, [2, 5, image, 7], images=[read_image("a.png")])
     with PIL.Image.open("a.png") as pixels:
         assert got == generated(loaded, [2, 5, image, 7], images=[pixels.convert("RGBA")])
-    with pytest.raises(InputError, match="or an image of Pillow"):
+    with pytest.raises(InputError, match="or a Pillow image"):
         generated(loaded, [2, 5, image, 7], images=[5])
     soft = loaded.encode("image", "a.png")
     assert got == generated(

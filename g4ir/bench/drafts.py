@@ -63,7 +63,7 @@ def measure_drafts(
     rates: dict[str, list[float]] = {k: [] for k in kinds}
     tallies = {k: AcceptanceStats() for k in kinds}
     same = True
-    for number in range(rounds + 1):  # the first warms up, and measures the cost of steps
+    for number in range(rounds + 1):  # the first warms up; schedulers measure step times in it
         progress(f"drafts, round {number} of {rounds}" if number else "drafts, warming up")
         for kind, scheduler in schedulers.items():
             tokens, handle = _generate(scheduler, prompt, new)

@@ -97,7 +97,7 @@ def measure_rounds(
 ) -> None:
     """Time requests in rounds, in each of which every runner has a turn, and append the times to
     the runners' `rounds`; the number of requests in a turn follows from the first runner's time.
-    `warmup`: requests of each runner before; `before`: called at the start of each round."""
+    `warmup`: requests of each runner before the rounds; `before`: called as each round starts."""
     progress("warming up")
     for runner in runners:
         for _ in range(warmup):

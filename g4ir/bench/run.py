@@ -121,7 +121,7 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 
 def check_specs(specs: Mapping[str, Spec]) -> None:
-    """Raise InputError for different specs, whose names are ignored; `specs`: path -> spec."""
+    """Raise InputError for specs that differ in more than their names; `specs`: path -> spec."""
     (path, spec), *others = specs.items()
     for file, other in others:
         if replace(other, name=spec.name, hub=spec.hub).digest() != spec.digest():
@@ -138,8 +138,8 @@ def _runners(
     progress: Progress,
 ) -> Iterator[BenchRunner]:
     """Yield each runner after its first request, in which a baseline compiles and CUDA graphs are
-    captured; the runner stores its time and peak memory. weights: the transformers model and the
-    GGUF file for llama.cpp, None if not among `peers`."""
+    captured; the runner stores that request's time and peak memory. weights: the transformers model
+    and the GGUF file for llama.cpp; None for one that `peers` do not need."""
     names, (model, file) = [e.name for e in engines], weights
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]

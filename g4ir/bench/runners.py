@@ -2,10 +2,11 @@
 its weights, or llama.cpp on its GGUF file.
 
 A request is a prompt of `input_len` tokens after `context` tokens in the KV cache, then `output_len
-- 1` decode steps: `output_len` output tokens. The decode steps' tokens are inputs too, not those
-chosen before, so that end-of-sequence ends nothing, all runners do the same work, and a text cannot
-loop. All tokens are random, of a fixed seed, or taken from a text. A transformers model runs in the
-same process, on as many threads, and computes the logits of the last position only.
+- 1` decode steps: `output_len` output tokens. A decode step's input token is fixed too, not the one
+that the model chose before, so that no request ends at end-of-sequence, all runners do the same
+work, and a text cannot loop. All tokens are random, of a fixed seed, or taken from a text. A
+transformers model runs in the same process, on as many threads as the engine, and computes the
+logits of the last position only.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ Rounds = Sequence[Sequence[RequestTiming]]
 
 class BenchRunner:
     """A batch of sequences of one engine or baseline, computed by `session`. role: its key in a
-    report; label: its description; engine, and its name: None for a baseline. first_request_s,
-    peak_memory (bytes by kind): of its first request; rounds: request times of each round."""
+    report; label: its description; engine: None for a baseline; name: the engine's name in a
+    report. first_request_s, peak_memory (bytes by kind): of its first request; rounds: request
+    times of each round."""
 
     engine: Engine | None = None
     name: str | None = None

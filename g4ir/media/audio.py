@@ -127,7 +127,7 @@ def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
     if not np.isfinite(values).all():
         first = np.argwhere(~np.isfinite(values))[0]
         bad = f"sample {int(first[0])} is {values[tuple(first)]}"
-        raise InputError(f"{name}: {bad}; samples must be finite numbers")
+        raise InputError(f"{name}: {bad}; samples must be finite in float32")
     return values if values.ndim == 1 else values.mean(axis=1, dtype=np.float64).astype(np.float32)
 
 
@@ -170,7 +170,7 @@ def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
 @lru_cache(maxsize=8)
 def _taps(old: int, new: int) -> F64:
     """Return the windowed sinc for each of the `new` phases of output samples: f64 [new, taps]."""
-    cutoff = min(old, new) * ROLLOFF / old  # in cycles per two samples
+    cutoff = min(old, new) * ROLLOFF / old  # as a fraction of the Nyquist frequency of `old`
     reach = math.ceil(ZERO_CROSSINGS / cutoff) + 1
     phase = (np.arange(new) * old % new) / new
     crossings = (np.arange(1 - reach, reach + 1)[None, :] - phase[:, None]) * cutoff
@@ -196,11 +196,12 @@ def extract_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
 
 
 def log_mel(samples: F32, settings: MelSettings) -> F32:
-    """log(mel + floor) of each window's magnitudes, less the mean and over the deviation of the bin
-    if the settings have them: f32 [N] -> f32 [frames(N), bins] (rule 32).
+    """Return log(mel + floor) of the magnitudes of each window's FFT, normalised by the mean and
+    the standard deviation per bin if the settings have them: f32 [N] -> f32 [frames(N), bins] (rule
+    32).
 
-    The transform runs on float32 as in the reference: near the floor its rounding decides the
-    third decimal, so a wider one would differ. Filters and logarithm are float64.
+    The FFT is computed in float32 as in the reference: near the floor its rounding error decides
+    the third decimal. Filters and logarithm are float64.
     """
     frame, hop = settings.frame, settings.hop
     if not settings.frames(len(samples)):
@@ -277,10 +278,11 @@ def read_audio(path: str | Path) -> Waveform:
         return _decode(file, path)
 
 
-#: first bytes of the formats that are opened; MPEG audio begins with a frame header of layer I, II
-#: or III
+#: first bytes of the formats that are opened; MPEG audio begins with an ID3 tag or a frame header
+#: of layer I, II or III
 MAGIC = re.compile(rb"RIFF|fLaC|OggS|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]")
-#: a FLAC that was written to a pipe states this number of samples, or more
+#: libsndfile reports at least this many frames (2^63 - 1) for a file of unknown length, such as a
+#: FLAC that was written to a pipe
 UNKNOWN_FRAMES = 1 << 62
 
 
@@ -295,7 +297,7 @@ def _decode(file: BinaryIO, path: Path) -> Waveform:
             if has_length:
                 _check_values(path, frames, channels)
             count = frames if has_length else MAX_VALUES // channels + 1
-            source.seekable = lambda: False  # no seek to an end: it may be unknown
+            source.seekable = lambda: False  # read() would seek, which needs a known length
             samples = source.read(count, dtype="float32", always_2d=True)
     except (RuntimeError, TypeError, ValueError) as e:
         reason = getattr(e, "error_string", e)  # of a LibsndfileError
@@ -303,7 +305,7 @@ def _decode(file: BinaryIO, path: Path) -> Waveform:
     if not len(samples):
         raise InputError(f"{path}: no samples")
     if has_length and len(samples) < frames:
-        raise InputError(f"{path}: truncated: {frames} samples announced, {len(samples)} there")
+        raise InputError(f"{path}: truncated: it has {len(samples)} of {frames} samples")
     _check_values(path, len(samples), channels)
     return Waveform(samples, int(rate), str(path))
 

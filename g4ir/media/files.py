@@ -1,4 +1,4 @@
-"""Media files before they are decoded: sizes, and whether a file was cut off."""
+"""Checks of media files before decoding: file size, pixels, truncation; import of decoders."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 from g4ir.errors import InputError, MissingError
 
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
-#: types of top-level elements that hold media data: of MP4 (3), of AVI and WAV, of Matroska
+#: types of top-level elements that must be complete: of MP4 (three), AVI and WAV, Matroska
 CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT)
 _MAX_ELEMENTS = 1 << 16  # elements to look at, so that the walk through a damaged file ends
 
 
 @contextmanager
 def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO]:
-    """Context with an open file. InputError if it is missing, empty, too large or cannot be
-    read."""
+    """Context with an open file. InputError if it is missing, empty, larger than `max_bytes`
+    (the message ends with `fix`) or cannot be read."""
     try:
         if not path.is_file():
             raise InputError(f"{path}: no such {kind} file")
@@ -45,7 +45,7 @@ def library(name: str, message: str) -> Any:
 
 
 def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
-    """Raise InputError for a size in a header that is impossible or above the limit."""
+    """Raise InputError for a size below 1x1, or of more than `max_pixels` pixels."""
     if min(width, height) < 1:
         raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
     if width * height > max_pixels:
@@ -72,7 +72,7 @@ def _size(head: bytes) -> int:
     """Return the size in bytes of the element with this header of 24 bytes, header included; 0 if
     it is unknown."""
     kind, word = head[:4], int.from_bytes(head[4:8], "little")
-    if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: leading zeros encode how many
+    if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: its leading zero bits encode how many
         width = 9 - head[4].bit_length()
         size, mask = int.from_bytes(head[4 : 4 + width], "big"), (1 << 7 * width) - 1
         return 0 if size & mask == mask else 4 + width + (size & mask)

@@ -7,7 +7,7 @@ From pixels onwards the results are bit-identical to the image processors of tra
 CPU, whose resize works on uint8 and so rounds and clamps after each direction. As the
 reference's `load_image` does, we apply the EXIF orientation and convert to RGB by Pillow: alpha is
 dropped, palettes are looked up, of animations the first frame counts. (Its processors, given a
-path, ignore the orientation.) Pixels of 16 bits, which Pillow clips, are scaled.
+path, ignore the orientation.) Grey pixels of 16 bits, which Pillow would clip, are scaled to 8.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
     """Raise InputError unless `pixels` are a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         actual = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
-        fix = "give a numpy array of uint8, 0 to 255" + ", or an image of Pillow" * (ndim == 3)
+        fix = "give a numpy array of uint8, 0 to 255" + ", or a Pillow image" * (ndim == 3)
         raise InputError(f"{name}: {actual} pixels; {fix}")
     if pixels.ndim != ndim or pixels.shape[-1] != CHANNELS:
         expected = "frames, height, width, 3" if ndim == 4 else "height, width, 3"
@@ -91,7 +91,7 @@ def resize(frames: U8, grid: Grid) -> U8:
     [T, grid.height, grid.width, 3] (rule 31)."""
     if frames.shape[1:3] == (grid.height, grid.width):
         return frames
-    # A copy, since torch accepts neither read-only arrays nor negative strides.
+    # A copy, since torch warns of read-only arrays and refuses negative strides.
     source = torch.from_numpy(np.array(frames, order="C")).permute(0, 3, 1, 2)
     size = [grid.height, grid.width]
     resized: torch.Tensor = torch.nn.functional.interpolate(
@@ -130,7 +130,7 @@ def read_image(path: str | Path) -> U8:
 
 def _decode(file: BinaryIO, path: Path) -> U8:
     image_module = library("PIL.Image", f"{path}: images need Pillow")
-    with warnings.catch_warnings():  # warnings of sizes below our limit, and of broken metadata
+    with warnings.catch_warnings():  # of images within our limit, and broken metadata
         warnings.simplefilter("ignore")
         try:
             with image_module.open(file, formats=FORMATS) as image:  # reads the header only

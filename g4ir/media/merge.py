@@ -6,8 +6,8 @@
         prompt.put_soft(embeds, piece)          # embeds [B, width, hidden] of part
 
 A block is a run of adjacent placeholders of images or video frames. If a model attends to images in
-both directions, all tokens of a block must be in one chunk (rule 19). `piece_ends` alone decides
-where a prompt is cut, for chunks, prefix-cache marks and cached prefixes alike.
+both directions, all tokens of a block must be in one chunk (rule 19). Chunks, prefix-cache marks
+and cached prefixes are cut by the same rule (`_before_block`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 @dataclass(frozen=True)
 class Piece:
     """The tokens that a step processes, from start[b] to start[b] + count[b] of each sequence b;
-    both i64[B]. `at`: the start, if it is the same for all sequences; else None."""
+    both i64[B]. `at`: the common start of all sequences; None: they may differ."""
 
     start: Tensor
     count: Tensor
@@ -42,7 +42,7 @@ class Piece:
 
     def take(self, t: Tensor, fill: int) -> Tensor:
         """Return the piece of t [B, S] as [B, width]. After a sequence's last token it has t's
-        padding, or `fill` if the sequences start at different tokens (`at` is None)."""
+        padding, or, if `at` is None, `fill`."""
         if self.at is not None:
             return t[:, self.at : self.at + self.width]
         column = torch.arange(self.width)
@@ -67,8 +67,8 @@ class TokenBatch:
         return cut(self.lengths, chunk, self.block_ids)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return the piece of a batch of one sequence from `start` to `stop`, or to the end that
-        `piece_ends` gives if that would split a block."""
+        """Return the piece of a batch of one sequence from `start` to `stop`, or, if a cut at
+        `stop` would split a block, to the end that `piece_ends` gives."""
         if self.block_ids is not None:
             at, end = torch.tensor([[start], [stop]])
             stop = int(piece_ends(at, end, self.lengths, self.block_ids)[0])

@@ -1,9 +1,9 @@
 """Places media in prompts.
 
     text, note = mark("What is <image>?", ["image"], media.kinds, tokens, spell)
-    text = expand_text(text, softs, tokens, spell) # softs: the encoded media
+    text = expand_text(text, softs, tokens, spell)     # softs: encoded media; () to check a prompt
     ids = tokenizer.encode(text).ids
-    check_placeholders(ids, ["image"], tokens, media.kinds)    # before the media are read
+    check_placeholders(ids, ["image"], tokens, media.kinds)
     (ids,) = expand_placeholders([ids], softs, tokens, encode, media.kinds)
 
 A medium is one placeholder in a prompt, which is expanded between marks of begin and end, or one
@@ -140,9 +140,9 @@ def mark(
 
     `media_kinds`: kinds of the media in order; `supported`: kinds that the engine takes. As many
     markers of a kind are replaced as it has media without a placeholder in the text; further ones
-    stay text, with a note, and a marker after a backslash stays text without one. Media of a kind
-    without any placeholder come first (after a spelled-out `bos`). InputError if there are markers,
-    but too few.
+    stay text, which the note says; a marker after a backslash loses the backslash and stays text.
+    The placeholders of kinds that have none in the text are put before it (after a spelled-out
+    `bos`). InputError if a kind has markers, but fewer than media.
     """
     holders = placeholders(tokens, supported)
     quotas = {
@@ -187,7 +187,7 @@ def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int
 
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
-    """Expand the placeholders of those kinds that have as many as media; `expand_placeholders`
+    """Expand the placeholders of each kind that has as many of them as media; `expand_placeholders`
     checks the other kinds."""
     patterns, pending, spell = [], {}, cache(spell)
     for kind in dict.fromkeys(s.kind for s in softs):

@@ -36,7 +36,7 @@ ASSUMED_RATE = 24.0  # assumed frames per second if the file has no rate
 
 @dataclass(frozen=True, eq=False)
 class Video:
-    """Frames uint8 [T, H, W, 3], all of a video or a choice of them."""
+    """Decoded frames uint8 [T, H, W, 3]: all of a video, or some."""
 
     frames: U8
     rate: float | None = None  # frames per second
@@ -107,9 +107,9 @@ def _frame_count(fps: float, seconds: Sequence[float], name: str) -> int:
 def frames_by_time(
     fps: float, seconds: Sequence[float], frames: int | None = None, name: str = "video"
 ) -> tuple[int, ...]:
-    """Return the indices of the frames shown at 0, 1 / fps, 2 / fps, ... seconds; if these are more
-    than `frames` (default FRAMES), of that many evenly spread ones
-    (`EmbeddingGemma2VideoProcessor` of transformers)."""
+    """Return the indices of the frames shown at 0, 1 / fps, 2 / fps, ... seconds: of at most
+    `frames` (default FRAMES) of these times, evenly spread (`EmbeddingGemma2VideoProcessor` of
+    transformers)."""
     limit, count = FRAMES if frames is None else frames, _frame_count(fps, seconds, name)
     if type(limit) is not int or limit < 1:
         raise InputError(f"{name}: {limit!r} frames requested; expected at least 1")
@@ -122,7 +122,7 @@ def spread_frames(
     seconds: Sequence[float], frames: int | None = None, name: str = "video"
 ) -> tuple[int, ...]:
     """Return indices of `frames` different frames nearest to evenly spread presentation times; at a
-    constant rate these are `sample_frames`. InputError as in `sample_frames`."""
+    constant rate, those of `sample_frames`. InputError as in `sample_frames`."""
     total, even = len(seconds), np.array(sample_frames(len(seconds), frames, name))
     if total == 1:
         return (0,)
@@ -139,7 +139,7 @@ def frame_times(
     indices: tuple[int, ...], rate: float | None, seconds: tuple[float, ...] | None = None
 ) -> tuple[str, ...]:
     """Return the times of frames in minutes and seconds, both rounded down: 01:05. The
-    times are `seconds` if given, else those of a constant `rate`."""
+    times are `seconds` if given, else those of a constant `rate` (None: ASSUMED_RATE)."""
     # In float32 like the reference: the last bit may change the second.
     even = np.array(indices, np.float32) / np.float32(rate or ASSUMED_RATE)
     return tuple(f"{int(s // 60):02d}:{int(s % 60):02d}" for s in seconds or even)
@@ -161,7 +161,7 @@ def prepare_video(
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
     seconds = [i / (rate or ASSUMED_RATE) for i in range(total)]
-    if by_time and fps and seconds:  # a video without a rate is sampled as if at `fps`: all frames
+    if by_time and fps and seconds:  # without a rate every frame is a candidate, as if at `fps`
         indices = frames_by_time(fps if rate else ASSUMED_RATE, seconds, frames, name)
     else:
         indices = sample_frames(total, frames_at(fps, seconds, frames, name), name)
@@ -217,8 +217,9 @@ def read_footage(
     by_time: bool = False,
 ) -> Footage:
     """Return the patches of sampled frames of a video file as players show it: turned and mirrored
-    by the display matrix, without what edit lists hide. The frames are spread by presentation time,
-    or, with `by_time` and `fps`, those of `frames_by_time`; memory holds one at full resolution.
+    by the display matrix, without frames that edit lists hide. The frames are spread by
+    presentation time, or, with `by_time` and `fps`, those of `frames_by_time`; memory holds one at
+    full resolution.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
     corrupt, truncated or too large, for more than `max_tokens` soft tokens, and for `frames` and
@@ -260,7 +261,7 @@ def _sample(path: Path, frames: int | None, fps: float | None, by_time: bool = F
     if None in stamps or not unit:
         stamps, unit, by_index = range(len(stamps)), 1 / Fraction(rate or ASSUMED_RATE), True
     ticks = sorted(stamps)
-    # Exact fractions, since the last bit may change the second.
+    # Integers and one division, since the last bit may change the second.
     seconds = [(t - ticks[0]) * unit.numerator / unit.denominator for t in ticks]
     if by_time and fps:
         indices = frames_by_time(fps, seconds, frames, str(path))
@@ -294,8 +295,8 @@ def _timestamps(container: Any, path: Path) -> Sequence[Any]:
 
 
 def _decoded(path: Path, sample: _Sample) -> Iterator[U8]:
-    """Decode the frames of a sample one by one, as uint8 [H, W, 3]. For one that the decoder drops,
-    as between a cut and the next key frame, the next is taken, or the last."""
+    """Decode the frames of a sample one by one, as uint8 [H, W, 3]. Instead of a frame that the
+    decoder drops, as between a cut and the next key frame, yield the next one, or the last."""
     keys, pending, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
     with _opened(path) as container:
         # one thread: the other cores compute decode steps of running requests
@@ -344,7 +345,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file, _container(av, file) as container:
             if not container.streams.video:
-                raise InputError(f"{path}: has no video stream; send it as audio")
+                raise InputError(f"{path}: has no video stream; send a video, or send it as audio")
             if container.streams.video[0].codec_context is None:
                 raise InputError(f"{path}: corrupt, or of a codec without a decoder; send H.264")
             yield container
@@ -363,7 +364,7 @@ def _container(av: Any, file: BinaryIO) -> Any:
     allowed = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
     try:
         return av.open(file, container_options=allowed)
-    except UnicodeDecodeError:  # metadata in another encoding; av 19 accepts them
+    except UnicodeDecodeError:  # metadata in another encoding than UTF-8
         file.seek(0)
         return av.open(file, container_options=allowed, metadata_errors="replace")
 
