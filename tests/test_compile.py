@@ -238,9 +238,9 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exc
     temporary = Path(tempfile.gettempdir())
     failing(monkeypatch, error)
     for full, said in (
-        (lambda p: p == folder, f"{folder}: no space left on the device; .*--out"),
-        (lambda p: p != folder, r"no space left .*TORCHINDUCTOR_CACHE_DIR"),
-        (lambda p: p == temporary, r"no space left .*TMPDIR"),
+        (lambda p: p == folder, f"{folder}: disk full or quota exceeded; .*--out"),
+        (lambda p: p != folder, r"disk full .*TORCHINDUCTOR_CACHE_DIR"),
+        (lambda p: p == temporary, r"disk full .*TMPDIR"),
     ):
         disk = lambda p, full=full: usage._replace(free=int(not full(p)))  # noqa: E731
         monkeypatch.setattr(shutil, "disk_usage", disk)

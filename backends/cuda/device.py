@@ -42,8 +42,8 @@ class Cuda(Compiler):
         return find_target(rows)
 
     def stored(self, program: Program) -> Program:
-        """Return the program in which weights that the kernels do not read are converted to int8 or
-        dequantised, at build, unless they are in int8, int4 or fp8."""
+        """Return the program with weights that no kernel reads converted to int8 or dequantised at
+        build, unless they are int8, int4 or fp8 already."""
         return program.map(lambda g: simplify_formats(g, lambda n: bool(codes_of(n))))
 
     def byte_params(self, g: Graph) -> frozenset[str]:
@@ -64,8 +64,8 @@ class Cuda(Compiler):
     def notes(self, target: Target) -> Iterator[str]:
         if not has_large_blocks(target.gpu):
             yield (
-                "attention uses torch's kernels: g4ir's need 227 KiB of shared memory per block, "
-                "as on Hopper and data center Blackwell"
+                "attention uses torch's kernels: g4ir's need more than 99 KiB of shared memory per "
+                "block, as on Hopper and data center Blackwell"
             )
 
     def lowered(self, g: Graph, target: Target) -> Any:

@@ -89,7 +89,7 @@ def grouped_experts(
     out = upcast(torch.empty_like(rows)).index_copy(0, order, upcast(rows))
     out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
     if first is not None:
-        out = torch.where((slots < experts)[..., None], out, 0)  # grouped_mm skips them
+        out = torch.where((slots < experts)[..., None], out, 0)  # other ranks' rows are undefined
     return out.sum(1).to(x.dtype).view_as(x)
 
 

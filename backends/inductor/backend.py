@@ -59,7 +59,7 @@ class TorchBackend(Backend):
         return self.machine(device) if self.has_native_code(compiled) else "any"
 
     def takes_adapters(self, device: str, settings: Mapping[str, str]) -> bool:
-        """Whether engines run as step programs: compiled programs are fixed at build."""
+        """Whether engines take LoRA adapters: only step programs do, not compiled programs."""
         return not _compiles(device, settings)
 
     def has_native_code(self, compiled: Mapping[str, Any]) -> bool:

@@ -47,8 +47,8 @@ INDUCTOR = {
 }
 #: torch's environment variable: optimisation level of wrappers (default: O1)
 WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
-#: options that are turned off: line tables and frame pointers, which only external profilers and
-#: debuggers read, more than half of a program's bytes
+#: options that are turned off: only external profilers and debuggers read line tables and frame
+#: pointers, which make up more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
 
@@ -110,7 +110,7 @@ def without_space(error: Exception, path: Path) -> LowerError | None:
     }
     folder = min(advice, key=lambda p: shutil.disk_usage(p).free)
     return LowerError(
-        f"torch: {folder}: no space left on the device; make room, or {advice[folder]}"
+        f"torch: {folder}: disk full or quota exceeded; make room, or {advice[folder]}"
     )
 
 

@@ -33,7 +33,7 @@ Call = Callable[[list[Tensor]], Sequence[Tensor]]
 @dataclass(frozen=True)
 class BoundStep:
     """A step with bound params, shared by all sessions. `slots`: (operand index, value name) of the
-    operands that a run binds; `last`: values that no later step reads, freed after the call."""
+    operands that a run binds; `last`: values freed after the call (`_freeing`)."""
 
     call: Call
     operands: tuple[Tensor, ...]
@@ -199,8 +199,8 @@ def reason(error: Exception) -> str:
 
 
 def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
-    """Return the plan with each step's `last` set: the values that no later step reads, except
-    caches and `keep`."""
+    """Return the plan with `last` filled in: for each step the values that it is the last to
+    produce or read, without caches and `keep`."""
     values = {name for b in plan for name in b.outputs} - keep
     out: list[BoundStep] = []
     for b in reversed(plan):

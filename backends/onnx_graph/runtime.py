@@ -35,8 +35,8 @@ from .export import DRAFT_FILE, MODEL, tower_file
 #: metadata key of the model: caches that it updates in place
 IN_PLACE = "g4ir.in_place"
 #: session options: quantised matmuls in fp32, since onnxruntime by default quantises their
-#: activations to int8; and the largest block that its kernels support for weights with a scale per
-#: row
+#: activations to int8; and, for weights with a scale per row, the largest block that its kernels
+#: support (up to 256 values, instead of 32)
 PRODUCTS_OF_CODES = {
     "session.qdq_matmulnbits_accuracy_level": "1",
     "session.qdq_matmulnbits_block_size": "-1",

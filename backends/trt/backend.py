@@ -55,9 +55,9 @@ class Plans:
 
 @dataclass(frozen=True, eq=False)
 class TrtBackend(Backend):
-    """Builds and runs TensorRT engines. One plan for the text model, with optimisation profiles for
-    decode, prefill and verification; one plan with static shapes per tower; one for a draft model's
-    step, over the same KV caches."""
+    """Builds and runs TensorRT engines: a plan for the text model (one per rank), with optimisation
+    profiles for decode, prefill and verification; a plan with static shapes for each size of a
+    tower; a plan for a draft model's step, over the text model's KV caches."""
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()

@@ -153,7 +153,7 @@ class Estimate:
         return f"{host} of host memory, {device} of device memory"
 
     def short(self) -> str:
-        """Return why the build does not fit this machine's memory; "" if it does."""
+        """Return why the build does not fit this machine's host memory; "" if it does."""
         has = device_memory("cpu")
         if self.host_bytes <= has:
             return ""
@@ -171,8 +171,8 @@ HOST_BYTES, LAYER_HOST_BYTES = 2 * GIB // 5, GIB // 28
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks that are built one after another, and again for each rank:
-    the maximum over them. The first graph must be the text model's."""
+    """Return the estimate for networks that are built one after another, as are the ranks' plans of
+    each: the maximum over them. The first graph must be the text model's."""
     host, device = max(map(_host_bytes, graphs)), max(map(weight_bytes, graphs)) + MIN_WORKSPACE
     return Estimate(host, device, any(v.type.dtype == INT4 for v in graphs[0].params))
 
@@ -188,8 +188,7 @@ def _host_bytes(g: Graph) -> int:
 
 
 def weight_bytes(g: Graph) -> int:
-    """Count the bytes of a network's params; tables that only the host's `embed` graph reads are
-    none of them."""
+    """Count the bytes of a network's params, without tables that only the `embed` graph reads."""
     return sum(v.type.nbytes() for v in g.params)
 
 

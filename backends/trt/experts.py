@@ -59,7 +59,8 @@ def _later_tokens(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, *params: Operand
 ) -> Operand:
     """Return the experts' sum for all tokens of x but each sequence's first: sorted by expert if x
-    has the whole chunk and that is at most half of the dense work, else by all experts."""
+    has the whole chunk and the blocks' rows are at most half of those that all experts would
+    compute, else by all experts."""
     e, chunk, count = net.e, net.limits.prefill_chunk, int(params[0].shape[0])
     capacity = block_rows(chunk, int(index.shape[2]), count)
     chunked = x.shape[1] == net.env["positions"].shape[1]

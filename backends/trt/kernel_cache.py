@@ -1,9 +1,10 @@
 """TensorRT-RTX's runtime cache: kernels that it compiles just in time for the current GPU when it
 loads an engine.
 
-The file is next to the engine directory, which contains files of the build only. It contains native
-code, so it is read only if no other user can write it, and only for the engine, GPU and library
-version that wrote it. Losing it costs only time: an unusable file is reported and removed.
+The cache file is next to the engine directory, which contains files of the build only. The cache is
+native code, so it is read only if no other user can write to its file, and only for the engine, GPU
+and library version that wrote it. Losing it costs only time: an unusable file is reported and
+removed.
 """
 
 from __future__ import annotations

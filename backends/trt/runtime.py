@@ -173,7 +173,8 @@ class TrtSteps:
 
     def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
         """Replay a step as a CUDA graph: one for each session's caches, profile, visible slots and
-        number of tokens, with its own execution context, which TensorRT requires unchanged."""
+        number of tokens, with its own execution context, which must not change while the graph is
+        in use."""
         assert self.record
         record = self.record
 

@@ -31,7 +31,8 @@ Tensor = torch.Tensor
 
 #: kinds of codes: floats, 8-bit integers, e4m3, bits of values in words
 DENSE, INT8, E4M3, BITS = (tl.constexpr(i) for i in range(4))
-#: kinds of shared integers: signed bytes, 7 bits above a shift bit, e4m3, pairs of 4 and of 6 bits
+#: kinds of shared integers (sub-block scales): signed bytes, 7 bits above a shift bit, e4m3, pairs
+#: of 4 and of 6 bits
 SIGNED, SHIFTED, FLOATS, NIBBLES, SIX_BITS = (tl.constexpr(i) for i in range(5))
 #: positions in a record: kind; values and words of a block; of both fields: bits of a value, first
 #: word and words in a block, shifts by bit of a value's index, five bits each (0: it selects the
@@ -221,7 +222,8 @@ def _scaled(t, w, scales, live, at, K, R, BLOCK_K, FORMAT, GROUP):
 def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORMAT, GROUP):
     """Tile [R, BLOCK_K] of a weight from column `at`: as stored, or dequantised to fp32. What is
     beyond the last column may be anything finite: x must be zero there. w, scales: row pointers
-    (`rows_of`, `scales_of`); a scale that `row_scaled` applies is not. exponent: `exponent_of`."""
+    (`rows_of`, `scales_of`); scales that `row_scaled` applies are left out. exponent:
+    `exponent_of`."""
     if FORMAT[KIND] == BITS:
         t = _values(w, live, at, K, exponent, R, BLOCK_K, FORMAT)
     else:

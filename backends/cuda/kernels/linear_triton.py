@@ -100,7 +100,8 @@ def skinny_linear(
     """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; w may be the bytes of codes of a
     format, with scales.
 
-    With act then `glu` with up [..., n], or, without up, `glu_packed`, w [2n, k].
+    With `act`, then compute `glu` of the product and up [..., n]; without up `glu_packed`, with w
+    [2n, k].
     """
     packed, k = bool(act) and up is None, x.shape[-1]
     if not takes(x):

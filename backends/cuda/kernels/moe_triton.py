@@ -2,8 +2,9 @@
 the last two, since each alone would not fill the GPU.
 
 `moe_route` computes the router's scores; its last program to arrive selects the experts of all rows
-and lists those in use, so that each expert's weights are read once for all rows. The activation
-has, per row, top_k slots of I columns in top-k order, then the Id columns of the dense MLP.
+and lists those in use, so that each expert's weights are read once for all rows. The result
+of `moe_gate_up` has, per row, top_k slots of I columns in top-k order, then the Id columns of the
+dense MLP.
 The caller sums the slots, so that its compiler can fuse the sum with the next read.
 
 Top-k uses integer keys ordered by (score, then lower index), so that one integer max yields both.
