@@ -300,7 +300,7 @@ class Server:
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """Paths of the engine and its model, which errors for clients leave out."""
+        """Paths of the engine and its model, which are replaced in errors for clients."""
         engine = self.prompts and self.prompts.engine
         names = (str(engine.path), engine.label) if engine else ()
         return tuple(name for name in names if "/" in name or "\\" in name)

@@ -29,8 +29,9 @@ GUARDED = ("/v1/", "/api/", "/metrics", "/tokenize", "/detokenize", "/render", "
 
 @dataclass(frozen=True)
 class Auth:
-    """Access rules. `keys`: allowed API keys, (): none is needed; `hosts`: allowed Host names,
-    None: any; `max_body`: maximum bytes of a body; `body_s`: maximum seconds to receive it."""
+    """Access rules. `keys`: allowed API keys, (): none is needed; `hosts`: Host names allowed in
+    addition to loopback addresses, None: any; `max_body`: maximum bytes of a body; `body_s`:
+    maximum seconds to receive it."""
 
     keys: Collection[bytes] = ()
     hosts: tuple[str, ...] | None = None
@@ -39,7 +40,7 @@ class Auth:
 
     def check(self, request: Request, path: str) -> str:
         """Refuse a request that is not allowed. Return the prefix-cache salt of its key, "" if the
-        path or the server needs none."""
+        path or the server needs no key."""
         self._check_host(request)
         guarded = path.startswith(GUARDED)
         if not self.keys or not guarded:

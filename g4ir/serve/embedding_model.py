@@ -58,7 +58,7 @@ class EmbeddingModel:
         return replace(asked, texts=filled)
 
     async def embed(self, request: Request, asked: EmbeddingRequest) -> tuple[torch.Tensor, int]:
-        """Return the embeddings float32 [N, D] of a request's N texts, and their number of tokens.
+        """Return the embeddings float32 [N, D] of a request's N texts, and their tokens in total.
         Refused for an invalid text, task or size, and if the client disconnects."""
         return await until_disconnect(request, self._embed(asked))
 

@@ -28,7 +28,7 @@ _FIELD = re.compile(r"(\w+)(?=[\[.: ])")
 
 @dataclass
 class Refused(Exception):
-    """An error response. `param`: the field of the request that is wrong, if it is one."""
+    """An error response. `param`: the request's field at fault; None: it concerns no field."""
 
     status: int
     message: str
@@ -83,8 +83,8 @@ def refusal(
     wait_s: float = RETRY_S,
 ) -> Refused:
     """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
-    `fields`: names that a message may begin with, which become `param`; `hidden`: names and paths
-    that messages replace by "the engine"; `wait_s`: seconds of Retry-After if the queue is full."""
+    `fields`: names that become `param` if the message begins with one; `hidden`: names and paths to
+    replace by "the engine" in messages; `wait_s`: seconds of Retry-After if the queue is full."""
     if isinstance(error, Refused):
         return error
     text = reduce(lambda t, name: t.replace(name, "the engine"), hidden, str(error))

@@ -33,8 +33,8 @@ UNIONS = ("anyOf", "oneOf")
 SINGLE = ("items", "additionalItems", "additionalProperties")
 LISTS = (*UNIONS, "allOf", "prefixItems", "items")
 #: DIALECT: keywords removed from schemas, since they change how llguidance reads them; UNKEPT:
-#: those that the grammar of tool calls cannot enforce: dropped from every schema, with a log line,
-#: or refused if it is strict
+#: keywords that the grammar of tool calls cannot enforce: they are dropped from every schema, with
+#: a log line, and a strict schema that has one is refused
 DIALECT, UNKEPT = {"$schema", "$id"}, ("patternProperties", "minProperties", "maxProperties")
 #: keyword of a string that follows a Lark grammar (custom tools)
 LARK = "x-g4ir-lark"
@@ -68,7 +68,7 @@ def read_schema(
 ) -> dict[str, Any]:
     """Return a schema as llguidance and the grammar of tool calls read it. Refused if it is invalid
     or has no finite value, or with `strict` if a constraint cannot be enforced. `where`: the
-    schema's path, for errors; `refuse(path, reason)` creates one."""
+    schema's path, for errors; `refuse(path, reason)` creates the error."""
     reader = _Reader(where, strict, refuse)
     try:
         root = reader.read(without_nulls(schema), where)
@@ -121,7 +121,7 @@ class _Reader:
     def drop(self, where: str, reason: str) -> None:
         """Log that a constraint is not enforced; refused if the schema is strict."""
         if self.strict:
-            raise self.refuse(where, f"{reason}; leave out the constraint, or strict")
+            raise self.refuse(where, f"{reason}; leave it out, or set strict to false")
         log_dropped(f"{where}: {reason}")
 
     def read(self, node: Schema, where: str) -> Schema:

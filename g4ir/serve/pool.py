@@ -1,9 +1,10 @@
 """Several models in one server: loaded on demand, unloaded least recently used first.
 
 Requests queue for their models and are served in order. A model that is not loaded is loaded if it
-fits; otherwise the least recently used other model is unloaded, once it is idle. No new request
-starts on that model meanwhile, so the queue always progresses. A request that busy models block for
-`wait_s` seconds fails with an error that names the models that would fit.
+fits; otherwise other models are unloaded until it does: idle ones before busy ones, which finish
+their requests first. No new request starts on these meanwhile, so the queue always progresses. A
+request that busy models block for `wait_s` seconds fails with an error that names the models that
+would fit.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ class ModelPool:
         free = [m.name for m in self.models if not m.resident and self._fits(m, resident)]
         names = ", ".join(f"{m.name!r}" for m in resident) or "nothing"
         fits = ", ".join(map(repr, free)) or "no other model"
-        return f"loaded: {names}; {fits} would fit in addition"
+        limit = f" and {self.max_loaded} at a time" if self.max_loaded else ""
+        limit = f"limit: {size_text(self.capacity)}{limit}"
+        return f"loaded: {names} ({limit}); {fits} would fit in addition"
 
     def _begin(self, model: PooledModel, state: str, work: Any) -> None:
         model.state = state

@@ -62,20 +62,21 @@ def _check_counts(raw: bytes) -> None:
     """Refuse a body with too many values before parsing: `json.loads` holds the GIL, for a second
     per million lists. Bytes within strings do not count, but are only stripped if the total exceeds
     the limit."""
-    if _few(raw):
+    if not _exceeded(raw):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') <= 2 * MAX_STRINGS:
         plain = b"".join(plain.split(b'"')[::2])
-    if not _few(plain):
-        limits = f"{MAX_CONTAINERS} objects and lists, {MAX_STRINGS} strings or {MAX_VALUES} values"
-        raise Refused(400, f"the body has more than {limits}")
+    if limit := _exceeded(plain):
+        raise Refused(400, f"the body has more than {limit}")
 
 
-def _few(raw: bytes) -> bool:
-    containers, strings = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
-    few = containers <= MAX_CONTAINERS and strings <= 2 * MAX_STRINGS
-    return few and raw.count(b",") <= MAX_VALUES
+def _exceeded(raw: bytes) -> str:
+    """Return the limit that a body exceeds, as a text; "" if none."""
+    containers, strings = raw.count(b"[") + raw.count(b"{"), -(-raw.count(b'"') // 2)
+    counts = [(strings, MAX_STRINGS, "strings"), (raw.count(b","), MAX_VALUES, "values")]
+    counts.append((containers, MAX_CONTAINERS, "objects and lists"))
+    return next((f"{limit} {words}" for count, limit, words in counts if count > limit), "")
 
 
 def _check_depth(body: Any) -> None:
@@ -397,7 +398,9 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     _log_unknown(body.keys() - table.keys() - HARMLESS)
     content = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):
-        raise bad(other, f"is not a field of this path, which takes {content}")
+        both = f"cannot be combined with {content}; give one of them"
+        alone = f"is not a field of this path, which takes {content}"
+        raise bad(other, both if body.get(content) is not None else alone)
     absent = {k for k, v in UNSAID.items() if body.get(k) == v and type(body[k]) is type(v)}
     present = {k: v for k, v in body.items() if v is not None and k not in absent}
     read_in = {k: read(present[k], k) for k, read in table.items() if k in present}
@@ -424,8 +427,8 @@ def _log_unknown(names: Iterable[str]) -> None:
 
 
 def _check_choice(fields: Fields) -> None:
-    """Refuse a tool choice of an undeclared function or without tools, and fields that cannot be
-    combined with a forced call or a structured output constraint."""
+    """Refuse a tool choice that names an undeclared function or forces a call without tools, and
+    fields that cannot be combined with a forced call or a structured output constraint."""
     choice, tools = chosen(fields), fields.get("tools") or ()
     if choice.name is not None and choice.name not in {_name(t, "tools") for t in tools}:
         raise bad("tool_choice", f"names {shown(choice.name)}, which is not one of the tools")

@@ -2,9 +2,9 @@
 
 The grammar is Lark text for llguidance. Keys are bare if they can be read back so, strings are
 enclosed in the delimiter token, and there is no white space: only numbers have several spellings.
-Schemas are read by `read_schema`, which drops unsupported constraints, or refuses strict schemas.
-Undeclared keys are never generated if a schema declares keys; more than one member of a `oneOf` may
-match.
+Schemas are read by `read_schema`, which drops unsupported constraints, or refuses a strict schema
+that has one. Undeclared keys are never generated if a schema declares keys; more than one member of
+a `oneOf` may match.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class _Schema:
     def value(self, *nodes: Schema) -> str:
         self.rules.count += 1
         if self.rules.count > MAX_SCHEMAS:
-            raise refused(self.where, "the schemas of all tools are too large for one grammar")
+            raise refused(self.where, "the tools' schemas are together too large; simplify them")
         parts = [*_flat(nodes)]
         if False in parts:
             return ""
@@ -357,7 +357,7 @@ def _bounds(parts: Sequence[Any], low: str, high: str) -> tuple[int, int | None]
 
 
 def _prefix(part: Mapping[str, Any]) -> Sequence[Schema]:
-    """Return the schemas of the first items; before draft 2020-12 `items` was their list."""
+    """Return the schemas of the first items; before draft 2020-12 `items` could be their list."""
     prefix = part.get("prefixItems", part.get("items"))
     return prefix if isinstance(prefix, list) else ()
 

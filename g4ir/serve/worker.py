@@ -3,8 +3,8 @@
 On Linux and macOS a fork server that has imported the libraries starts it, so a start costs no
 import. A process frees all its memory when it ends, and has a GIL of its own: loading delays no
 other model. Over a pipe the child sends, in JSON, its log, the tokens of each request, and its port
-or why it failed; it ends when the parent asks it to, and when the parent has ended. Requests need
-the parent's secret.
+or why loading failed; it ends when the parent asks it to, and when the parent has ended. Requests
+need the parent's secret.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def warm_up() -> None:
 @dataclass
 class WorkerHandle:
     """The parent's handle of a worker process. `main(pipe, *args)`: module-level function that runs
-    in the process; `log`: callback with its log lines; `charge`: callback with the salt of the key
-    and the tokens of each request that it has answered."""
+    in the process; `log`: callback with the process's log lines; `charge`: callback with the salt
+    of the key and the tokens of each request that the process has answered."""
 
     main: Callable[..., None]
     args: tuple[Any, ...]
@@ -175,7 +175,7 @@ class WorkerHandle:
         self.port = await ready
 
     async def stop(self) -> None:
-        """Ask the process to end, and kill it if it has not after STOP_S seconds."""
+        """Ask the process to end, and kill it if it still runs after STOP_S seconds."""
         await asyncio.get_running_loop().run_in_executor(None, self._stop)
 
     def end(self) -> None:

@@ -110,7 +110,8 @@ def test_the_least_recently_used_goes_and_a_busy_one_stays() -> None:
             assert [m.state for m in p.models] == [READY, UNLOADED, READY]
             async with p.lease(a), p.lease(c):
                 with pytest.raises(
-                    Refused, match=r"'b' needs .*running requests keep 'a' loaded.*no other model"
+                    Refused,
+                    match=r"'b' needs .*running requests keep 'a' loaded.*limit: .*no other model",
                 ) as e:
                     async with p.lease(b):
                         pass

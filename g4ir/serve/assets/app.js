@@ -115,7 +115,7 @@ async function asked(path, given = {}) {
   let message = `the server answers ${response.status}`;
   try {
     message = (await response.json()).error.message;
-  } catch { /* no error in OpenAI's form */ }
+  } catch { /* the body is no error in OpenAI's format */ }
   throw Object.assign(new Error(message), { status: response.status });
 }
 
@@ -210,7 +210,7 @@ async function showModel() {
     const quant = build.quant === "checkpoint" ? "as in the file" : build.quant;
     const size = `${(bytes / 2 ** 20).toLocaleString("en", { maximumSignificantDigits: 3 })} MiB`;
     facts = { variant, media, size, ...limits, ...build, quant };
-  } else facts.device = model.loaded ? "loaded" : "loaded when it is asked";
+  } else facts.device = model.loaded ? "loaded" : "not loaded yet; a request loads it";
   const rows = Object.entries(SHOWN).filter(([key]) => ![undefined, null].includes(facts[key]))
     .flatMap(([key, label]) => [made("dt", {}, label),
       made("dd", {}, [facts[key]].flat().join(", ") || "text only")]);

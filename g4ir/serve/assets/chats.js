@@ -95,7 +95,8 @@ function typeTitle(id, row) {
   field.select();
 }
 
-// Returns the clock time if it is today's, "Yesterday", the weekday within a week, or the date.
+// Returns a time as a text: today's as the clock time, else "Yesterday", the weekday within a week,
+// or the date.
 function dayOf(time, now = Date.now()) {
   const [then, midnight] = [new Date(time), new Date(now).setHours(0, 0, 0, 0)];
   const days = Math.round((midnight - new Date(time).setHours(0, 0, 0, 0)) / 86_400_000);

@@ -148,7 +148,7 @@ class Kept {
     const transaction = this.database.transaction(this.name, mode);
     const written = new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
-      transaction.onabort = () => reject(transaction.error ?? new Error("it was aborted"));
+      transaction.onabort = () => reject(transaction.error ?? new Error("the browser aborted the write"));
     });
     const [result] = await Promise.all([act(transaction.objectStore(this.name)), written]);
     return result;
@@ -158,7 +158,7 @@ class Kept {
 
   delete(key) { return this.within("readwrite", (store) => settled(store.delete(key))); }
 
-  // Replaces a value by `make(value)`, unless that is undefined, and returns the latter.
+  // Replaces a value by `make(value)`, unless that is undefined; returns `make(value)`.
   change(key, make) {
     return this.within("readwrite", async (store) => {
       const value = make(await settled(store.get(key)));

@@ -32,9 +32,10 @@ INPUTS = "a text, token ids or an object with `content`, or a list of these or o
 class EmbeddingRequest:
     """Texts, token ids or lists of parts (texts and media) to embed. `field`: their field in the
     body, for errors; `tasks`: one for all inputs, or one for the first and one for the others;
-    `dims`: size of the embeddings; `truncate`: whether texts beyond the context are cut, not
-    refused; `top_n`, `returned`: number of documents in an answer of rerank, and whether it has
-    their texts; `base64`: whether embeddings are returned so; `settings`: options of media."""
+    `dims`: size of the embeddings, None: the model's; `truncate`: whether texts beyond the context
+    are cut, not refused; `top_n`, `returned`: number of documents in an answer of rerank (None:
+    all), and whether it has their texts; `base64`: whether embeddings are returned as base64;
+    `settings`: options of media."""
 
     texts: list[Any]
     field: str
@@ -48,7 +49,7 @@ class EmbeddingRequest:
 
 
 def read_embeddings(body: Body) -> EmbeddingRequest:
-    """Read a body of /v1/embeddings. Refused for a wrong field, by name."""
+    """Read a body of /v1/embeddings. Refused, with the field's name, if a field is wrong."""
     how = _optional(body, "encoding_format", schema.one_of(FLOAT, BASE64), FLOAT)
     names = [k for settings in MEDIA_SETTINGS.values() for k in settings if body.get(k) is not None]
     return EmbeddingRequest(
@@ -147,7 +148,8 @@ def _input(value: Any, where: str) -> Any:
 
 def _bounded(texts: list[Any], name: str) -> list[Any]:
     if len(texts) > MAX_TEXTS:
-        message = f"{len(texts)} texts, and a request may have {MAX_TEXTS}; split it"
+        query = " with the query" if name == DOCUMENTS else ""
+        message = f"{len(texts)} texts{query}, and a request may have {MAX_TEXTS}; split it"
         raise bad(name, message)
     return texts
 

@@ -162,7 +162,7 @@ def _budget(out: Translation, value: Any, name: str) -> None:
 
 
 def _format(out: Translation, value: Any, name: str) -> None:
-    """Translate the output schema. The effort is ignored: reasoning is on or off."""
+    """Translate the output schema; `effort` is ignored, since reasoning is only on or off."""
     format = value if name == "output_format" else schema.OBJECT(value, name).get("format")
     if format is not None:
         kind_in(format, ("json_schema",), name)

@@ -186,8 +186,7 @@ def _text(out: Translation, value: Any, name: str) -> None:
 
 
 def _effort(out: Translation, value: Any, name: str) -> None:
-    """Translate the reasoning effort. Summaries are not supported: reasoning is returned in
-    full."""
+    """Translate the reasoning effort; `summary` is ignored, as reasoning is returned in full."""
     if (effort := schema.OBJECT(value, name).get("effort")) is not None:
         out.body["reasoning_effort"] = effort
 

@@ -47,7 +47,7 @@ def _field(part: bytes) -> tuple[str, Any]:
     headers = [line.partition(":")[2] for line in lines if line.lower().startswith("content-disp")]
     name = _parameter(headers[0].strip(), "name") if headers else ""
     if not name or not blank:
-        raise Refused(400, "a part of the form has no name")
+        raise Refused(400, "a part of the form has no name, or no blank line after its headers")
     if name == "file":
         return name, value
     try:
