@@ -588,7 +588,7 @@ def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
     file.write_text("schema: 1\nextends: tiny-ple\ntext: {ple: {dim: 16, vocab_size: 256}}\n")
     engine = built_by_command(tmp_path / "e", "--spec", file, *RANDOM)
-    has(refused("run", engine, "--tokens", "2,300"), "token 300", "vocabulary of 256")
+    has(refused("run", engine, "--tokens", "2,300"), "token 300", "embedding table of 256")
     loaded = load_engine(engine)  # it is never drawn either, or an answer would end there
     logits = loaded.session().prefill([[2, 9]])
     assert int(logits.argmax()) >= 256

@@ -4,8 +4,8 @@
     engine.generate(tokens, adapter="fr")
     adapters.unload("fr")            # requests that use it finish
 
-New requests no longer get an adapter that was removed or replaced; its slot is free once the last
-request or session that uses it has ended. Thread-safe.
+New requests no longer get an adapter that was removed or replaced; its slot is free once all
+requests that use it have ended and all sessions that use it are deleted. Thread-safe.
 """
 
 from __future__ import annotations

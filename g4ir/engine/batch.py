@@ -58,8 +58,9 @@ class Batch(Generic[T]):
         return self.sessions[len(self.slots)]
 
     def put(self, source: Session, sequences: Sequence[T], row: int = 0) -> None:
-        """Copy row `row` of `source` to a free slot for each sequence; move to a larger bucket if
-        there are too few."""
+        """Copy row `row` of `source` to a free slot for each sequence; first move to a larger
+        bucket if too few slots are free, or, if the batch is empty, to the smallest sufficient
+        one."""
         count = len(self.sequences) + len(sequences)
         if count == len(sequences) or count > len(self.slots):
             self._move(self._bucket_for(count))
@@ -111,7 +112,8 @@ class Batch(Generic[T]):
         return self.sessions.pop(1, None)
 
     def drop(self, sequence: T, zero: bool = False) -> None:
-        """Free a sequence's slot; `zero` overwrites caches that may contain NaN."""
+        """Free a sequence's slot; `zero` overwrites its caches, which may contain NaN, with
+        zeros."""
         if sequence.slot >= 0:
             self.session.reset([sequence.slot], zero)
             self.slots[sequence.slot] = None

@@ -46,8 +46,8 @@ class ChunkSize:
 
     @property
     def remaining(self) -> int:
-        """Tokens of the chunk not computed yet; 0 if fewer than half or than the minimum: a short
-        chunk takes almost as long, since each reads all weights."""
+        """Tokens of the chunk that are not computed yet; 0 if they are fewer than half the chunk or
+        than the minimum: a short chunk takes almost as long, since each reads all weights."""
         remaining = self.tokens - self.computed
         return remaining if remaining >= max(self._fewest, self._size / 2) else 0
 
@@ -61,9 +61,9 @@ class ChunkSize:
         self._since, self.computed = now, 0
 
     def record(self, now: float) -> None:
-        """Record that the host has read sampled tokens, and adapt the size to the time since it
-        last did, if prompt tokens were computed in it (else a plain decode step is measured). A
-        short chunk (the end of a prompt) counts only if the time exceeded the bound."""
+        """Record that the host has read sampled tokens. If prompt tokens were computed since it
+        last did, adapt the size to the time since then; else that is the time of a plain decode
+        step. A short chunk (the end of a prompt) counts only if the time exceeded the bound."""
         seconds, computed, full = now - self._since, self.computed, not self.remaining
         self.start(now)
         if not computed:

@@ -66,7 +66,7 @@ class HiddenStates:
         self._after[row] = length[start] * source.available(length)[start]
 
     def copy(self, length: torch.Tensor) -> HiddenStates:
-        """Return a copy of the newest tokens' states, for a snapshot of sequences of lengths int64
+        """Return a copy of each row's newest state, for a snapshot; length: of the rows, int64
         [batch]."""
         copy = HiddenStates(len(length))
         for row in range(len(length)):

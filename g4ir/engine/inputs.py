@@ -138,13 +138,15 @@ def _media(engine: EngineParts) -> Mapping[str, int]:
 
 
 def _check_ids(engine: EngineParts, tokens: torch.Tensor) -> None:
-    vocab = engine.spec.text.readable_ids
+    text = engine.spec.text
     for i in _media(engine).values():  # placeholders are not looked up in embedding tables
         tokens = tokens.masked_fill(tokens == i, 0)
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
-        row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
-        token = f"token {int(tokens[row, at])} (row {row}, index {at})"
-        raise InputError(f"{token} is outside the vocabulary of {vocab}")
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < text.readable_ids:
+        row, at = ((tokens < 0) | (tokens >= text.readable_ids)).nonzero()[0].tolist()
+        why = f"is outside the vocabulary of {text.vocab_size}"
+        if 0 <= int(tokens[row, at]) < text.vocab_size:
+            why = f"has no row in the per-layer embedding table of {text.readable_ids}"
+        raise InputError(f"token {int(tokens[row, at])} (row {row}, index {at}) {why}")
 
 
 def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,7 +110,7 @@ def _checked(path: Path, key: str, name: str, value: Any, stated: Mapping[str, s
 def _wrong(path: Path, key: str, problem: str, stated: Mapping[str, str]) -> WeightsError:
     fix = "correct the file, or remove it"
     if key in stated:
-        fix = "correct or remove the key with llama.cpp's gguf_new_metadata.py"
+        fix = f"remove it with llama.cpp's gguf_new_metadata.py --remove-metadata {stated[key]}"
     return WeightsError(f"{path}: {stated.get(key, key)} {problem}; fix: {fix}")
 
 

@@ -132,7 +132,8 @@ class Session:
     def draft(self, newest: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return up to counts[row] draft tokens for each row, from the draft model. `newest`: each
         row's newest token, which is not in the KV cache yet. A row gets none if the hidden state of
-        its last cached token is not available, as can be after `truncate` or a device loop."""
+        its last cached token is not available, which can happen after `truncate` or a device
+        loop."""
         available = self.hidden.available(self.length)
         counts = {row: count if available[row] else 0 for row, count in counts.items()}
         tokens = torch.zeros(self.batch, dtype=torch.int64)
@@ -161,9 +162,9 @@ class Session:
                 row = int(lost.nonzero()[0, 0])
                 min_tokens = int(self._written[row]) - slots + window - 1
                 raise InputError(
-                    f"truncate row {row} to {int(lengths[row])}: its ring of {slots} slots has "
-                    f"overwritten that window; keep at least {min_tokens} tokens, or reset the row "
-                    f"and prefill again"
+                    f"truncate row {row} to {int(lengths[row])}: its ring of {slots} slots no "
+                    f"longer has the window of the next token; keep at least {min_tokens} tokens, "
+                    f"or reset the row and prefill again"
                 )
         self.length = lengths
         self._written = torch.where(lengths == 0, lengths, self._written)

@@ -90,10 +90,11 @@ def index_of(frame: dict[str, Any], size: int) -> dict[str, np.ndarray] | None:
 
 
 def _is_local(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Whether an index suffices for this tokenizer: a BPE without dropout and affixes, whose ids
-    are 0 .. N - 1, with at most LONGEST characters per token, and whose normaliser, if any,
-    replaces one character wherever it occurs, so that all tokens of a text are substrings of its
-    normalised form."""
+    """Whether an index suffices for this tokenizer, because all tokens of a text are substrings of
+    its normalised form: a BPE without dropout and affixes, with ids 0 .. N - 1 and at most LONGEST
+    characters per token; the normaliser, if any, replaces one character wherever it occurs, the
+    pre-tokeniser, if any, is a Split; added tokens are in the vocabulary, and the normaliser
+    changes none of them."""
     model, normalizer, split = frame["model"], frame.get("normalizer"), frame.get("pre_tokenizer")
     pattern = ""
     if normalizer is not None:

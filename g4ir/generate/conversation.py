@@ -149,7 +149,8 @@ class ChatSession:
 
     def attach(self, kind: str, path: str | Path, **options: Any) -> Soft:
         """Read an image, audio or a video for the next message; `options`: keywords of
-        `Engine.encode`. InputError for a missing file, or a file of another kind."""
+        `Engine.encode`. InputError for a missing file, one of another kind, or a kind that the
+        engine does not take."""
         check_file(kind, path)
         soft = self.engine.encode(kind, path, **options)
         part = {"type": f"{kind}_url", f"{kind}_url": {"url": Path(path).absolute().as_uri()}}
@@ -169,7 +170,8 @@ class ChatSession:
         part = {"type": "text", "text": f"{path.name}\n{fence}\n{text}\n{fence}\n\n"}
         tokens = self.vocabulary.plain(part["text"])
         if len(tokens) > max_seq:
-            raise InputError(f"{path}: {len(tokens)} tokens, and the context has {max_seq}")
+            why = f"{len(tokens)} tokens do not fit the context of {max_seq}; shorten it"
+            raise InputError(f"{path}: {why}")
         self.attached.append(part)
         return len(tokens)
 

@@ -36,7 +36,7 @@ RAW = (
     "(`g4ir run --chat` adds them)"
 )
 
-#: names of the sampling settings of a request or a flag, but `stop`
+#: names of the sampling settings of a request or a flag, except `stop`
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
 #: requests admitted beyond the batch size, so that a free slot never waits for input
 AHEAD = 2

@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 FOREVER = timedelta(days=365)
 #: bytes of a call's first broadcast, enough for a decode step; longer calls need a second one
 FRAME = 1 << 15
-#: all-reduces up to this size are all-gather + local sum in order of rank (deterministic)
+#: all-reduces of up to so many bytes are all-gather + local sum in order of rank (deterministic)
 GATHERED = 1 << 18
 #: after a connection broke: number of polls for an ended process, and seconds between two of them
 SETTLED, LOOK_S = 30, 0.01
@@ -79,7 +79,7 @@ class RankProcess:
             return False
         import psutil
 
-        try:  # a zombie that its parent has not reaped
+        try:  # a zombie, which its parent has not reaped, has ended
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
         except psutil.Error as e:
             return isinstance(e, psutil.NoSuchProcess)
@@ -188,8 +188,8 @@ class Group:
                 raise
 
     def send(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast a call (JSON values; its tensors; the ids of dropped objects, appended to a
-        call that is not empty) to the workers."""
+        """Broadcast a call (JSON values) and its tensors to the workers; the ids of dropped objects
+        are appended to a call that is not empty."""
         wait = timedelta(seconds=self.timeout_s)
         if call:
             call = [*call, [self.dropped.popleft() for _ in range(len(self.dropped))]]
@@ -313,8 +313,8 @@ def current() -> Group | None:
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     """Join the process group that torchrun started, for the duration of a context; ranks wait at
     most `timeout_s` for each other, in the collectives of a step too (workers wait for the next
-    call without a limit). InputError without torchrun, for a wrong timeout, or if joined already;
-    MissingError if they cannot connect; RankError if one does not join."""
+    call without a limit). InputError without torchrun or with one process, for a wrong timeout, or
+    if joined already; MissingError if they cannot connect; RankError if one does not join."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
@@ -359,8 +359,8 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor's bytes, in order; also for one element, whose stride is
-    arbitrary."""
+    """Return a copy of a tensor's bytes, in row-major order. (`view` of the tensor itself needs a
+    last stride of 1, which that of a single element need not have.)"""
     return x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)
 
 

@@ -33,7 +33,7 @@ _RANK_NAME = re.compile(r"r(\d+)\.(.+)")
 
 def shard_program(p: Program, to: Sharding) -> Program:
     """Apply `shard` to the graphs with caches (those of the text and draft model); embedding tables
-    and towers are replicated. InputError if the model cannot be sharded."""
+    and towers are not sharded. InputError if the model cannot be sharded."""
     to.check()
     if to.ranks == 1:
         return p
@@ -83,8 +83,8 @@ def ranks_of(g: Graph) -> int:
 
 
 def _param(v: Value, to: Sharding) -> Value:
-    """Return the shard of a param. A tied head's shard has the head's name, since the embedding
-    table is replicated."""
+    """Return the shard of a param, or the param if it is replicated. A tied head's shard has the
+    head's name, since the embedding table itself is not sharded."""
     name = _named(v).name
     part = to.part(name)
     return Value(name, part.cut_type(v.type, to.ranks)) if part else v

@@ -1,9 +1,10 @@
 """The sharding of each weight, by its name.
 
 Column-parallel, then row-parallel, as in Megatron-LM: a layer needs one all-reduce after attention
-and one after its MLP. Heads are never split; with fewer KV heads than ranks, they are replicated.
-Weights that are not in the table are replicated: norms, scalars, routers, embeddings. With expert
-parallelism (`ep`) a rank has some of the experts, and the param FIRST has the first one's index.
+and one after its MLP. Attention heads are never split; with fewer KV heads than ranks, they are
+replicated. The LM head is split by vocabulary. Weights that are not in the table are replicated:
+norms, scalars, routers, embeddings. With expert parallelism (`ep`) a rank has some of the experts,
+and the param FIRST has the first one's index.
 Codes and scales are sharded as their weight; if rows are split, a scale for a whole row is
 replicated. Of a draft model only attention is sharded, since it reads sharded caches.
 """
@@ -47,7 +48,7 @@ _WEIGHT = re.compile(r"L(\d+)\.(.+)|draft\.L(\d+)\.(attn\.w[qo])")
 class AxisShard:
     """A rank's shard of the full model's param `source` along `axis`, which has `blocks` blocks of
     `units` units each: an equal number of units of every block; with more ranks than units, one
-    unit, which several ranks have. An axis of size 1 (scale of a row) is replicated."""
+    unit, which several ranks have. An axis of size 1 (a scale for a whole row) is replicated."""
 
     source: str
     axis: int
@@ -59,7 +60,7 @@ class AxisShard:
         return max(1, self.units // ranks)
 
     def divides(self, size: int, ranks: int) -> bool:
-        """Return whether an axis of `size` elements can be sharded without splitting an element."""
+        """Whether an axis of `size` elements can be sharded without splitting an element."""
         return size == 1 or size * self.share(ranks) % (self.units * self.blocks) == 0
 
     def ranges(self, size: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
@@ -159,8 +160,8 @@ class Sharding:
             raise InputError(f"--tp {self.ranks}: {problem}; expected one of {fine}")
 
     def _uneven(self, ranks: int) -> tuple[str, int] | None:
-        """Return a config key and its value that ranks do not divide, or None; KV heads may be
-        replicated."""
+        """Return a config key and its value if the number of ranks does not divide it, else None;
+        KV heads may also be a divisor of it, since they are replicated then."""
         text, moe = self.spec.text, self.spec.text.moe
         sizes = {
             "num_attention_heads": text.num_attention_heads,
