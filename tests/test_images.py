@@ -228,16 +228,16 @@ def test_32_bits_are_refused(tmp_path: Path, kind: Any) -> None:
 
 #: others are in refused/media.yaml
 BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image"),
-    "a mark alone": (lambda: encoded()[:8], "no image|corrupt or truncated"),
+    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no supported"),
+    "a mark alone": (lambda: encoded()[:8], "no supported image|corrupt or truncated"),
     **{
         f"half a {f}": (
             partial(lambda f: encoded(f)[: len(encoded(f)) // 3], f),
-            "corrupt or truncated|no image",
+            "corrupt or truncated|no supported image",
         )
         for f in FORMATS
     },
-    "no pixels": (lambda: png_of(0, 5, b""), "no image|at least 1x1|corrupt"),
+    "no pixels": (lambda: png_of(0, 5, b""), "no supported image|at least 1x1|corrupt"),
     "above the limit": (
         lambda: png_of(12000, 12000, b""),
         "12000x12000 are 144000000 pixels, at most",

@@ -94,8 +94,8 @@ def grouped_experts(
 
 
 def smallest(max_value: int) -> torch.dtype:
-    """Return the smallest of uint8, int16 and int64 with all of 0 to `max_value`: radix sort does
-    eight bits per pass."""
+    """Return the smallest of uint8, int16 and int64 that represents 0 to `max_value`: radix sort
+    does eight bits per pass."""
     return next(
         d for d in (torch.uint8, torch.int16, torch.int64) if max_value <= torch.iinfo(d).max
     )

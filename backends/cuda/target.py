@@ -10,8 +10,8 @@ HOPPER = "h100"
 
 
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
-    """Name a GPU: `NVIDIA H200` -> h200; other Hopper cards: h100; others: their capability, for
-    example sm_100."""
+    """Name a GPU: `NVIDIA H200` -> h200; other Hopper cards: h100; other GPUs: their
+    capability, for example sm_100."""
     for name in ("h200", HOPPER):
         if name in product.lower():
             return name

@@ -293,7 +293,7 @@ class OnnxEmitter(Emitter):
                 used.add(name)
 
     def model(self, name: str, doc: str, facts: Mapping[str, str]) -> onnx.ModelProto:
-        """Return the ONNX model; `doc`: its doc_string, `facts`: metadata for programs."""
+        """Return the ONNX model; `doc`: its doc_string, `facts`: its metadata properties."""
         for n in walk(self.nodes):
             _rename(n, self.renamed)
         results = [_info(k, t) for k, t in self.results.items()]

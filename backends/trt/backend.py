@@ -1,4 +1,4 @@
-"""`--backend trt`: TensorRT engines from the same graph."""
+"""`--backend trt`: TensorRT engines from the graphs that all backends share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TrtBackend(Backend):
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()
-    kv_reason: str = "TensorRT's KV cache layer supports only the plan's dtype"
+    kv_reason: str = "TensorRT's KV cache layer supports only the engine's dtype"
     rounds_activations: bool = False
     verifies_in_chunks: bool = True
     devices: tuple[str, ...] = ("cuda",)
@@ -133,8 +133,8 @@ class TrtBackend(Backend):
         return estimate([*networks(program).values()]).short()
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        """Count the bytes of weights over all plans; a tower with several sizes is in several
-        plans."""
+        """Count the bytes of weights in all plans: those of each rank, and of each size of a
+        tower."""
         return sum(ranks_of(g) * weight_bytes(g) for g in networks(program).values())
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
@@ -180,11 +180,11 @@ class TrtBackend(Backend):
         return KernelCache(api, file, key, task.progress)
 
     def _check_plans(self, manifest: Mapping[str, Any], api: Api, task: Task) -> None:
-        """Raise EngineError if plans were built with other settings, for another GPU, or by another
-        TensorRT version; patch versions count too."""
+        """Raise EngineError if plans were built with settings that this backend lacks, for another
+        GPU, or by another TensorRT version; patch versions count too."""
         folder, settings = task.folder, manifest["settings"]
         if bad := [n for n, s in self.settings.items() if settings.get(n) not in s.choices]:
-            why = f"this backend does not know {bad[0]}={settings.get(bad[0])} in its manifest"
+            why = f"its manifest has {bad[0]}={settings.get(bad[0])}, which this backend lacks"
             raise EngineError(f"{folder}: {why}; build it again")
         if not self.has_device(task.device):
             raise EngineError(

@@ -45,7 +45,7 @@ REMEDIES: Mapping[str, str] = {
     "attention": "--set attention=plain, whose attention is matmuls and elementwise layers",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq",
     "attn": "--set attention=plain, whose attention is matmuls and elementwise layers",
-    "": "--set attention=plain, the form of the network with the simplest layers",
+    "": "--set attention=plain, whose layers are the simplest",
 }
 #: remedy if attention is plain already
 OTHER_BACKEND = "--backend torch"
@@ -116,7 +116,7 @@ def configure(api: Api, w: Written, memory: int | None, target: Target = HOPPER)
 
 
 def _aim(trt: Any, config: Any, target: Target) -> None:
-    """Set the compute capability of a target that has only one; engines for several are portable.
+    """Set the compute capability of a target that has only one; an engine for several is portable.
     Steps must not allocate, so that they can be captured as CUDA graphs. One stream only: few
     kernels of a chunk could run concurrently, and would need more scratch memory."""
     config.max_aux_streams = 0

@@ -32,7 +32,7 @@ SCRATCH = re.compile(r"Max Scratch Memory: (\d+) bytes")
 AROUND = ("signal", "wait", "shape_call")
 #: parts of the names of kernels that use a cache in place: scatter or attention
 IN_PLACE = ("Scat", "mha")
-#: bytes of an element; 2 for all other types
+#: TensorRT's name of a dtype -> bytes of an element; 2 for all others
 BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
 #: minimum bytes of a tensor to count as a copy: smaller ones may be a chunk's rows
 MIN_COPY = 1 << 12

@@ -30,7 +30,7 @@ SINGLE = ("decode", DRAFT)
 MIN_SPAN, WIDER = 1024, 4
 #: maximum tokens of a verification step if no sliding-window cache limits them
 MAX_VERIFIED = 33
-#: full-length cache slots for which kernels are timed, if max_seq allows
+#: full-length cache slots for which prefill and verification kernels are timed, if max_seq allows
 TYPICAL_SLOTS = 2048
 
 #: minimum, typical and maximum size of a dim

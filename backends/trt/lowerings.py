@@ -37,8 +37,8 @@ GATED_ROWS, MAX_GATED_BYTES = 512, 16 << 20
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
-    """Count the bytes of the scores of one query per sequence over a ring cache's slots or max_seq;
-    in an encoder, of a single query over the chunk."""
+    """Count the bytes of all heads' scores of one query per sequence over a ring cache's slots or
+    max_seq; in an encoder, of a single query over the chunk."""
     heads = int(n["q"].type.shape[2])
     if not n.definition.cache_range:
         return heads * limits.prefill_chunk * BYTES_PER_SCORE
@@ -207,8 +207,8 @@ def _has_readers(w: Operand) -> bool:
 
 
 def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
-    """All-reduce in one collective. Two ranks round once in any dtype; more would round in between,
-    so they reduce in fp32."""
+    """All-reduce in one collective. A sum of two ranks is rounded once in any dtype; one of more
+    would be rounded in between, so these reduce in fp32."""
     e, ranks, last = net.e, n.integer("ranks"), xs[0].rank - 1
     if ranks == 1:
         return xs

@@ -97,8 +97,8 @@ ANYWHERE = tuple(name for name, t in TARGETS.items() if t.ahead_of_time)
 
 
 def find_target(name: str) -> Target:
-    """Return a target by name. InputError lists the names; for a GPU that TensorRT-RTX does not
-    build for it names the library that does."""
+    """Return a target by name. InputError lists the names; for `sm90`, which TensorRT-RTX does
+    not build for, it names TensorRT's targets."""
     if name in TARGETS:
         return TARGETS[name]
     if name == "sm90":

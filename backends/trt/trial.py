@@ -23,7 +23,7 @@ from .host import Api, logger
 from .interface import LOG
 from .target import Target
 
-#: number of a buffer's values after which they repeat
+#: a buffer repeats its values after this many
 PERIOD = 1 << 22
 #: offset in elements between params of different sizes
 STRIDE = 64

@@ -1,4 +1,5 @@
-"""Creates the folder for `vllm serve`: an engine's tokenizer files, and a config.json.
+"""Creates the folder for `vllm serve`: an engine's tokenizer files and chat template, config.json
+and generation_config.json.
 
     python -m g4ir_vllm.prepare ENGINE OUT
 

@@ -74,8 +74,8 @@ def around(value: float, rounds: Samples) -> Stat:
 
 
 def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> RequestTiming:
-    """Time a request. Each step ends with the chosen tokens on the host. Resetting the KV cache to
-    the context, before the first step, is not timed."""
+    """Time a request. A step includes the argmax and its copy to the host. Resetting the KV cache
+    to the context, before the first step, is not timed."""
     runner.rewind()
     synchronize(runner.device)
     marks = [time.perf_counter()]

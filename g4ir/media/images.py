@@ -140,7 +140,7 @@ def _decode(file: BinaryIO, path: Path) -> U8:
         except (G4Error, MemoryError):
             raise
         except image_module.UnidentifiedImageError as e:
-            raise InputError(f"{path}: no image; send {', '.join(FORMATS)}") from e
+            raise InputError(f"{path}: no supported image; send {', '.join(FORMATS)}") from e
         except image_module.DecompressionBombError as e:
             raise InputError(f"{path}: too large: {e}") from e
         except Exception as e:  # decoders raise whatever a broken file leads them to

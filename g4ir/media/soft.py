@@ -49,4 +49,5 @@ def count_error(
         return InputError(f"{kind}: {media} given, but the engine has no placeholder; leave it out")
     size = "" if soft is None else f" with {soft} soft tokens"
     count = f"the prompt has {placeholders} placeholders (id {holder})"
+    fix = fix if media else "pass the media, or leave the placeholders out"
     return InputError(f"{kind}: {count} for {media} media{size}; {fix}")

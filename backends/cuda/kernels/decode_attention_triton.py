@@ -307,8 +307,8 @@ def constants(out: Tensor, kv_heads: int, window: int, softcap: float) -> dict[s
 
 
 def factors(scale: float, softcap: float) -> tuple[float, float]:
-    """Return (inner, outer): the base-2 score is inner * x, or with a softcap outer * tanh(inner *
-    x)."""
+    """Return (inner, outer): the base-2 score of a dot product x is inner * x, or with a softcap
+    outer * tanh(inner * x)."""
     return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
 
 

@@ -193,7 +193,7 @@ def _attend(
 
     oldest, slot, run, wrapped, low = _runs(first, last, begin, old, slots, WINDOW)
     count = tl.cdiv(run, BLOCK_N) + tl.cdiv(wrapped, BLOCK_N) + tl.cdiv(last + 1 - low, BLOCK_N)
-    # A query attends to itself. Without this assumption ptxas serialises the dot products.
+    # A query attends to itself. Without this hint ptxas serialises the dot products.
     tl.assume(count > 0)
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
