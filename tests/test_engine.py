@@ -38,9 +38,15 @@ from tokenizers.models import WordLevel
 
 import g4ir
 from g4ir import Engine, load_engine, load_spec
-from g4ir.artefact.directory import MANIFEST, Manifest, open_artefact, read_manifest
+from g4ir.artefact.directory import (
+    MANIFEST,
+    Manifest,
+    MergedWeights,
+    open_artefact,
+    read_manifest,
+)
 from g4ir.backends.reference import ReferenceBackend
-from g4ir.builder.build import prepare, write_engine
+from g4ir.builder.build import check_space, prepare, write_engine
 from g4ir.cli.build import _tell_notes
 from g4ir.errors import EngineError, InputError, WeightsError
 from g4ir.generate import jsonl
@@ -494,6 +500,12 @@ def test_weights_that_do_not_fit(
     found = json.loads(dry.out)
     assert dry.code == 1 and found["verdict"] == f"would not build here: {found['short'][0]}"
     assert found["short"][0].endswith("; make room or choose another --out")
+    prepared = prepare(None, BuildOptions(checkpoint=folder, backend="reference", max_seq=64))
+    with pytest.raises(EngineError, match="; make room, use --link-weights or choose"):
+        check_space(prepared, out)
+    with pytest.raises(EngineError, match="; make room or choose another --out"):
+        check_space(replace(prepared, weights=MergedWeights()), out)
+    prepared.source.close()
 
 
 # --- engines that were altered ----------------------------------------------------------------

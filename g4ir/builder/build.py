@@ -91,8 +91,9 @@ def build(
 
     {options}
 
-    A build that would need more than `memory` bytes of its device is refused before anything is
-    loaded. Raises a G4Error for anything wrong, before anything is left at `out`.
+    A build whose engine would need more than `memory` bytes of its device (default: all it has) is
+    refused before its weights are packed. Raises a G4Error for anything wrong, before anything is
+    left at `out`.
     """
     if isinstance(spec, str | Path):
         spec = load_spec(spec)
@@ -307,8 +308,8 @@ def _check_range(config: BuildConfig, source: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A written engine, as `open_artefact` returns it; seconds of compilation; `recorded`: whether
-    the build was recorded as this user's, so that --trust is not needed."""
+    """A written engine, as `open_artefact` returns it. `compile_s`: seconds of compilation;
+    `recorded`: whether the build was recorded as this user's, so that --trust is not needed."""
 
     artefact: directory.Artefact
     compile_s: float
@@ -383,7 +384,7 @@ def _manifest(
 
 
 def disk_bytes(p: Prepared) -> int:
-    """Return the bytes of weights in the engine directory."""
+    """Return the bytes of weights in the engine directory; copies in compiled files count too."""
     if isinstance(p.weights, directory.RandomWeights | directory.LinkedWeights):
         return 0
     return p.written_bytes() + p.backend.repeated_bytes(p.packing.program, p.config.settings)
@@ -392,11 +393,11 @@ def disk_bytes(p: Prepared) -> int:
 def check_space(p: Prepared, out: Path) -> None:
     """Raise EngineError if the weights do not fit on the disk."""
     weights, free = disk_bytes(p), free_bytes(out)
-    need = weights + OTHER_BYTES
-    if weights and free < need:
-        link = "" if p.backend.packs_weights or p.config.drafter else ", use --link-weights"
+    if weights and free < (need := weights + OTHER_BYTES):
+        packs = p.backend.packs_weights or p.config.drafter or p.calibration
+        packs = packs or isinstance(p.weights, directory.MergedWeights)
         needs = f"the engine needs {size_text(need)} ({size_text(weights)} of weights)"
-        fix = f"make room{link} or choose another --out"
+        fix = f"make room{'' if packs else ', use --link-weights'} or choose another --out"
         raise EngineError(f"{out.parent}: {needs}, {size_text(free)} are free; {fix}")
 
 

@@ -2,7 +2,8 @@
 
 The text graph of the unquantised model is interpreted layer by layer: all windows of the text run
 through a layer, the outer products of its matmuls' inputs are summed, and its matrices quantised.
-Codes and scales of a layer are a file of a cache folder, from which an interrupted build resumes.
+The quantised values and scales of a layer are written to a file of a cache folder, from which an
+interrupted build resumes.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def export(
     media: for `hf`, kinds whose towers are written too: `all` that are there, `none`, or a list.
     dtype: of weights, by default the engine's, or the checkpoint's config's; of a GGUF file F32,
     F16, BF16 (default), Q8_0 or Q4_0.
-    Quantised weights are dequantised, except those whose codes the GGUF type has too.
+    Quantised weights are dequantised, unless `dtype` is a GGUF type with the same quantised values.
     Raises a G4Error before anything is left at `out`.
     """
     if format not in FORMATS:
@@ -148,8 +148,8 @@ def export(
 
 def _checked_dtype(out: Path, format: str, dtype: str | None) -> str:
     """Return the requested dtype; by default "" (the model's own), or BF16 for a GGUF file.
-    InputError for a dtype that the format does not support, and for a directory that is not
-    empty."""
+    InputError for a dtype that the format does not support, and, for Hugging Face files, unless the
+    directory is absent or empty."""
     if format == HF:
         check_empty(out)
         return find_dtype(dtype, DTYPES) if dtype else ""

@@ -258,7 +258,7 @@ def _of_folder(
 def _downloaded(absent: origin.AbsentWeights, download: Consent) -> None:
     """Download weights if the user agrees, else raise MissingError."""
     if download is False:
-        raise MissingError(f"{absent}; --download downloads it first")
+        raise MissingError(f"{absent}; or let g4ir do it: --download (in Python download=True)")
     model_download = look_up(absent.hub_id, absent.revision)
     if not (download is True or download(model_download)):
         raise MissingError(f"{absent.hub_id} is not in the hub cache; its download was declined")

@@ -33,7 +33,7 @@ from g4ir.weights.random import random_weights
 
 log = logging.getLogger(__name__)
 
-#: fields of the text config that only images use
+#: key paths of `Text` that only images use
 OF_PICTURES = ("text.use_bidirectional_attention",)
 _SEEN = ("vision.", "tokens.boi", "tokens.eoi", "tokens.pad")
 #: kind of media -> spec keys on which its soft tokens depend
@@ -77,8 +77,8 @@ class Sources:
         return checks
 
     def media(self, o: BuildOptions) -> Media:
-        """Return the media kinds of the build; SpecError if the checkpoint's towers do not match
-        the spec."""
+        """Return the media of the build; SpecError if the checkpoint's towers do not match the
+        spec."""
         asked = o.media if isinstance(o.media, str) else tuple(o.media)
         sizes = o.image_budgets, o.audio_seconds
         if not self.origin:
@@ -184,7 +184,7 @@ def _check_agreed(
     """Raise SpecError if the checkpoint's config differs in these keys."""
     if rows := _differing(spec, origin.spec(), keys, free):
         lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
-        fix = "leave out the variant to build what the checkpoint says, or correct one of them"
+        fix = "give a checkpoint of this spec, in a build leave the spec out, or correct one"
         raise SpecError(f"spec {spec.name} and {origin.stated} differ; {fix}:\n{lines}")
 
 

@@ -58,9 +58,9 @@ CHUNK = 512
 def compare_session(
     engine: Engine, reference: Engine, steps: Sequence[Step], tokens: int
 ) -> StageReport:
-    """Run an engine through steps of a session on one sequence of `tokens` tokens in all, in chunks
-    of at most CHUNK, forced by the interpreter's values on the params of `stored_stage`, up to the
-    first value out of tolerance."""
+    """Run `steps` of a session of one sequence on an engine (`tokens` tokens in all, in chunks of
+    at most CHUNK), forced by the interpreter's values on the params of `stored_stage`; report on
+    the values up to the first out of tolerance."""
     run = StageRun(stored_stage(engine, reference), tokens, engine)
     comparison = Comparison(StageReport(BACKEND), engine.dtype)
 
@@ -138,9 +138,9 @@ class ForcedStage:
         return self.state | {k: self._operand(v) for k, v in self.recording.graph.next.items()}
 
     def _reference(self, name: str, t: Type, value: Tensor | None = None) -> Tensor | None:
-        """Return the trace's value `name`, or `value` in its place, as the new stage's type `t`,
-        which may have only the last valid row; None if the trace has no value of this name, or one
-        of another type."""
+        """Return the trace's value `name` (or `value` instead) for comparison with a value of type
+        `t` of the new stage: whole if the types are equal, its last valid row if `t` has only that.
+        None if the trace has no such value, or the types differ otherwise."""
         if name not in self.earlier.types:
             return None
         old = self.earlier.types[name]

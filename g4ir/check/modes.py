@@ -149,14 +149,14 @@ def after_truncation(base: Baseline) -> str | None:
 
 
 def from_prefix_cache(base: Baseline) -> str | None:
-    """Answer after two other prompts, one of which shares a cached prefix."""
+    """Answer after two other prompts; the first half of one is that of this prompt, and cached."""
     cut, scheduler = len(base.prompt) // 2, Scheduler(base.engine)
     shared, flipped = base.prompt[:cut], base.prompt[::-1]
     for tokens in (flipped, (*shared, *flipped[cut:])):
         answers(scheduler, [base.request(tokens, marks=(cut,))])
     (answer,), (handle,) = answers(scheduler, [base.request(marks=(cut,))])
     if not handle.counts.cached:
-        return "-the prefix cache was not used: too little memory is free"
+        return "-no prefix was found in the cache; too little memory may be free for one"
     return base.wrong_answer(answer)
 
 

@@ -196,8 +196,8 @@ def find_anchor(
 def rounding_error(engine: Engine, turns: Turns) -> float:
     """Return how far rounding alone moves this model's logits (relative to the row's rms): the
     interpreter in fp32 against the interpreter in float64. With random weights it may grow from
-    layer to layer. If the engine rounds to a coarse grid, the interpreter also runs token by token,
-    since each mode rounds other values in the other direction."""
+    layer to layer. If the engine rounds to a coarse grid, the interpreter's other mode is measured
+    too, since the modes round values near the middle of two grid points differently."""
     reference = EnginePeer(reference_engine(engine))
     exact = reference.in_float64(turns.joined)
     modes = [reference.logits, *([reference.other] if coarse(engine) else [])]

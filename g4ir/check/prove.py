@@ -279,7 +279,8 @@ def _question(sessions: Sequence[Session], needle: Needle) -> dict[str, Any]:
 
 def _judged(summary: str, data: dict[str, Any], floor: float) -> Result:
     """Return the result: whether the divergences of buckets and needles are at most GROWTH times
-    that of the first bucket (rounding alone if the short text passed), or at most `floor`."""
+    that of the first bucket (which is only rounding if the short text passed), or `floor` if that
+    is larger."""
     limit = max(GROWTH * data["buckets"][0]["kl"], floor)
     worst = max(data["buckets"], key=lambda b: b["kl"])
     lost = [n for n in data["needles"] if not n["kl"] <= limit]

@@ -17,7 +17,7 @@ from .prove import Part, Proof
 MARKS = {True: "ok", False: "FAILED", None: "-"}
 HEAD = ("cache", "part", "", "s", "result")
 STYLE = Path(__file__).with_name("prove.css")
-#: key of a document's buckets -> title of its plot, and the function that gives the plotted value
+#: key of a bucket -> title of its plot, and the function from its value to the plotted one
 PLOTS = {
     "nll": ("perplexity by position", lambda x: math.exp(min(x, 700))),
     "kl": ("KL divergence from the interpreter by position, nats", lambda x: max(x, 1e-12)),

@@ -36,7 +36,8 @@ def chosen_tokens(engine: Engine, tokens: Sequence[int] | None, count: int) -> t
 
 
 def check_no_media(engine: Engine, ids: Sequence[int], source: str) -> None:
-    """Raise InputError for the first id that is a placeholder of media."""
+    """Raise InputError for the first id that is the placeholder of a medium that the engine
+    takes."""
     kinds = {i: kind for kind, i in placeholders(engine.spec.tokens, engine.media.kinds).items()}
     for at, i in enumerate(ids):
         if i in kinds:

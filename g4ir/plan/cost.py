@@ -117,7 +117,7 @@ class _Meter:
     def __init__(self, g: Graph) -> None:
         self.graph = g = split_prologue(g)[1]
         self.chunked = any({"S", "M"} & {*v.type.shape} for v in g.inputs)
-        #: dequantised weight -> bytes of its codes and scales per byte of the dequantised type
+        #: dequantised weight -> bytes of its quantised values and scales, per byte of its own type
         self.coded = {
             n.out.name: sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
             for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")

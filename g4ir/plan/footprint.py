@@ -79,7 +79,7 @@ class Footprint:
 
     @cached_property
     def needs(self) -> Needs:
-        """Memory needs of the graphs that run on the device, without weights."""
+        """Memory needs of the graphs that run on the device: all but `embed`."""
         graphs = {n: g for n, g in self.packing.program.graphs.items() if n != "embed"}
         if VERIFY in graphs:
             graphs[VERIFY] = bind(graphs[VERIFY], M=self.config.draft_tokens + 1)

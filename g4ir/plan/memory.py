@@ -108,8 +108,9 @@ def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine needs in addition to its weights and caches, as functions of batch size,
-    context length and prefill chunk. `graphs`: those that run on the device.
+    """Bytes that an engine needs for its weights (`params`), and in addition to weights and caches,
+    as functions of batch size, context length and prefill chunk. `graphs`: those that run on the
+    device.
     """
 
     graphs: tuple[Graph, ...]

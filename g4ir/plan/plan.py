@@ -53,15 +53,16 @@ def make_plan(
     256K, up to the model's limit) and `batch`, and what fits on `memory` (a device, or bytes).
 
     Weight formats: that of `options.quant` or `stored`; without either the dtype, int8 and int4. In
-    each, the per-layer embedding table is planned on the device if every pair then fits, else
-    memory-mapped, unless `options.ple_placement` is set. With `options.tp` > 1 all bytes are those
+    each, unless `options.ple_placement` is set, the per-layer embedding table is planned on a CUDA
+    device if every pair then fits (or `memory` is None), else memory-mapped; for the maximum sizes
+    it is always memory-mapped. With `options.tp` > 1 all bytes are those
     of one rank, which has its own device. stored: quantisation of the spec's checkpoint. backend:
     pass that of `options.backend` (g4ir.backends.find_backend); the default counts weights and
     caches as the graphs declare them.
 
     Fields of `options` that are read (use `dataclasses.replace(PLANNED, ...)`): dtype, device,
-    quant, kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, tp, ep, skip, latent_kv,
-    ple_placement, media and settings.
+    quant, quant_activations, kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, tp, ep,
+    skip, latent_kv, ple_placement, media and settings.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """

@@ -135,15 +135,17 @@ def find_kv_dtype(requested: str | None, dtype: str, can: Iterable[str] = NARROW
 
 
 def find_draft_tokens(count: int | None, max_seq: int, drafter: bool = False) -> int:
-    """Return the maximum draft tokens of a verification step: by default 4 with a draft model,
-    else 0. InputError beyond MAX_DRAFT_TOKENS or max_seq - 1, or for 0 with a draft model."""
+    """Return the maximum draft tokens of a verification step: by default 4 with a draft model (or
+    max_seq - 1 if less), else 0. InputError beyond MAX_DRAFT_TOKENS or max_seq - 1, or for 0 with a
+    draft model."""
     limit = min(MAX_DRAFT_TOKENS, max_seq - 1)
     if count is None:
         return min(DRAFTED, limit) if drafter else 0
     if drafter and count == 0:
         raise InputError("--draft-tokens 0: a draft model proposes at least 1; leave --drafter out")
     if not 0 <= count <= limit:
-        raise InputError(f"--draft-tokens {count}: expected 0 (no speculative decoding) to {limit}")
+        most = f"{limit} (at most {MAX_DRAFT_TOKENS}, less than the context length)"
+        raise InputError(f"--draft-tokens {count}: expected 0 (no speculative decoding) to {most}")
     return count
 
 
