@@ -3,7 +3,7 @@
     manifest.json            config, limits, versions, digests of all files and of the manifest
     spec.yaml                the variant; drafter.yaml: its draft model
     graph.PHASE.g4ir         the graphs that run; prologue.g4ir: the graph that packed their params
-    quant.yaml               the formats that --bits chose, if it did
+    quant.yaml               the formats that --bits chose, if it was given
     weights-*.safetensors    packed params (unless they are computed at load from a seed or a
                              checkpoint); weights-rankRofN-*.safetensors: those of rank R only
     programs/                compiled files of the backend
@@ -214,8 +214,8 @@ class Artefact:
     path: Path
     manifest: Manifest
     packing: packings.Packing
-    #: packed params that match the graphs, or None if params are computed at load; a file that
-    #: changes from now on is refused
+    #: the rank's packed params, which match the graphs; None if params are computed at load. A file
+    #: that changes after this check is refused
     stored: packings.StoredParams | None
     #: whether digests of weight files are checked too
     check_weights: bool

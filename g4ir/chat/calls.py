@@ -26,14 +26,14 @@ _PARTIAL_HEAD = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SUR
 _KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
-#: control tokens that may end a call with an open string, and (`_BREAKS`) those that end it outside
-#: of strings, which include the one that begins reasoning
+#: control tokens that may end a call while a string is open, and those that end it outside of
+#: strings (also the one that begins reasoning)
 _ENDS = {_CALL, _CALL_END, *control.END_MARKS}
 _BREAKS = {*_ENDS, control.MARKS[control.CHANNEL]}
 _OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
 _IN_STRING = {_QUOTE: control.MARK, '"': re.compile(rf'["\\]|{control.MARK.pattern}')}
-#: pattern of the tail that is held back while a string is open (see the module), and its maximum
-#: characters
+#: pattern of the end of an open string that is held back (see the module's docstring), and its
+#: maximum number of characters
 _TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
 _CLOSERS = {"{": "}", "(": ")", "[": "]"}
 #: Python type -> schema types that accept it; integers and numbers are not distinguished
@@ -321,7 +321,8 @@ class CallBody:
             self._emit(escaped, len(pending) - count)
 
     def _emit(self, text: str, behind: int = 0) -> None:
-        """Emit final JSON; the last `behind` characters of the input are not part of it."""
+        """Emit final JSON, to which the last `behind` characters of the consumed text do not
+        belong."""
         self._json.append(text)
         self._json_end = self._seen - behind
 

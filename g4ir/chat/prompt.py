@@ -124,7 +124,7 @@ class Prompt:
             where = self.media[0].where if self.media else "messages"
             wrote, have = (", ".join(kinds) or "no media" for kinds in (written, expected))
             raise InputError(
-                f"{where}: the chat template has placeholders for {wrote}, and the messages have "
+                f"{where}: the chat template wrote placeholders for {wrote}, and the messages have "
                 f"{have}; give media in messages of the user or of tools"
             )
 
@@ -267,7 +267,8 @@ class Vocabulary:
         out = [[i for _ in parts for i in next(tokenised)] for parts in splits]
         wrong = self.strings.keys() - {self.controls.get(control.UNKNOWN)}
         if bad := next((self.strings[i] for i in chain(*out) if i in wrong), None):
-            raise InputError(f"messages: the tokenizer encodes a text without {bad} as that token")
+            fault = f"encodes a text without {bad} as that token; correct the file"
+            raise InputError(f"messages: the engine's tokenizer.json {fault}")
         return out
 
     def _split(self, text: str) -> list[str]:

@@ -273,7 +273,7 @@ class Reader:
             return
         if state == START and mark != _CALL and not (mark == _CHANNEL_END and named):
             return
-        # The newline before the end, or a name alone, is no part of the reasoning.
+        # The newline before the end token, or a header without its newline, is not reasoning.
         opened = state == OPENING and not named
         if opened or state == BEHIND or (state == START and mark == _CALL):
             self._release()

@@ -25,7 +25,7 @@ from jinja2.visitor import NodeTransformer
 #: limits of rendering: characters of the prompt, and characters or elements of any value; seconds;
 #: bytes of all values
 MAX_TEXT, MAX_SECONDS, MAX_MEMORY = 4 << 20, 10.0, 512 << 20
-#: maximum bits of an integer; maximum value or length of an argument of those in SHORT
+#: maximum bits of an integer; maximum value or length of an argument of a method or filter in SHORT
 MAX_BITS, MAX_SHORT = 4096, 256
 SHORTEN = "shorten the conversation, or simplify the template"
 #: bytes charged per step and per element

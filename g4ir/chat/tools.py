@@ -23,7 +23,7 @@ OF_FUNCTION = ("name", "description", "parameters", "response")
 #: keywords that are dropped without notice, since they constrain no value: annotations,
 #: identifiers, and definitions (references are resolved before)
 NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "examples", "deprecated"}
-#: keywords of a function declaration, in the order in which they are written
+#: keywords of a function declaration, in their order in a lowered schema
 KEYWORDS = ("description", "type", "enum", "nullable", "items", "properties", "required")
 #: keywords whose values are data, and those whose values map names to schemas
 DATA = {"const", "default", "enum", "example", "examples"}
@@ -71,8 +71,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Drop keywords with value null, which some clients send for absent ones; `const` and `default`
-    stay, of which null is a value."""
+    """Drop keywords with value null, which some clients send for absent ones; not `const` and
+    `default`, whose value may be null."""
     if isinstance(schema, list):
         return [without_nulls(inner) for inner in schema]
     if not isinstance(schema, dict):
@@ -220,7 +220,7 @@ class _Lowering:
     def _merged(self, node: dict[str, Any], branch: Any, where: str) -> dict[str, Any]:
         if not isinstance(branch, Mapping):
             return node
-        if "$ref" in node and "$ref" in branch:  # the second reference is resolved after the first
+        if "$ref" in node and "$ref" in branch:  # only one is resolved: the second is dropped
             self.lost.append(f"{where}: $ref {shown(branch['$ref'])}")
             branch = {k: v for k, v in branch.items() if k != "$ref"}
         out = {**branch, **node}

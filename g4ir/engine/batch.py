@@ -71,7 +71,7 @@ class Batch(Generic[T]):
 
     def lend(self, rows: int) -> Session:
         """Return an empty session of `rows` rows (a bucket size), to prefill in and then pass to
-        `take`; also make room for as many sequences in a batch that is not empty."""
+        `take`; if the batch is not empty, make room in it for as many sequences."""
         count = len(self.sequences) + rows
         if count == rows:
             self.slots = []

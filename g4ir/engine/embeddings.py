@@ -41,8 +41,8 @@ EncoderInput = str | Sequence[Any] | Mapping[str, Any]
 PACKED_TOKENS = 1024
 #: min tokens of a chunk, since a chunk of one token would run the kernels of a decode step
 MIN_TOKENS = 2
-#: number of inputs that are tokenised and sorted together, which bounds the memory: if all are
-#: texts or token ids, and if one is given as parts, which may have media
+#: number of inputs that are tokenised and sorted together, which bounds the memory: WINDOW if all
+#: are texts or token ids, MEDIA_WINDOW if one is a list of parts, which may have media
 WINDOW, MEDIA_WINDOW = 4096, 64
 #: fix of a text without media that is too long
 TRUNCATE = "cut it, give --truncate"

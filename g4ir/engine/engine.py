@@ -101,8 +101,8 @@ class Engine(EngineParts):
         tally: AcceptanceStats | None = None,
     ) -> Any:
         """Return new token ids for one prompt (list of ints -> list of ints) or for any number of
-        prompts of different lengths (list of lists -> list of lists, in their order), of which
-        max_batch are computed together. Tensors, arrays of integers and tuples are accepted too.
+        prompts of different lengths (list of lists -> list of lists, in their order), up to
+        max_batch of them together. Tensors, arrays of integers and tuples are accepted too.
 
         An answer ends with a stop id, which is part of the result, or after max_new_tokens.
         `stop_ids`: instead of the checkpoint's. `on_token(token)` is called with each token of a
@@ -175,10 +175,10 @@ class Engine(EngineParts):
         prints, patterns such as `L*.out` (`*`: any characters but dots), and `L3.attn.probs`, the
         attention's probabilities [1, S, heads, S]. phase: prefill, decode (token by token), or
         verify. media: `images`, `videos`, `audio`, as in `generate`; names of towers' values begin
-        with `vision.` and `audio.`; those of a second item end with `[1]`. Names of the draft
-        model's begin with `draft.`; these have shape [1, steps, ...], one step per draft token
-        after the text. Raises InputError for a name that matches nothing, and for values that do
-        not fit in memory.
+        with `vision.` and `audio.`, and end with `[1]` for a second image, frame or clip. Names of
+        the draft model's values begin with `draft.`; their shape is [1, steps, ...], with one step
+        per draft token after the text. Raises InputError for a name that matches nothing, and for
+        values that do not fit in memory.
         """
         return compute_values(self.inspect(tokens, names, phase, **media))
 

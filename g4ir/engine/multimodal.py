@@ -94,8 +94,9 @@ def _video(engine: EngineParts, item: Any, frames: int | None, fps: float | None
 def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch.Tensor:
     grids = {image_settings(engine.spec, n).rows: n for n in engine.media.grids}
     if len(patches) not in grids:
-        why = f"this engine was built for grids of {', '.join(map(str, sorted(grids)))}"
-        raise InputError(f"an image or frame of {len(patches)} patches: {why}")
+        why = f"this engine was built for {' or '.join(map(str, sorted(grids)))} of them"
+        fix = "prepare it with this engine's settings"
+        raise InputError(f"an image or frame of {len(patches)} patches: {why}; {fix}")
     feeds = {"patches": patches, "positions": positions}
     return _run(engine, vision_name(grids[len(patches)]), feeds)[:soft]
 

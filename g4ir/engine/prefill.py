@@ -40,8 +40,8 @@ from .session import Session, Snapshot
 #: min and max default size of the prefix cache, which may pass the max to hold MIN_PROMPTS prompts
 #: of LONG tokens, memory permitting: agents resend 10,000 to 20,000 tokens with each step
 MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
-#: minimum tokens that two prompts share beyond the longest cached prefix, for the end of the shared
-#: part to be cached
+#: the part that two prompts share is cached if it is at least this many tokens longer than the
+#: longest cached prefix
 MIN_FORK = 64
 #: (request, its prompt's keys in the prefix cache, slot of its adapter)
 Prompt = tuple[Request, Keys, int]
@@ -175,7 +175,8 @@ class Prefiller:
         #: number of prompts that started from a snapshot
         self.restored = 0
         self._session: Session | None = None
-        #: salt and keys of the session's tokens; no keys if the next prompt must not reuse them
+        #: salt and keys of the session's prompt, of which `num_computed` tokens are in its KV cache;
+        #: no keys if the next prompt must not reuse them
         self._reusable: tuple[str, Keys] = ("", ())
         disk = PrefixDisk(engine, disk_bytes) if disk_bytes else None
         max_bytes = self._default_bytes() if prefix_bytes is None else prefix_bytes

@@ -29,14 +29,15 @@ DRAFTS = (NONE, NGRAM, MTP)
 MIN_MATCH, MAX_MATCH = 2, 16
 #: assumed cost of a draft token, as a fraction of a step, until measured
 COST = 0.12
-#: min extra cost of a verification step. Measurements a while apart can say that it costs nothing,
-#: and drafts that are never accepted would not be paused.
+#: min extra cost of a verification step, as a fraction of a plain one: it may seem free if the two
+#: were measured at different times, and drafts that are never accepted would then not be paused
 MIN_EXTRA = 0.1
 #: number of newest measurements per (batch, tokens) that count
 NEWEST = 9
 #: decay factor, per verification step, of earlier draft tokens in the acceptance rate
 MEMORY = 0.7
-#: first and longest pause, in steps, after drafts that cost more than they saved
+#: first and longest pause, in steps, after drafts that cost more than they saved; a pause lasts
+#: longer if the credit needs it
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 #: plain steps that are measured before the first draft: the cost of drafts is relative to them
 PLAIN_STEPS = 3

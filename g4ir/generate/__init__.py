@@ -1,1 +1,1 @@
-"""Front ends of generation: conversations, JSON lines, prompts from files."""
+"""Front ends of generation: conversations, requests from flags or JSON lines, dumps of values."""

@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 FOREVER = timedelta(days=365)
 #: bytes of a call's first broadcast, enough for a decode step; longer calls need a second one
 FRAME = 1 << 15
-#: all-reduces of up to so many bytes are all-gather + local sum in order of rank (deterministic)
+#: all-reduces of up to this many bytes are all-gather + local sum in order of rank (deterministic)
 GATHERED = 1 << 18
 #: after a connection broke: number of polls for an ended process, and seconds between two of them
 SETTLED, LOOK_S = 30, 0.01
@@ -86,8 +86,8 @@ class RankProcess:
 
 
 class Group:
-    """The process group of all ranks. Every rank must make the same calls in the same order, and
-    only one thread at a time (`together`)."""
+    """The process group of all ranks. Every rank must run the same collectives in the same order,
+    from one thread at a time (`together`)."""
 
     def __init__(self, launch: RankLaunch, timeout_s: float, on_gpus: bool) -> None:
         import torch.distributed as dist
