@@ -175,8 +175,8 @@ class Prefiller:
         #: number of prompts that started from a snapshot
         self.restored = 0
         self._session: Session | None = None
-        #: salt and keys of the session's prompt, of which `num_computed` tokens are in its KV cache;
-        #: no keys if the next prompt must not reuse them
+        #: salt and keys of the session's prompt, of which it has `num_computed` tokens; no keys if
+        #: the next prompt must not reuse them
         self._reusable: tuple[str, Keys] = ("", ())
         disk = PrefixDisk(engine, disk_bytes) if disk_bytes else None
         max_bytes = self._default_bytes() if prefix_bytes is None else prefix_bytes
