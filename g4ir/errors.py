@@ -58,7 +58,7 @@ class InputError(G4Error):
 
 
 class BusyError(G4Error):
-    """A queue is full (the message has its length and limit), or the server is shutting down."""
+    """A queue is full (the message has its length), or the server is shutting down."""
 
     exit_code = 1
 
@@ -94,4 +94,4 @@ def check_all(*checks: Callable[[], object]) -> None:
         raise errors[0]
     if errors:
         listed = "".join(f"\n  {i}. {e}" for i, e in enumerate(errors, 1))
-        raise MissingError(f"{len(errors)} things are missing here:{listed}")
+        raise MissingError(f"{len(errors)} requirements are not met here:{listed}")

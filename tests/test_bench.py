@@ -290,7 +290,7 @@ def test_differences_beyond_the_spreads_are_marked(report: Values, tmp_path: Pat
     assert g4ir("bench-compare", a, b, "--check").code == 1
     assert g4ir("bench-compare", a, a, "--check").code == 0
     several = saved(tmp_path, {"kind": SWEEP_KIND, "reports": [report, report]}, "s.json")
-    assert "several workloads" in refused("bench-compare", a, several)
+    assert f"{several}: has several workloads" in refused("bench-compare", a, several)
 
 
 def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:

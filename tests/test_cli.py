@@ -214,7 +214,7 @@ def test_all_that_a_build_lacks_is_said_at_once(
     words = f"build --variant 26b-a4b --backend {words} --out {tmp_path}/e"
     outcome = g4ir(*words.split())
     assert outcome.code == 3
-    assert f"{len(said)} things are missing here:\n  1. " in outcome.err
+    assert f"{len(said)} requirements are not met here:\n  1. " in outcome.err
     places = [outcome.err.index(text) for text in said]
     assert places == sorted(places)
     # What is wrong with the command itself needs nothing.

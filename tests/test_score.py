@@ -226,7 +226,8 @@ def test_texts_that_are_refused(world: World, name: str) -> None:
     case = BAD[name]
     content = case.get("text") or bytes.fromhex(case.get("hex", ""))
     file = world.file("bad", content)
-    message = refused("score", world.path, case.get("flag", "--text"), file)
+    flag, words = case.get("flag", "--text"), case.get("words", ())
+    message = refused("score", world.path, flag, file, *words)
     assert case["says"].replace("FILE", str(file)) in message
 
 

@@ -19,11 +19,9 @@ class Compare(Verb):
     def __call__(self) -> int:
         from g4ir.bench.text import compare_reports, compare_text, read_reports
 
-        reports = [*read_reports(self.a), *read_reports(self.b)]
-        if len(reports) != 2:
-            raise InputError(
-                "bench-compare: a file has several workloads; give files with one workload each"
-            )
-        result = compare_reports(*reports)
+        files = {f: read_reports(f) for f in (self.a, self.b)}
+        if several := next((f for f, reports in files.items() if len(reports) > 1), None):
+            raise InputError(f"{several}: has several workloads; give files with one workload each")
+        result = compare_reports(*files[self.a], *files[self.b])
         output(self.json, result, f"{compare_text(result)}\n")
         return 1 if self.check and result["differ"] else 0

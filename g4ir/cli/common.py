@@ -44,7 +44,7 @@ DRAFT_TOKENS = 4
 MAX_THREADS = 1024
 #: setting -> kind of media that it applies to
 SETTING_KINDS = {setting: kind for kind, names in MEDIA_SETTINGS.items() for setting in names}
-#: build options of an engine that is built on first use: FIRST_USE have flags, the others --set
+#: build options of engines built on first use: FIRST_USE by flags, FIRST_USE_SETTINGS by --set
 FIRST_USE = "backend device dtype quant max_batch max_seq random_weights settings"
 FIRST_USE_SETTINGS = "kv_dtype latent_kv quant_activations ple_placement prefill_chunk memory"
 
@@ -207,8 +207,8 @@ class MediaFlags(Part, title="media"):
 
     def check(self, lines: str | None, example: str) -> None:
         """Raise InputError for a missing file, and for a setting without a file of its kind.
-        `lines`: the verb's flag for JSON lines if it is given: InputError for any file, since each
-        line names its own, as in `example`."""
+        `lines`: the flag that gave a file of JSON lines, else None; each line names its own media,
+        as in `example`, so files are refused and settings need none."""
         kinds = {kind for kind, _ in self.files}
         if lines and kinds:
             why = f"with {lines} each request names its own files, such as {example}"
@@ -294,8 +294,8 @@ class FirstUse(Part, title="build on first use, if MODEL is no engine"):
 
 
 def of_file(options: BuildOptions, preset: str | None) -> BuildOptions:
-    """Return the options; without the preset's quantisation, and with a note on stderr, if their
-    checkpoint is quantised already."""
+    """Return the options, without the preset's `quant` if their checkpoint is quantised already; a
+    note on stderr says so."""
     if not preset or options.checkpoint is None or options.quant is None:
         return options
     from .models import named_model, without_quant
@@ -324,7 +324,7 @@ def folder_drafts(model: str, draft: Draft) -> Draft:
 class OnEngine(Verb):
     """Base class of verbs that run the engine of MODEL."""
 
-    engine: str = argument(f"{ANY_MODEL}, built on first use", "MODEL")
+    engine: str = argument(f"{ANY_MODEL}; an engine is built on first use", "MODEL")
     first_use: FirstUse
 
     def engine_path(self, draft: Draft | None = None, **how: Any) -> str:

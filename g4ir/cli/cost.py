@@ -41,8 +41,10 @@ class StepSize(Part):
 
     batch: Count | None = flag("batch size (default 1)", None, "N")
     context: Count | None = flag("tokens in the KV cache after the step, such as 32K", None, "N")
-    prefill_chunk: Count | None = flag("prefill chunk (default 1K, --context if less)", None, "N")
-    gpu: str | None = flag(f"a GPU: {gpu_names()}", None, "NAME")
+    prefill_chunk: Count | None = flag(
+        "tokens of a prefill chunk (default: 1K, or --context if that is less)", None, "N"
+    )
+    gpu: str | None = flag(f"GPU of the roofline or kernels: {gpu_names()}", None, "NAME")
 
     def of(self, graph: NamedGraph) -> Step:
         """Return the step that the options describe; InputError for one longer than the model's

@@ -69,7 +69,7 @@ def _stated(source: str) -> tuple[Spec, Origin | None]:
 
 def _checkpoint_quant(spec: Spec, origin: Origin) -> QuantConfig | None:
     """Return the quantisation config of a checkpoint's weights; None if they are not quantised, and
-    for a directory with only a config.json."""
+    for a directory without safetensors."""
     if origin.path.is_dir() and not [*origin.path.glob("*.safetensors")]:
         return None
     opened = origin.open(spec, (), spec.dtype)

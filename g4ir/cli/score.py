@@ -71,7 +71,8 @@ def report(
         rows.append({"id": one.document, "part": one.part, **means, **({} if head else scores)})
         table.append({"name": one.name, **means})
     if not rows:
-        raise InputError(f"{jsonl}: no documents among its lines")
+        few = f"--tokens {tokens}: too few to score one; give at least 2"
+        raise InputError(f"{jsonl}: no documents among its lines" if reader.max_tokens else few)
     if as_json:
         emit({"documents": rows, **(head or {}), **total.means()})
     else:

@@ -43,7 +43,7 @@ class Serve(Verb):
     """Answer HTTP requests until a signal."""
 
     from_environment = True
-    models: list[str] = argument(f"{ANY_MODEL}; several are loaded on demand", "MODEL", "*")
+    models: list[str] = argument(f"{ANY_MODEL}; several load on demand", "MODEL", "*")
     first_use: FirstUse
     embed: str | None = flag("embedding model in the same process", None, "MODEL")
     config: str | None = http("YAML file of flags; flags and G4IR_FLAG variables win", None, "FILE")
@@ -83,11 +83,9 @@ class Serve(Verb):
     )
     chunk_tokens: int | None = setting("prefill tokens between decode steps (default: a chunk)")
     max_body: int = setting("maximum size of a request body in MiB", 32)
-    key_requests: int | None = setting("requests a minute of a key without limits in its file")
-    key_tokens: int | None = setting("tokens a minute of a key without limits in its file")
-    models_memory: Bytes | None = setting(
-        "memory for several models (default: that of the machine)"
-    )
+    key_requests: int | None = setting("requests a minute of keys without a limit in the key file")
+    key_tokens: int | None = setting("tokens a minute of keys without a limit in the key file")
+    models_memory: Bytes | None = setting("memory for several models (default: the device's)")
     load_wait: float = setting("maximum seconds that a request waits for busy models", 20.0)
     drain: float = setting("shutdown grace period for running requests in seconds", 60.0)
     page: bool = setting("off: no web page at /", True)

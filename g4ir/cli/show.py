@@ -17,7 +17,7 @@ from .graphs import NamedGraph, no_layer
 from .verb import Verb, flag, flag_of, json_flag
 
 NOTE = """\
-kind: the part of the model; `by name`: the part that the name of a node's first result tells
+kind: the part of the model; `by name`: it depends on the name of a node's first result
 rounded, summed: the tolerance: units in the last place of the model's dtype, for roundings, and of
 fp32, for reordered sums
 """

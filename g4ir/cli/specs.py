@@ -30,7 +30,7 @@ class Specs(Verb):
         "list",
     )
     sources: list[str] = argument("shipped variant, spec file or checkpoint", "NAME", "*")
-    name: str | None = flag("with from-hf: name of the spec (default: the directory's)")
+    name: str | None = flag("with from-hf: name of the spec (default: the directory's or file's)")
     json: bool = json_flag()
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ else:
     dataclass_transform = lambda **how: lambda cls: cls  # noqa: E731
 
 ANY_MODEL = "engine, GGUF file, checkpoint, hub id or variant"
-PRESET = "build options by name, also of the backend; flags win (see `g4ir presets`)"
+PRESET = "named build options and backend; flags win (see `g4ir presets`)"
 SWITCHES = {"on": True, "off": False}
 
 

@@ -22,13 +22,15 @@ UNQUANTISED = "the unquantised weights"
 class Verify(OnEngine):
     """Compare an engine with a reference, or on texts."""
 
-    against: str | None = flag("reference: interpreter (default); hf: transformers", None, "WHAT")
+    against: str | None = flag(
+        "reference: the interpreter (default); hf: transformers", None, "reference|hf"
+    )
     checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
     text: list[str] = flag(
-        "perplexity and KL divergence on a text (build engines with --all-logits)", (), "FILE"
+        "perplexity and KL divergence on a text (needs --all-logits of build)", (), "FILE"
     )
     tokens: str | None = flag(
-        "token ids (default: random); with --text: maximum number", None, "2,5,7"
+        "token ids (default: random); with --text: how many to score", None, "2,5,7|N"
     )
     each_pass: bool = flag("compare pass by pass; name the first node that diverges", False)
     json: bool = json_flag()

@@ -36,8 +36,8 @@ disable_created_metrics()  # otherwise every counter and histogram gets an extra
 
 
 class Metrics:
-    """The metrics of one server. `service` is None while the engine is loading; `name`: of the
-    model."""
+    """The metrics of one server. `service` is None while the engine is loading, and in a server of
+    several models or of an encoder; `name`: of the model."""
 
     def __init__(self, name: str = "") -> None:
         self.registry, self.name = CollectorRegistry(), name
@@ -74,8 +74,8 @@ class Metrics:
                 histogram.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the scheduler and the model (called by the registry); none while the
-        engine is loading."""
+        """Yield the metrics of the scheduler and the model (called by the registry); none if
+        `service` is None."""
         if (service := self.service) is None:
             return
         for metric, part in ((GaugeMetricFamily, "gauges"), (CounterMetricFamily, "counters")):

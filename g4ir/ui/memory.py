@@ -51,7 +51,7 @@ def free_on(device: str) -> int:
 def peak_resident_bytes() -> int:
     """Return the peak resident memory of the process, since its start or since the last reset of
     the peak (proc(5), clear_refs)."""
-    with contextlib.suppress(OSError):  # else ru_maxrss, which counts the parent's too
+    with contextlib.suppress(OSError):  # else ru_maxrss, which includes the parent's before exec
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -36,8 +36,8 @@ def cache_root() -> Path:
 
 def state_root() -> Path:
     """Return the folder of state: trust decisions (engines that this user built or trusts), digests
-    of checked files, and locks. If cache and state are the same folder it is a subfolder, since
-    both have files of the same names."""
+    of checked files, and locks. If XDG_STATE_HOME and XDG_CACHE_HOME are the same folder, it is
+    `state` in the cache folder: both have files of the same names."""
     root = _base(STATE, ".local/state") / "g4ir"
     return root / "state" if root == cache_root() else root
 

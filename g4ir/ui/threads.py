@@ -45,8 +45,8 @@ def visible_cores() -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process can keep busy: its affinity, limited by the CPU quota of
-    its control group (rounded down, at least one)."""
+    """Return how many cores this process can keep busy: its affinity, limited by the CPU quotas of
+    its control groups (rounded down, at least one)."""
     quotas = [1e6]
     for group in control_groups(root):
         with contextlib.suppress(OSError, ValueError):  # "max": no quota

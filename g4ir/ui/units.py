@@ -13,7 +13,7 @@ _FACTORS = {"": 1, "k": KIB, "m": KIB * KIB}
 
 
 def parse_count(text: str, name: str) -> int:
-    """`4096`, `4_096`, `4K` (4096), `1M` -> int; InputError naming `name` unless it is positive."""
+    """`4096`, `4_096`, `4K` (4096), `1M` -> int; InputError, with `name`, for 0 and other texts."""
     match = _COUNT.fullmatch(text.strip())
     value = int(match[1]) * _FACTORS[match[2].lower()] if match else 0
     if value < 1:

@@ -194,8 +194,8 @@ class Answer {
   }
 }
 
-// An answer's `page` has all versions of it, their captions (`speeds`), and the index of the visible
-// one (`version`).
+// The `page` of an answer that was regenerated has all its versions, their captions (`speeds`), and
+// the index of the visible one (`version`).
 
 function versionsOf({ page, ...message }) {
   const speed = page?.speed ?? "";
