@@ -44,8 +44,8 @@ class CudaRuntime(ProgramRuntime):
         return {n: t.view(torch.uint8) if n in packed else t for n, t in params.items()}
 
     def embed(self, tokens: Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        """Run the embed graph on the device; return None, so that the host gathers rows, unless all
-        of its tables are on the device."""
+        """Run the embed graph on the device. Return None, so that the host gathers rows, if the
+        graph is not compiled or a table is not on the device."""
         plan = self.plans.get((EMBED, True))
         if plan is None or not all(getattr(t, "is_cuda", False) for t in tables.values()):
             return super().embed(tokens, tables)

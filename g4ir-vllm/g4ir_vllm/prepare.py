@@ -79,11 +79,11 @@ def config_of(artefact: Artefact) -> dict[str, Any]:
 
 
 def generation_of(artefact: Artefact) -> dict[str, Any]:
-    """Return the generation_config.json of an engine: stop ids and default sampling parameters.
-    Suppressed tokens are not in it: the worker takes them from the engine."""
+    """Return the generation_config.json of an engine: stop ids, and the default sampling parameters
+    that vLLM reads. Suppressed tokens are not in it: the worker takes them from the engine."""
     defaults = read_defaults(artefact.path / GENERATION, artefact.spec.text.vocab_size)
     stop = artefact.spec.tokens.eos if defaults.stop is None else defaults.stop
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM reads no others
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     sampling = {k: defaults.sampling[k] for k in names if k in defaults.sampling}
     return {"eos_token_id": list(stop), "temperature": 0.0, **sampling}
 

@@ -6,8 +6,8 @@
 Features are log-mel frames for the tower of `gemma4`, and raw frames of samples for
 `gemma4_unified`. From decoded samples on, the arithmetic (numpy) equals that of the feature
 extractors of transformers 5.17, which take 16 kHz. Other rates are resampled by the windowed sinc
-of `torchaudio.functional.resample` with its defaults, after channels are averaged: the reference's
-`load_audio` resamples with whichever of three libraries is installed.
+of `torchaudio.functional.resample` with its defaults, after channels are averaged. The
+reference's `load_audio` resamples by torchcodec if it is installed, else by librosa.
 """
 
 from __future__ import annotations

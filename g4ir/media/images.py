@@ -6,8 +6,9 @@
 From pixels onwards the results are bit-identical to the image processors of transformers 5.17 on a
 CPU, whose resize works on uint8 and so rounds and clamps after each direction. As the
 reference's `load_image` does, we apply the EXIF orientation and convert to RGB by Pillow: alpha is
-dropped, palettes are looked up, of animations the first frame counts. (Its processors, given a
-path, ignore the orientation.) Grey pixels of 16 bits, which Pillow would clip, are scaled to 8.
+dropped, palettes are looked up, of animations the first frame counts. (Its torchvision
+processors, given a path, ignore the orientation.) Grey pixels of 16 bits, which Pillow would clip,
+are scaled to 8.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def frames_by_time(
 ) -> tuple[int, ...]:
     """Return the indices of the frames shown at 0, 1 / fps, 2 / fps, ... seconds: of at most
     `frames` (default FRAMES) of these times, evenly spread (`EmbeddingGemma2VideoProcessor` of
-    transformers)."""
+    transformers 5.24)."""
     limit, count = FRAMES if frames is None else frames, _frame_count(fps, seconds, name)
     if type(limit) is not int or limit < 1:
         raise InputError(f"{name}: {limit!r} frames requested; expected at least 1")

@@ -241,7 +241,7 @@ def test_engines_of_others(shared: Engine, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(EngineError, match=r"built on NVIDIA H100.*this is NVIDIA H200.*again"):
         reload(shared, emulated(tmp_path, gpu="NVIDIA H200"))
     reload(shared, emulated(tmp_path))
-    with pytest.raises(EngineError, match=r"attention=old, which this backend lacks; build it again"):
+    with pytest.raises(EngineError, match="attention=old, which this backend lacks; build"):
         reload(shared, emulated(tmp_path), settings={"attention": "old"})
     api = replace(emulated_api(), version="11.4.1")
     with pytest.raises(EngineError, match=r"TensorRT 11\.4\.0, this is 11\.4\.1.*build the engine"):
