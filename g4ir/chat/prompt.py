@@ -116,7 +116,7 @@ class Prompt:
         return out
 
     def check_media(self) -> None:
-        """Raise InputError unless the template wrote one placeholder for each medium."""
+        """Raise InputError unless the template wrote one placeholder for each medium, in order."""
         expected = [m.kind for m in self.media]
         kinds = {holder: kind for kind, holder in control.PLACEHOLDERS.items()}
         written = [kinds[p.text] for p in self.pieces() if p.control and p.text in kinds]
@@ -425,8 +425,8 @@ class ReasoningBudget:
         token = budget.forced()                 # what must come next, or None: the model is free
         budget.push(token)                      # what came next
 
-    Forces a newline, unless one has just ended the reasoning, and the token that closes the
-    channel, once the current character is complete.
+    Forces a newline, if there is reasoning and it does not end with one, and the token that closes
+    the channel; up to 4 tokens after the limit if the last token is a byte of a character.
     """
 
     def __init__(self, vocabulary: Vocabulary, limit: int, inside: bool = False) -> None:
@@ -454,8 +454,8 @@ class ReasoningBudget:
         """Return the token to force next; None if the model may choose."""
         if not self.inside or self.used < self.limit:
             return None
-        cut = self._bytes.get(self._last, 0) >= 0x80  # the last token is part of a UTF-8 character
-        if cut and self.used < self.limit + 4:  # wait for at most four bytes
+        cut = self._bytes.get(self._last, 0) >= 0x80  # a byte of a character that may be incomplete
+        if cut and self.used < self.limit + 4:  # a character has at most four bytes
             return None
         # No newline if reasoning has just begun or already ends with one.
         needs_newline = self._last not in (-1, self._open, self._newline)

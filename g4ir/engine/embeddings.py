@@ -260,7 +260,7 @@ class Embedder:
             vectors = self._run([ids[row] for row in rows])
             if not bool(vectors.isfinite().all()):
                 row = rows[int((~vectors.isfinite().all(-1)).nonzero()[0, 0])]
-                why = "its embedding is NaN or infinite: a weight is, or a value exceeds the dtype"
+                why = "its embedding is NaN or infinite: a weight is, or a value overflowed"
                 raise CheckError(
                     f"text {first + row} ({len(ids[row])} tokens): {why}; try --dtype float32"
                 )

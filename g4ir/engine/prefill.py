@@ -357,7 +357,7 @@ class Prefiller:
         try:
             self.session.restore(snapshot)
             self.session.truncate(length)
-        except InputError:  # written by another version, or a ring is too small for it
+        except InputError:  # other shapes, or a ring no longer has the next token's window
             self.session.reset()
             return 0
         self.restored += 1

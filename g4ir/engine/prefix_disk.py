@@ -44,7 +44,8 @@ from .session import Snapshot
 
 log = logging.getLogger(__name__)
 
-#: prefix-cache key: token ids; for soft tokens, negative numbers from a digest of their medium
+#: prefix-cache key: token ids; for soft tokens, negative numbers from a digest of their medium or
+#: of their block (`prompt_keys`)
 Keys = tuple[int, ...]
 NAME = re.compile(r"([0-9]{8})-([0-9a-f]{32})-([0-9a-f]{64})\.safetensors")
 #: bytes of a key in the digest of keys: keys of soft tokens are negative and need 130 bits

@@ -139,9 +139,9 @@ def inspect_values(
 ) -> Inspection:
     """Plan the values of one text that match the names of `towers`: `*` matches any characters but
     dots, `**` any. ids: token ids, with a placeholder for each of the `soft` tokens, which `towers`
-    encoded; phase: prefill (in the engine's chunks), decode (token by token) or verify (as draft
-    tokens, if the engine has them). InputError for tokens that a session would refuse, another
-    phase, and a name that matches no value (with the nearest one)."""
+    encoded; phase: prefill (in the engine's chunks; the only one with media), decode (token by
+    token) or verify (in verification steps, if the engine has them). InputError for tokens that a
+    session would refuse, another phase, and a name that matches no value (with the nearest one)."""
     engine = towers.engine
     row_prompt(engine, ids, soft)
     chunks = {"prefill": None, "decode": 1}
