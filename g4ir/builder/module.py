@@ -62,7 +62,7 @@ def module(
     if isinstance(model, Spec):
         spec, source = model, drawn_weights(model, random_weights or 0, torch_dtype(kind))
     elif random_weights is not None:
-        raise InputError(f"random_weights goes with a variant or a spec; {model} has weights")
+        raise InputError(f"random_weights goes with a variant or a Spec, and {model} is neither")
     else:
         spec, source = _with_weights(model, kind)
     try:

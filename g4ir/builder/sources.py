@@ -144,7 +144,8 @@ def _check_exclusive(spec: Spec | None, o: BuildOptions) -> None:
 
 
 def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
-    """Return the checkpoint; None for random weights, or if it is absent."""
+    """Return the checkpoint; None for random weights, and if none is given and the local hub cache
+    has none."""
     if o.random_weights is not None:
         return None
     if o.checkpoint is not None:

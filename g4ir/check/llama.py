@@ -56,8 +56,9 @@ def gguf_file(engine: Engine, checkpoint: str | Path | None) -> Path:
 
 
 class LlamaSession:
-    """A GGUF file in llama.cpp with its defaults: KV cache in float16, activations quantised to 8
-    bits; as many threads as torch has. `max_len`: max tokens of each of `batch` sequences.
+    """A GGUF file in llama.cpp with its defaults (KV cache in float16; on a CPU, activations are
+    quantised to 8 bits before quantised weights) and as many threads as torch has. `max_len`: max
+    tokens of each of `batch` sequences.
 
     It computes on a separate thread: llama.cpp configures a thread's AMX tiles once, and torch
     would reset them."""

@@ -99,8 +99,8 @@ def answers(
     return [*out.values()], handles
 
 
-#: a mode: compares itself with the baseline; returns None if equal, else the difference, or `-` and
-#: why the mode cannot run
+#: a mode: runs the baseline's prompt in one way; returns None if the results are equal, else the
+#: difference, or `-` and why the mode cannot run
 Mode = Callable[[Baseline], "str | None"]
 
 

@@ -30,8 +30,8 @@ class Decoder:
     """Builds the decoder of one phase; `scope` prefixes its names."""
 
     scope = ""
-    #: names in the per-layer embeddings' params: prefix of the model's, prefix of a layer's, and a
-    #: layer's norm
+    #: names of the per-layer embeddings' params: prefix of those of the model, prefix of those of a
+    #: layer, and the norm of a layer
     ple_model, ple_layer, ple_norm = "ple", "ple", "norm_ple"
 
     def __init__(
@@ -109,8 +109,8 @@ class Decoder:
     def block(self, layer: Layer, h: Value, ple: Value | None) -> Value:
         """Apply attention, MLP (with experts), then the per-layer embedding (rules 6 to 9)."""
         b, p = self.b, self.at(layer)
-        # No residual add precedes the first input norm, so it cannot be fused; it is outside
-        # layer 0, so that all layers are isomorphic.
+        # The first input norm follows no residual add, and cannot be fused with one: its name is
+        # outside layer 0, so that all layers are isomorphic.
         first = f"{self.scope}pre.norm" if layer.index == 0 else f"{p}.in"
         x = self.attention(layer, self.norm(h, first, f"{p}.norm_in"))
         h = b.emit("add", h, self.norm(x, f"{p}.attn.post", f"{p}.norm_attn"), name=f"{p}.mid")

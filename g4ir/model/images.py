@@ -103,7 +103,7 @@ def fit_image(settings: ImageSettings, width: int, height: int, name: str = "ima
     patches on a side than the position table has.
     """
     if min(width, height) < 1:
-        raise InputError(f"{name}: {width}x{height} pixels; at least 1x1")
+        raise InputError(f"{name}: {width}x{height} pixels; expected at least 1x1")
     side = settings.side
     # The reference's operations in its order: one rounding more would flip a floor.
     factor = math.sqrt(settings.max_patches * settings.patch_size**2 / (height * width))

@@ -36,7 +36,7 @@ MEDIA_SETTINGS = {
 }
 #: default lengths of the audio towers, in seconds
 SECONDS = (5.0, 10.0, 20.0, 30.0)
-#: upper bound of a clip's samples
+#: no clip has more samples
 MAX_SAMPLES = 1 << 40
 #: default seconds for towers whose frames are independent: longer clips are split
 PART_SECONDS = (10.0,)
@@ -124,11 +124,12 @@ def check_supported(kind: str, media: Media, spec: Spec) -> None:
 def check_file(kind: str, path: str | Path) -> None:
     """Raise InputError unless the path is a regular file: a device or a pipe may be endless."""
     try:
-        is_file = Path(path).is_file()
+        is_file, exists = Path(path).is_file(), Path(path).exists()
     except (OSError, ValueError):  # invalid file name, or no permission for the folder
-        is_file = False
+        is_file = exists = False
     if not is_file:
-        raise InputError(f"{path}: no such {kind} file")
+        problem = "is not a regular file" if exists else f"no such {kind} file"
+        raise InputError(f"{path}: {problem}")
 
 
 def check_budget(budget: int | None, media: Media) -> None:
@@ -235,7 +236,7 @@ def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[
     out = set()
     for s in seconds if seconds is not None else SECONDS if longest else PART_SECONDS:
         if not (math.isfinite(s) and s > 0):
-            raise InputError(f"--audio-seconds {s}: expected seconds above 0")
+            raise InputError(f"--audio-seconds {s}: expected a finite number above 0")
         samples = round(s * settings.sampling_rate)
         samples = samples if longest is None else min(samples, longest)
         out.add(max(1, settings.soft_tokens(samples)))

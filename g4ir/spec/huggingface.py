@@ -57,7 +57,7 @@ from .sentence_transformers import read_modules
 
 MAX_BYTES = 4 * 2**20
 REQUIRED: Any = object()
-#: default sliding_window_pattern: every 6th layer has full attention
+#: without layer_types and sliding_window_pattern every 6th layer has full attention
 PERIOD = 6
 
 log = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ def _leave_out_parts(keys: Keys, model_type: str) -> None:
 def _assistant(keys: Keys, model_type: str) -> dict[str, Any]:
     """Return the fields of Variant from the config of a draft model, ignoring media token ids."""
     section, text, dtype = _text_section(keys, model_type.removesuffix(ASSISTANT))
-    if not text.num_kv_shared_layers:  # the reference's default
+    if not text.num_kv_shared_layers:  # in the reference, too, 0 stands for all layers
         text = replace(text, num_kv_shared_layers=text.num_hidden_layers)
     keys.seen.update(name for names, _ in hf.MEDIA.values() for name in names)
     tokens, drafter = _tokens(section, keys), _drafter(keys)
@@ -330,7 +330,7 @@ def _layer_types(keys: Keys, layers: int, family: hf.Family) -> tuple[str, ...]:
         older = family.older.get("pattern")
         every = keys.take(older, Layers, PERIOD) if older else PERIOD
         return tuple(SLIDING if (i + 1) % every else FULL for i in range(layers))
-    # These older keys are implied by layer_types.
+    # layer_types overrides these older keys.
     keys.seen |= {"sliding_window_pattern", "_sliding_window_pattern"}
     if len(listed) != layers:
         raise keys.fail("layer_types", f"has {len(listed)} entries for num_hidden_layers {layers}")

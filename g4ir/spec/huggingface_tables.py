@@ -84,7 +84,7 @@ PART_DEFAULTS: dict[type, dict[str, Any]] = {
     part: {name: value for name, value in table.items() if name != "model_type"}
     for part, table in _PARTS.items()
 }
-# field of Tokens -> (its key in a composite config, then older names of it), default
+# field of Tokens -> (its key in a composite config, then other names of that key), default
 MEDIA: dict[str, tuple[tuple[str, ...], int]] = {
     name: (tuple(keys), default) for name, (default, *keys) in _TABLES["media"].items()
 }
