@@ -210,7 +210,7 @@ class TrtSteps:
         if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
             inputs[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
         caches = {o: state.caches[i] for o, i in self.io.aliased.items()}
-        fix = "load it with cuda_graph=False to see where"
+        fix = "load the engine with cuda_graph=False to see the error itself"
         self._execute(context, inputs, caches | outputs, fix)
 
     def _no_blocks(self, batch: int, size: int) -> torch.Tensor:

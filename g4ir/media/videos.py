@@ -161,7 +161,7 @@ def prepare_video(
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
     seconds = [i / (rate or ASSUMED_RATE) for i in range(total)]
-    if by_time and fps and seconds:  # without a rate every frame is a candidate, as if at `fps`
+    if by_time and fps and seconds:  # without a rate: as if its rate were `fps`, every frame
         indices = frames_by_time(fps if rate else ASSUMED_RATE, seconds, frames, name)
     else:
         indices = sample_frames(total, frames_at(fps, seconds, frames, name), name)

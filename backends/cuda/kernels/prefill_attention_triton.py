@@ -1,7 +1,8 @@
 """Flash-style prefill attention of a chunk of new tokens over the KV cache and the chunk itself.
 
-A program handles `block_m` query rows: block_m / group tokens with all query heads of one KV head
-(GQA), so that a tile of K and V is read once for the group. It iterates over the visible keys in at
+A program handles `block_m` query rows: block_m / PACK tokens with all query heads of one KV head
+(GQA; PACK: these heads, rounded up to a power of two), so that a tile of K and V is read once for
+the group. It iterates over the visible keys in at
 most three contiguous runs: the cache up to its last slot, the cache from slot 0 if a ring wraps,
 and the chunk. One loop covers all three, so that software pipelining continues across runs; blocks
 fully visible to all queries are not masked.
