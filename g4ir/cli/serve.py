@@ -55,7 +55,7 @@ class Serve(Verb):
     )
     root_path: str = http("URL prefix under a proxy, such as /llm", "", "PATH")
     media_dir: str | None = http("directory that file:// media URLs may read", None, "DIR")
-    log_requests: bool = http("log a line per request, without texts", False)
+    log_requests: bool = http("log a line per request other than GET, without texts", False)
     log_format: LogFormat | None = http("log lines with time and level: text or json", None, "F")
     api_key_file: str | None = access("API keys, one per line; read again at SIGHUP", None, "FILE")
     allow_host: list[str] = access(

@@ -53,7 +53,7 @@ class Sampling(Part, title="sampling"):
     seed: int | None = flag("sampling seed (default: random)", None, "N")
 
     def settings(self) -> dict[str, Any]:
-        """Return field -> value; None: the checkpoint's default."""
+        """Return field -> value; None: the flag was not given."""
         return {k: v for k, v in vars(self).items() if k != "explicit"}
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from g4ir.serve.app import Server
+from g4ir.serve.http_errors import Refused
 from g4ir.serve.page import ASSETS, HEADERS, read_assets
+from g4ir.serve.prompts import Prompts
 from tests.serve.running import NAME, Running
 
 FOUND = {path: asset.content.decode() for path, asset in read_assets().items()}
@@ -94,6 +98,18 @@ def test_script_style_and_page_fit() -> None:
     classes = {*re.findall(r"\.([a-z][\w-]*)(?=[ ,{:>])", STYLE)}
     for name in classes:
         assert re.search(rf"[\"' ]{name}[\"' ]", HTML + SCRIPT), name
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"), [({}, ("20", None, "8")), ({"max_tokens": 3}, ("20", "3", "8"))]
+)
+def test_the_page_knows_the_error_for_a_long_prompt(fields: Any, counts: Any) -> None:
+    """Its expression is one of Python, too."""
+    self: Any = SimpleNamespace(engine=SimpleNamespace(limits=SimpleNamespace(max_seq=8)))
+    with pytest.raises(Refused) as e:
+        Prompts._max_new(self, range(20), fields)
+    expression = re.search("TOO_LONG = /(.*)/;", SCRIPT)[1]  # type: ignore[index]
+    assert re.search(expression, e.value.message).groups() == counts  # type: ignore[union-attr]
 
 
 def test_every_control_has_a_name() -> None:
