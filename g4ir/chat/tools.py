@@ -244,7 +244,7 @@ class _Lowering:
         if self.reading and len(members) > 1:
             return null  # branches may differ in type
         if len(members) > 1:
-            self.lost.append(f"{where}: {len(members) - 1} of {len(members)} forms of a union")
+            self.lost.append(f"{where}: {len(members) - 1} of {len(members)} members of a union")
         return {**(members[0] if members else {}), **null}
 
 

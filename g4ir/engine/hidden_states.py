@@ -66,8 +66,8 @@ class HiddenStates:
         self._after[row] = length[start] * source.available(length)[start]
 
     def copy(self, length: torch.Tensor) -> HiddenStates:
-        """Return a copy of each row's newest state, for a snapshot; length: of the rows, int64
-        [batch]."""
+        """Return a copy of each row's newest state, for a snapshot; length: each row's length,
+        int64 [batch]."""
         copy = HiddenStates(len(length))
         for row in range(len(length)):
             copy.copy_row(self, row, row, length)
