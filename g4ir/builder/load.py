@@ -73,8 +73,9 @@ def load_engine(
     (engine/adapters.py), in adapter_slots slots (default: their number, at least 4) of adapter_rank
     (default: the largest of theirs, rounded up, or 16). With several ranks (torchrun), rank 0 loads
     the engine after it has joined the process group; the others execute its calls (rank_worker.py).
-    Raises EngineError for a file that is missing or changed, or an engine of another machine;
-    TrustError for native code that needs trust=True; InputError for an invalid option.
+    Raises EngineError for a file that is missing or changed, an engine of another machine or number
+    of ranks, and huge_pages if not supported; MissingError for adapters with several ranks;
+    TrustError for native code that needs trust=True; InputError for another invalid option.
     """
     group = current()
     artefact = open_artefact(Path(path), check_weights, group.rank if group else None)

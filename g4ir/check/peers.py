@@ -179,9 +179,9 @@ def find_peer(
 def find_anchor(
     engine: Engine, peer: Peer, turns: Turns, want: Tensor, progress: Progress = no_progress
 ) -> Anchor | None:
-    """Return the anchor from which distances are measured, with the reference's logits in its other
-    mode: the reference's logits in float64; if float64 does not fit in memory, its logits `want`,
-    or None for the interpreter, whose modes round almost alike."""
+    """Return the anchor from which distances are measured, the reference's logits in float64, and
+    its logits in its other mode. If float64 does not fit in memory, the anchor is `want`, its
+    logits; for the interpreter, whose modes round almost alike, None is returned then."""
     tokens, rows = len(turns.ids), len(turns.where)
     refusal = float64_refusal(engine, tokens, rows, peer.device)
     progress(f"{tokens} tokens through {peer.name} {'again' if refusal else 'in float64'}")

@@ -90,7 +90,7 @@ class VerifyReport:
     def typical(self) -> bool:
         """Whether the distances of positions are within a measured tolerance as a whole: of all
         positions, and separately of single tokens and of verification steps, which run other
-        graphs."""
+        graphs. True if the tolerance was not measured."""
         rounding = self.budget.rounding
         if rounding is None:
             return True

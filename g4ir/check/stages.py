@@ -395,7 +395,7 @@ def text_step(
     at: int, tokens: Tensor, valid: int, block_ids: Tensor | None = None, verify: bool = False
 ) -> GraphStep:
     """Return the step of tokens i64[1, S], all but the first `valid` of them padding. block_ids:
-    i64[1, S], blocks of bidirectional attention; verify: as draft tokens."""
+    i64[1, S], blocks of bidirectional attention; verify: run them in a verification step."""
     count = tokens.shape[1]
     inputs = {
         "tokens": tokens,

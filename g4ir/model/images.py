@@ -96,8 +96,8 @@ def frame_budget(spec: Spec) -> int:
 
 
 def fit_image(settings: ImageSettings, width: int, height: int, name: str = "image") -> Grid:
-    """Return the largest size of about the same aspect ratio that is whole soft tokens within the
-    budget (rule 31); small images grow. A side that would vanish gets one soft token.
+    """Return the largest size of about the same aspect ratio that consists of whole soft tokens
+    within the budget (rule 31); small images grow. A side that would round to 0 gets one.
 
     InputError, naming the image, for sizes below 1, if not one soft token fits, and for more
     patches on a side than the position table has.

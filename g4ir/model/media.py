@@ -172,9 +172,9 @@ def find_media(
     extractor: Mapping[str, Any] | None = None,
 ) -> Media:
     """Return the media of a build. `kinds`: `all` of the variant, `none`, or some of KINDS;
-    `budgets`: soft tokens of images (default: the variant's), the first is the default;
-    `seconds`: lengths of audio, clips use the next longer one; `extractor`: the feature extractor
-    config of a checkpoint.
+    `budgets`: maximum soft tokens of images, first that of requests that choose none (None: the
+    variant's); `seconds`: audio lengths to compile, of which a clip uses the shortest that is long
+    enough; `extractor`: the feature extractor config of a checkpoint.
 
     InputError names what the variant does not support.
     """

@@ -11,7 +11,7 @@ import re
 from g4ir.errors import WeightsError
 from g4ir.ir.names import split_name
 
-#: checkpoint tensors that other modules use
+#: checkpoint names that other modules use
 TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
 HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
 #: tensor with a draft model's token ids, sorted by cluster

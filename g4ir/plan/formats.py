@@ -15,7 +15,7 @@ KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
-#: contexts are rounded up, so that few distinct sizes occur: (up to, step)
+#: contexts are rounded up, so that few distinct sizes occur: (contexts up to, multiple of)
 _STEPS = ((512, 64), (1 << 62, 256))
 
 

@@ -119,8 +119,8 @@ def check_backend(b: PlannedBackend, o: BuildOptions, options: PassOptions, limi
 
 def find_kv_dtype(requested: str | None, dtype: str, can: Iterable[str] = NARROW) -> str:
     """Return the IR dtype of a quantised KV cache; OFF for None or the engine's `dtype`. InputError
-    for an unknown one, or another that is no smaller. can: dtypes of a quantised KV cache that the
-    backend supports, which the error lists."""
+    for an unknown one, or another of no fewer bits than `dtype`. can: dtypes of a quantised KV
+    cache that the backend supports, which the error lists."""
     if requested is None:
         return OFF
     _one_of("--kv-dtype", requested, KV_DTYPES)
