@@ -26,7 +26,8 @@ STDOUT = "-"
 TERMS = """\
 TTFT: time to first token; ITL: time between two tokens; E2E: time of a request;
 MFU, MBU: share of the measured FLOP/s and memory bandwidth; ±: where 95 % of further
-rounds lie"""
+rounds lie
+An engine is built on first use for the largest of --batch, unless --max-batch is given."""
 
 
 class Bench(Verb):

@@ -21,7 +21,7 @@ from .verb import flag, json_flag
 NPY, JSONL = ".npy", ".jsonl"
 #: example of an --input line with media
 EXAMPLE = '{"content": ["a red car", {"type": "image", "image": "car.png"}]}'
-#: values of an embedding that are printed
+#: number of an embedding's values that are printed
 PREVIEW = 4
 #: maximum characters of a text that are printed
 WIDTH = 40

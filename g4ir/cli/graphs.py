@@ -38,7 +38,7 @@ DRAFTED = 4
 DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
 
 
-#: values of --phase: the graphs of the text model, and the names of towers
+#: values of --phase: graphs of the text model and of the draft model, and the names of towers
 PHASES = (*TEXT_GRAPHS, ENCODE, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
 #: build options that change a graph: --set sets them; refused for an engine, which has them fixed
 GRAPH_SETTINGS = "all_logits kv_dtype quant_activations latent_kv draft_tokens tp ep"

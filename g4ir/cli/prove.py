@@ -28,6 +28,7 @@ BATCH = 3
 class Prove(OnEngine):
     """Check an engine against its definition, in every mode, and over long texts."""
 
+    epilog = "defaults of engines built on first use: --max-batch 3, --max-seq the longest of --ctx"
     ctx: Counts | None = flag("context lengths (default 4K, or --max-seq if less)", None, "4K,32K")
     kv_formats: str | None = flag(
         "KV cache formats of engines built on first use: bfloat16, float8, int8",

@@ -160,7 +160,8 @@ class Serve(Verb):
         return 0
 
     def slots(self) -> dict[str, Any]:
-        """Return the arguments of load_engine for adapters; its defaults without adapters."""
+        """Return load_engine's arguments for adapters: its defaults if no flag for adapters is
+        given."""
         adapters = self._adapters()
         slots, rank = self.adapter_slots, self.adapter_rank
         if self.adapter_dir and not (slots or rank):
@@ -344,7 +345,7 @@ def _root_path(prefix: str) -> str:
 
 def named_models(words: Sequence[str]) -> dict[str, str]:
     """Return name -> MODEL of a command line: NAME=MODEL, MODEL, or a folder of engines. InputError
-    for two models of one name, and two names of one model."""
+    for two models of one name, two names of one model, and no model."""
     named = dict[str, str]()
     for name, model in (pair for word in words for pair in _pairs(word)):
         if name in named:

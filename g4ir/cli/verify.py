@@ -22,12 +22,10 @@ UNQUANTISED = "the unquantised weights"
 class Verify(OnEngine):
     """Compare an engine with a reference, or on texts."""
 
-    against: str | None = flag(
-        "reference: the interpreter (default); hf: transformers", None, "reference|hf"
-    )
+    against: str | None = flag("reference (default): interpreter; hf: transformers", None, "WHAT")
     checkpoint: str | None = flag("original checkpoint, before quantisation", None, "DIR")
     text: list[str] = flag(
-        "perplexity and KL divergence on a text (needs --all-logits of build)", (), "FILE"
+        "perplexity and KL divergence on a text; engines need build --all-logits", (), "FILE"
     )
     tokens: str | None = flag(
         "token ids (default: random); with --text: how many to score", None, "2,5,7|N"

@@ -32,7 +32,7 @@ DETAILS = {"low": 0, "high": -1, "original": -1}
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """The folder (--media-dir) below which `file:` URLs may read; None: they are refused.
+    """The folder (--media-dir) whose files `file:` URLs may name; None: they are refused.
     `max_bytes`: maximum size of a request's files together."""
 
     path: Path | None = None
