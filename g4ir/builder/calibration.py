@@ -81,8 +81,8 @@ class CalibrationText:
         named = ", ".join(map(str, paths))
         check_files([str(p) for p in paths if str(p) != DEFAULT], "--calibrate")
         if TOKENIZER not in side_files:
-            why = f"the weights come without {TOKENIZER}, and a text needs one"
-            raise InputError(f"--calibrate {named}: {why}; give --checkpoint with a tokenizer")
+            why = f"the weights come without {TOKENIZER}, which a text needs"
+            raise InputError(f"calibration text {named}: {why}; give a --checkpoint with one")
         tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
         ids_end, max_tokens = spec.text.readable_ids, MAX_TOKENS // len(paths)
         records, ids = [], list[int]()

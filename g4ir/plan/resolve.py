@@ -294,8 +294,7 @@ def find_placement(requested: str | None, spec: Spec, device: str) -> str | None
         _one_of("--set ple_placement", requested, PLACEMENTS)
     if spec.text.ple is None or spec.text.ple.vocab_size is None:
         if requested is not None:
-            raise InputError(
-                f"--set ple_placement={requested}: this spec has no table of per-layer embeddings"
-            )
+            why = "this spec has no table of per-layer embeddings"
+            raise InputError(f"--set ple_placement={requested}: {why}; leave it out")
         return None
     return requested or ("device" if device == "cuda" else DEFAULT_PLACEMENT)
