@@ -153,6 +153,7 @@ def shipped_drafter(model: Spec) -> Spec:
     fitting = [d for d in map(load_spec, names) if d.hub and not differences(model, d)]
     if len(fitting) != 1:
         variants = ", ".join(n.removesuffix(DRAFTER) for n in names)
-        others = f"({len(fitting)} of {variants} fit); give a drafter's directory or its spec"
-        raise SpecError(f"--drafter default: no drafter is shipped for {model.name} {others}")
+        others = f"{len(fitting) or 'none'} of those for {variants} fit"
+        problem = f"no drafter is shipped for {model.name}, and {others}"
+        raise SpecError(f"--drafter default: {problem}; give a drafter's directory or its spec")
     return fitting[0]
