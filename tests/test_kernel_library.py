@@ -132,13 +132,13 @@ def test_neither_ready_nor_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a build, and of a load."""
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    said = rf"no {SMALL.file}, and there is no gcc, cc, clang, g\+\+: install a wheel .*or a"
+    said = rf"no {SMALL.file}, and no compiler is found \(gcc, cc, clang, g\+\+\): install .*or a"
     with pytest.raises(MissingError, match=said):
         SMALL.check()
     with pytest.raises(MissingError, match=said), SMALL.opened():
         pass
     monkeypatch.setenv("CC", "my-cc -m64")
-    with pytest.raises(MissingError, match="there is no my-cc -m64"):
+    with pytest.raises(MissingError, match=r"is found \(my-cc -m64\)"):
         SMALL.check()
 
 
@@ -217,7 +217,7 @@ def test_the_kernels_need_nothing_of_torch() -> None:
 def test_a_library_that_cannot_be_loaded(home: Path) -> None:
     (home / "ready").mkdir()
     (home / "ready" / SMALL.file).write_bytes(b"of another machine" * 99)
-    with pytest.raises(MissingError, match=r"cannot be loaded: .*invalid ELF header; set TMPDIR"):
+    with pytest.raises(MissingError, match=r"cannot be loaded: .*invalid ELF header; if the file system"):
         pyops.load_kernels(SMALL)
 
 

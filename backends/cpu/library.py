@@ -102,9 +102,9 @@ class Library:
             if command and shutil.which(command[0]):
                 return command
         raise MissingError(
-            f"the CPU kernels need a C compiler: {READY} has no {self.file}, and there is no "
-            f"{named or ', '.join(COMPILERS)}: install a wheel of g4ir for this machine, or a "
-            f"compiler, for example with `apt-get install g++` (if CC or CXX is set, that compiler)"
+            f"the CPU kernels need a C compiler: {READY} has no {self.file}, and no compiler is "
+            f"found ({named or ', '.join(COMPILERS)}): install a wheel of g4ir for this machine or "
+            f"a compiler, for example with `apt-get install g++`; CC or CXX, if set, must name it"
         )
 
     @contextmanager
@@ -155,7 +155,8 @@ def kernels(isa: InstructionSet | None = None, system: str = sys.platform) -> Li
 
 
 def _run(words: Sequence[str], path: Path) -> str:
-    """Run the compiler to write a file; return its path. LowerError if it fails."""
+    """Run the compiler command `words` to write the file `path`; return the path. LowerError if it
+    fails, with advice if a disk is full."""
     done = subprocess.run([*words, "-o", path], capture_output=True, text=True)
     if done.returncode:
         within = Path(tempfile.gettempdir(), path.name)

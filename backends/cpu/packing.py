@@ -79,18 +79,18 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
     """Add x^T x of inputs x [T, n] to the upper triangle of `total` f32[n, n] as `add_products`
-    does, by the C kernel if there is one, which multiplies bf16 inputs as bf16. Its sums do not
-    depend on the number of threads. MemoryError if it has no memory for its packed inputs."""
+    does; by the C kernel if there is one, whose sums do not depend on the number of threads.
+    MemoryError if there is no memory for the kernel's packed copy of the inputs."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)
         return
     sizes, threads = (*x.shape, x.stride(0)), torch.get_num_threads()
     if pyops.kernel("add_products")(x.data_ptr(), total.data_ptr(), dtype, *sizes, threads):
-        raise MemoryError(f"out of memory for the packed inputs {list(x.shape)} of x^T x")
+        raise MemoryError(f"out of memory for x^T x: no room for a copy of x {list(x.shape)}")
 
 
-#: functions that quantise weights at build on the CPU
+#: C implementations of quantisation at build on the CPU, and of its calibration sums
 KERNELS = Kernels(quantized, quantized_columns, added_products)
 
 

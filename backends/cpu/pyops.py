@@ -33,7 +33,8 @@ _TYPES: dict[str, Any] = {
     "i": ctypes.c_int,
     "d": ctypes.c_double,
 }
-#: C function, without its prefix `g4ir_` -> letters of its arguments; all return an int
+#: C function, without its prefix `g4ir_` -> letters of its arguments; all return an int, except
+#: `wait_steps`, which returns nothing
 _ARGUMENTS = {
     "add_products": "ppisssi",
     "run_instructions": "ppspi",
@@ -75,7 +76,7 @@ def _open_library(library: Library, progress: Progress) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as e:
-            fix = "set TMPDIR to a folder from which programs may run"
+            fix = "if the file system of that file is mounted noexec, set TMPDIR to another"
             raise MissingError(f"the CPU kernels cannot be loaded: {e}; {fix}") from None
 
 
@@ -94,12 +95,12 @@ def run_instructions(
 ) -> None:
     """Run instructions of a step program (step_program.py) once; or with `pace` i64[3], run steps
     until as many are done (pace[1]) as are requested (pace[0]). MemoryError if memory runs out,
-    RuntimeError for an unknown instruction."""
+    RuntimeError for an unknown instruction or weight format."""
     arguments = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
     run = "run_instructions" if pace is None else "run_steps"
     arguments += [] if pace is None else [pace.data_ptr()]
     if failed := _kernels[run](*arguments, scratch.data_ptr(), threads):
-        reason = "out of memory" if failed == 1 else "unknown instruction"
+        reason = "out of memory" if failed == 1 else "unknown instruction or weight format"
         raise (MemoryError if failed == 1 else RuntimeError)(f"a step program failed: {reason}")
 
 

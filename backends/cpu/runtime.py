@@ -51,8 +51,9 @@ class CpuRuntime(ProgramRuntime):
         return dict.fromkeys(v.name for g in graphs for v in g.params)
 
     def _open_params(self, task: Task) -> tuple[ParamSource, Callable[[Tensor], Tensor]]:
-        """Return the source of params and a function that places one in memory: memory-mapped if it
-        is aligned, else copied; all copied to huge pages if the task asks for that."""
+        """Return the source of params and a function that places a param in memory: one of the
+        engine's files stays memory-mapped if it is aligned, others are copied; with `huge_pages`
+        all are copied to huge pages."""
         params = task.params
         source = params.apart() if isinstance(params, StoredParams) else params
         if task.huge_pages:

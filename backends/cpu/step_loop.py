@@ -46,9 +46,10 @@ class LoopProgram:
     """A recorded step, and the tensors that the host reads or writes: next input tokens, lengths
     and active sequences, i64 [B]; stops i64 [B, STOPS]; history i64 [HISTORY, B]: tokens of the
     last steps, -1 for logits that are not finite and -2 for an inactive sequence; pace i64 [3]:
-    steps requested, steps done, steps that a reader waits for. For sequences that are not greedy,
-    the host samples from `logits` [B, 1, vocab] into `chosen` i64 [B] before it runs the last
-    instruction, at index `end`. Ids in `suppress` are never sampled."""
+    steps requested, steps done, the step count that a sleeping reader waits for (0: none). For
+    sequences that are not greedy, the host samples from `logits` [B, 1, vocab] into `chosen`
+    i64 [B] before it runs the last instruction, at index `end`. Ids in `suppress` are never
+    sampled."""
 
     code: Code
     end: int

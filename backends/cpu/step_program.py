@@ -2,9 +2,9 @@
 
 The session's KV caches, the weights and the memory of all values have fixed addresses, so a step is
 recorded once, op by op, and then runs without torch or Python between its kernels. Results are
-rounded where the ops' references round. The program of a step of any number of tokens follows from
-those of two and of three tokens (`of_tokens`). Torch runs an op that has no instruction, between
-two instructions.
+rounded where the ops' references round. The program of a step of more than three tokens is
+extrapolated from those of two and of three tokens (`of_tokens`). Torch runs an op that has no
+instruction, between two instructions.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class TorchOp:
 @dataclass(frozen=True, eq=False)
 class Code:
     """Recorded instructions, their operands (addresses and sizes), and torch's ops between them;
-    `buffers` keeps all memory alive except the weights."""
+    `buffers` keeps the operands' memory alive, except weights that `Recorder.code` leaves out."""
 
     instructions: Any
     operands: Any
@@ -767,7 +767,7 @@ class StepProgram:
 
     def run(self, feeds: Tensors, watch: Watch | None = None, results: bool = True) -> Tensors:
         """Copy the inputs and run the step; return copies of the graph's outputs. Without `results`
-        it stops after the last cache write and returns an empty dict."""
+        it stops after the last cache write, does not call `watch`, and returns an empty dict."""
         for name, t in self.feeds.items():
             t.copy_(feeds[name])
         if not results:
@@ -813,7 +813,7 @@ def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
     addresses and sizes are linear in the number of tokens, so they are extrapolated from the
     programs of two and of three tokens. It cannot be watched."""
     if [*map(storage_of, two.code.buffers)] != [*map(storage_of, three.code.buffers)]:
-        raise RuntimeError("the programs of two and of three tokens place values differently")
+        raise RuntimeError("no extrapolation: steps of 2 and of 3 tokens use different buffers")
 
     def extrapolate(a: Any, b: Any) -> Any:
         one, other = a.view(np.int64), b.view(np.int64)

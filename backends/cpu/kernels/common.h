@@ -41,7 +41,7 @@ static const int8_t TABLE[5][16] = {
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 #ifdef __AVX512F__
-/* Rounds sixteen values to bf16 as narrow() does; every NaN becomes 0x7fc0. */
+/* Rounds sixteen values to bf16 as narrow() does, except that every NaN becomes 0x7fc0. */
 static inline __m256i in_bf16(__m512 v) {
     __m512i u = _mm512_castps_si512(v), even = _mm512_set1_epi32(0x7fff);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));

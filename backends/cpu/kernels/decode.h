@@ -140,7 +140,7 @@ static inline void read_fp4(const uint8_t *p, int b, float *to) {
     for (int j = 0; j < BLOCK; j++) to[j] *= scales[j / HALF];
 }
 
-/* Block b of a super-block of four: levels times the integer of the block. */
+/* Block b of a super-block of four: levels times the block's 7-bit scale. */
 static inline void read_nonuniform(const int form, const uint8_t *p, int b, float *to) {
     int8_t levels[BLOCK], shared = p[BYTES_OF(form) - 4 + b];
     for (int j = 0; j < BLOCK; j++) {
@@ -152,8 +152,8 @@ static inline void read_nonuniform(const int form, const uint8_t *p, int b, floa
     for (int j = 0; j < BLOCK; j++) to[j] *= shared >> 1;
 }
 
-/* Decodes block i of a row: codes minus zero point, or table values, times the integers stored in the block; scales
- * and minima are applied by the caller. */
+/* Decodes block i of a row: codes minus zero point, or table values, times the scale of the block or half block if the
+ * super-block stores one; the caller applies the group's scale, and minima. */
 static inline void read_block(const int form, const uint8_t *row, int64_t i, float *to) {
     const uint8_t *p = row + i / BLOCKS_OF(form) * BYTES_OF(form);
     if (form == INT4 || form == IQ4 || form == MIN4) read_int4(form, p, form == INT4 ? 8 : 0, to);

@@ -1,6 +1,6 @@
 /* GEMV of a bf16 or fp32 weight with a few rows of x, over threads. The weight is read from memory once per
- * TOGETHER rows, each part by one thread; with bf16 instructions it is memory-bandwidth bound for up to five
- * rows. Accumulates in fp32. */
+ * TOGETHER rows, each part by one thread; with bf16 instructions the GEMV is memory-bandwidth bound for up to
+ * five rows. Accumulates in fp32. */
 #pragma once
 #include "common.h"
 

@@ -1,7 +1,8 @@
 /* Converts rows of x to integers, for tiled weights on CPUs with integer dot products (VNNI, AVX2, dotprod): 15 bits
  * (two 8-bit digits) times a power-of-two scale per block of 32, exact for values above 1/128 of the block's maximum.
- * With one digit (int8) the values equal those of the op fake_quantize. A block of a weight row then needs one
- * floating-point multiply-add and no horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in bf16. */
+ * With one digit (int8) the values equal those of the op fake_quantize. With integers a block of a weight row (or half
+ * block, in formats with a scale for each) needs one floating-point multiply-add, one more for a minimum, and no
+ * horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in bf16. */
 #pragma once
 #include "tiles.h"
 

@@ -20,8 +20,8 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
 int g4ir_linear_chunk(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int threads);
 
-/* Adds x^T x of columns of x, `stride` elements between rows, to the upper triangle of y[columns, columns] in
- * fp32; some elements below the diagonal change too. Returns 0, or 1 if out of memory. */
+/* Adds x^T x of x[rows, columns], with `stride` elements from one row to the next, to the upper triangle of
+ * y[columns, columns] in fp32; some elements below the diagonal change too. Returns 0, or 1 if out of memory. */
 int g4ir_add_products(const void *x, float *y, int dtype, int64_t rows, int64_t columns, int64_t stride,
                       int threads);
 
@@ -60,8 +60,8 @@ enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };
 /* out[batch, queries, heads, d] = softmax(q k^T * scale) v with the mask of g4ir/ops/attention.py for
  * queries at positions[batch, queries], over a cache k, v[slots, batch, kv_heads, width] of
  * written[batch] tokens. `dtype`: of q and out; `held`: of the cache; window 0: none. Scores and sums
- * are fp32; probabilities are rounded to bf16 if q and the cache are bf16 and the CPU has bf16
- * instructions. Returns 0, or 1 if out of memory. */
+ * are fp32; probabilities are rounded to bf16 if q and the cache are bf16, d is a multiple of 32 and the
+ * CPU has bf16 instructions. Returns 0, or 1 if out of memory. */
 int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written, const void *k,
                 const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
@@ -87,7 +87,7 @@ typedef struct {
 extern panel_kernels g4ir_panels[F32 + 1];
 
 /* Runs `count` instructions of step.c; `scratch`: three fp32 rows of the widest operand. Returns 0; 1 if
- * out of memory; 2 for an unknown instruction. */
+ * out of memory; 2 for an unknown instruction or weight format. */
 int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *scratch,
                           int threads);
 /* Runs a program that ends with END_STEP until the steps requested in `pace` are done; returns as

@@ -8,8 +8,8 @@
 /* Distance, in rows of y, at which lines are prefetched before a store. */
 #define STORES_AHEAD 8
 /* UNIT_MAX: maximum rows of x per unit of work (fp32 panels; twice as many of narrower ones). UNIT_MIN: minimum when
- * units are split to occupy all threads. WIDTH_MAX: maximum columns of all strips of a unit, for which together a panel
- * of x is read from memory once. */
+ * units are split to occupy all threads. WIDTH_MAX: maximum columns of a unit; its strips share one read of a panel of
+ * x from memory. */
 enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
 
 /* A set of micro kernels and its panel layout. */

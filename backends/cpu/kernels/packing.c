@@ -207,7 +207,7 @@ int g4ir_takes_packing(int dtype, int64_t group) {
 }
 
 /* Writes int4 codes, two per byte, and a bf16 scale per group; `moments` of each matrix's columns weight the
- * errors. Returns 1 if a weight is above WEIGHT_MOST or not finite; the output is then undefined. */
+ * errors. Returns 1 if a weight's magnitude is above WEIGHT_MOST or it is not finite; the output is then undefined. */
 int g4ir_pack(const void *w, const float *moments, void *codes, void *scales, int64_t groups, int64_t group,
               int64_t row, int64_t matrix, int dtype, int threads) {
     weight p = {w, moments, codes, scales, groups, group, row, matrix, dtype, 0};
@@ -307,7 +307,8 @@ static int fit_units(void *context, units *u) {
     return 0;
 }
 
-/* `fit_groups` for fp32 groups of LEVELS_GROUP values; returns 1 for the weights for which g4ir_pack does. */
+/* `fit_groups` of grids.py for fp32 groups of LEVELS_GROUP values. Returns 1, as g4ir_pack does, if a value's magnitude
+ * is above WEIGHT_MOST or it is not finite. */
 int g4ir_fit_groups(const float *x, const float *moments, const float *levels, float *scales, float *shifts,
                     int64_t groups, int64_t row, int lowest, int shift, int threads) {
     grid_search p = {x, moments, levels, scales, shifts, groups, row, lowest, shift, 0};

@@ -12,8 +12,8 @@
 #include "prefill_attention.h"
 #endif
 
-/* Whether bf16 x uses bf16 panels. On Intel CPUs vdpbf16ps has half throughput: without AMX, fp32 panels are
- * 1.6 times as fast (240 against 150 GFLOP/s on two threads). */
+/* Whether bf16 x uses bf16 panels. On Intel CPUs vdpbf16ps issues at half the rate of fp32 FMAs: without AMX, fp32
+ * panels are 1.6 times as fast (240 against 150 GFLOP/s on two threads). */
 static int bf16_pays(void) {
 #if defined(__AMX_BF16__)
     return 1;

@@ -964,8 +964,9 @@ static int lora_high(void *context, units *left) {
     return 0;
 }
 
-/* x [T, K], index [B], A [L, P R, K], B [L, R, N], columns of each of the P parts of y [P]; scratch h [T, P R]; y
- * [T, N], which is added to. n: tokens of a sequence, P. A sequence's result does not depend on the others'. */
+/* x [T, K], adapter slot of each sequence [B] (-1: none), A [slots, P R, K], B [slots, R, N], columns of each of the P
+ * parts of y [P]; scratch h [T, P R]; y [T, N], which is added to. n: tokens of a sequence, P. A sequence's result does
+ * not depend on the others'. */
 static int lora(const running *a) {
     const operand *x = a->of, *h = a->of + 5, *y = a->of + 6;
     int64_t rows = rows_of(x), active = 0;
