@@ -62,7 +62,7 @@ def _alias(g: Graph, note: Note) -> Graph:
         owner = owners.setdefault(n.inputs[1:], n)
         if owner is not n:
             rename |= {n["cache"].name: owner["cache"], n.out.name: owner.out}
-            note(n["cache"].name, f"reads {owner['cache']}")
+            note(n["cache"].name, f"stored once, as {owner['cache']}")
     if not rename:
         return g
     states = {name: v for name, v in g.next.items() if name not in rename}

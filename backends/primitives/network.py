@@ -1,11 +1,11 @@
 """Lowers an IR graph into an emitter: one network for prefill and decode.
 
 The network is the prefill graph, whose chunk may be a single token. Its caches have the layout [B,
-n, slots, d], so that a chunk is written in place at once. Padding tokens are never visible, and
-overwritten by the next chunk. A full-length cache has max_seq + prefill_chunk slots. A ring has R
-slots, prefill_chunk more than in the graph, so that a chunk overwrites nothing visible to its first
-token. Caches are inputs `NAME` and outputs `NAME.next`. In addition to the graph's inputs the
-caller feeds
+n, slots, d], in which a chunk is contiguous for each head; chunks are written in place. Padding
+tokens are never visible, and overwritten by the next chunk. A full-length cache has max_seq +
+prefill_chunk slots. A ring has R slots, prefill_chunk more than in the graph, so that a chunk
+overwrites nothing visible to its first token. Caches are inputs `NAME` and outputs `NAME.next`. In
+addition to the graph's inputs the caller feeds
 
     slots   i64[C]  0, 1, ...: C is the number of slots of full-length caches that the step reads,
                     at least the length of the longest sequence after it

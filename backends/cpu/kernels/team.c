@@ -134,7 +134,8 @@ static int is_in_its_place(void) { return PLACES_THREADS && this_cpu() == caller
  * is waiting for this CPU. */
 static int join(int worker, uint64_t gate) {
     uint64_t number = gate / REGION;
-    if (is_in_its_place()) place(0, caller_cpu(), 0), gate = gate_now(); /* before the caller waits for it */
+    /* moves off the caller's CPU before the caller waits for this worker */
+    if (is_in_its_place()) place(0, caller_cpu(), 0), gate = gate_now();
     do {
         if (!(gate & OPEN) || gate / REGION != number || (int)joined(gate) >= LOAD(team.wanted)) return 0;
     } while (!__atomic_compare_exchange_n(&team.gate, &gate, gate + 1, 0, __ATOMIC_SEQ_CST,
