@@ -562,7 +562,7 @@ def test_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated = ("some/tiny",)
     told = command("run", "some/tiny", *RUN, "--download")
     assert told.code == 3 and told.message.endswith(
-        f"some/tiny is gated: accept its licence at {hub.url}/some/tiny, and give HF_TOKEN, or run "
+        f"some/tiny is gated: accept its licence at {hub.url}/some/tiny, and set HF_TOKEN, or run "
         "`hf auth login`\n"
     )
     assert "to be accepted there first" in told.err

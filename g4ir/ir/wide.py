@@ -1,7 +1,7 @@
 """Evaluation in float64. `Float64Matmuls` runs a torch model with 16-bit weights without a float64
 copy of them: a linear's weight is converted block by block, operands of a matmul for that matmul
-only, and in other ops torch promotes weights to the dtype of float64 activations. `in_float64` runs
-a graph, with all floating params converted at once."""
+only, and in other ops torch's type promotion converts weights, since activations are float64.
+`in_float64` runs a graph, with all floating params converted at once."""
 
 from __future__ import annotations
 

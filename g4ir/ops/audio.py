@@ -1,4 +1,5 @@
-"""Ops of the audio tower: strided and causal convolution, chunked attention (rules 33 to 36).
+"""Ops of the audio tower: strided and causal convolution, chunked attention (docs/semantics.md,
+rules 33 to 36).
 
 Frames are rows [B,T,D] with a mask bool[B,T], true where there is audio.
 """

@@ -3,8 +3,8 @@
 A row of d values is stored as `bf16` or `f8e4m3` [.., d], rounded to nearest and saturated; or as
 `i8` [.., d + 2 ceil(d / 32)]: a code for each value, then the scales of groups of 32 as bf16, low
 byte first. Scales are part of the row, so that a cache stays one tensor and a slot is written in
-one piece. They are bf16 for any model dtype: codes are computed from the rounded scale, so its
-rounding adds no error.
+one piece. They are bf16 for any model dtype: codes are computed from the rounded scale, so a code
+is off by half a step at most all the same.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Bits:
 class Layout:
     """A block of `values` values, each stored as value + `zero`. `fields` maps a name to (bytes,
     bits), in order: `low` and `high` are the values' bits, `high` those above `low`; `integers`
-    (shared by several values) and `scales` are bytes."""
+    (sub-block scales, and minima if the format has them) and `scales` (the block's) are bytes."""
 
     values: int
     zero: int
@@ -72,14 +72,14 @@ class Layout:
         return dict(zip(self.fields, blocks.split(sizes, -1), strict=True))
 
     def read(self, blocks: Any) -> Any:
-        """Return the values of blocks [.., nbytes], with `zero` added: u8 [.., values]."""
+        """Unpack blocks [.., nbytes] into stored values, u8 [.., values]: each value + `zero`."""
         parts = self.split(blocks)
         low, *high = (self.fields[n][1].read(parts[n]) for n in ("low", "high") if n in parts)
         return low | high[0] << self.low_width if high else low
 
     def write(self, values: Any, **shared: Any) -> Any:
-        """Pack values u8 [.., values], `zero` already added, and the bytes of the other fields into
-        blocks u8 [.., nbytes]."""
+        """Pack stored values u8 [.., values], each value + `zero`, and the bytes of other fields
+        (`shared`) into blocks u8 [.., nbytes]."""
         parts = {"low": values, "high": values >> self.low_width}
         for name in parts.keys() & self.fields.keys():
             bits = self.fields[name][1]
@@ -87,8 +87,8 @@ class Layout:
         return torch.cat([shared[name] for name in self.fields], -1)
 
     def convert(self, blocks: Any, to: Layout) -> Any:
-        """Repack blocks [.., nbytes] into those of another layout with the same `zero`, a subset of
-        the fields, and as many or fewer values per block."""
+        """Repack each block of [.., nbytes] into n blocks of the layout `to`, [.., n * to.nbytes],
+        which has the same `zero`, a subset of the fields, and 1/n of the values per block."""
         parts, count = self.split(blocks), self.values // to.values
         for name, (_, bits) in to.fields.items():
             if (source := self.fields[name][1]) != bits:
@@ -207,7 +207,7 @@ LAYOUTS = {
     "NVFP4": _layout(64, integers=4, low=(32, halves(8))),
     "IQ4_NL": _layout(32, scales=2, low=(16, halves(16))),
     "IQ4_XS": _layout(256, scales=2, integers=6, low=(128, halves(16))),
-    # the integers of a block of Q3_K and of IQ4_XS, which multiply its scale
+    # the 6-bit sub-block scales (field `integers`) of a block of Q3_K or IQ4_XS
     "Q3_K integers": _layout(16, 32, low=(8, halves(8)), high=(4, Bits(2, (4, 4), (2, 0)))),
     "IQ4_XS integers": _layout(8, 32, high=(2, FOURS), low=(4, PAIRS)),
 }

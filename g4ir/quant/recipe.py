@@ -173,7 +173,9 @@ class QuantConfig:
                 no = "only weights that other rules name" if named else "no weight"
                 raise InputError(self._says(rule, f"names {no}; {_weight_kinds(weights)}"))
             if twice := sorted(schemes.keys() & set(names)):
-                raise InputError(self._says(rule, f"names {twice[0]}, as another rule does"))
+                raise InputError(
+                    self._says(rule, f"names {twice[0]}, and so does another rule; keep one")
+                )
             schemes |= {n: rule.scheme(n, weights[n]) for n in names}
         return schemes
 

@@ -89,7 +89,7 @@ class Adapter:
             if values.get(key) not in allowed:
                 other[key] = values.get(key)
         for key, value in other.items():
-            raise WeightsError(f"{file}: {key}: {quoted(value)} is not applied; {MERGE}")
+            raise WeightsError(f"{file}: {key}: {quoted(value)} is not supported; {MERGE}")
 
     @property
     def base(self) -> str:
@@ -192,7 +192,8 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
         weights[bare] = replace(weights[bare], parts={"": values})
     if len(ignored) == len(names):
         msg = f"would change nothing: {', '.join(sorted({*ignored.values()}))}"
-        raise broken(file, msg, "fix: build with its towers (--media), or leave the adapter out")
+        fix = "fix: leave the adapter out, or if it is for a tower, build with that (--media)"
+        raise broken(file, msg, fix)
     opened = (*model.opened, files)
     return replace(model, weights=weights, ignored={**model.ignored, **ignored}, opened=opened)
 

@@ -48,6 +48,7 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+SAVE = "load the model with transformers, where you trust it, and call save_pretrained(DIR)"
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # samples of a tied head that are compared, bytes of each
 INDEX_LIMIT = 100_000_000  # maximum bytes of the index
 #: thresholds that distinguish norm weights 1 + w from w (measured on Gemma 3 270M, where 0.1 % of 1
@@ -107,7 +108,7 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open a directory; WeightsError unless config, index, headers, names, shapes and dtypes
         fit. The only tensor data read are quantisation parameters, activation ranges, norms that
-        may be stored as 1 + w, and the order of a draft model's clusters. `media`: kinds whose
+        may be stored as 1 + w, and a draft model's token order. `media`: kinds whose
         towers are included; `dtype`: the engine's, for scales of formats that do not fix theirs.
         """
         directory = Path(directory)
@@ -199,7 +200,7 @@ class Checkpoint:
         stem, suffix = _split(name)
         weight = self.weights.get(stem)
         if weight is None or suffix not in weight.parts:
-            raise WeightsError(f"{self.directory}: no tensor {quoted(name)} in the spec")
+            raise WeightsError(f"{self.directory}: the model uses no tensor {quoted(name)}")
         return weight, suffix
 
 
@@ -317,7 +318,7 @@ def _no_weights(directory: Path) -> str:
     fix = "complete the download"
     if any(name.endswith(PICKLES) for name in names):
         actual += "; pickle files can run code and are never opened"
-        fix = "load the model where you trust it and call save_pretrained(DIR)"
+        fix = SAVE
     return f"{directory}: expected {SINGLE} or {INDEX}, found {actual}; fix: {fix}"
 
 
@@ -333,7 +334,7 @@ def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
             raise broken(index, msg, "fix: download the index again")
         if not file.endswith(".safetensors"):
             msg = f"weight_map names {quoted(file)}, expected only .safetensors files"
-            raise broken(index, msg, "fix: save the checkpoint with safe_serialization=True")
+            raise broken(index, msg, f"fix: {SAVE}")
         shards.setdefault(file, set()).add(name)
     return shards
 
@@ -352,17 +353,18 @@ def _read_shard(path: Path, want: set[str]) -> Header:
 
 
 def _inside(directory: Path, name: str, source: Path) -> Path:
-    """Return the path of a file in `directory`; WeightsError, for the file `source` that names it,
-    if it is absent, or its name or link leads elsewhere: its content could be copied into an
-    engine. Links into `blobs` are allowed in the hub's cache, which stores files there."""
+    """Return the path of the file `name` in `directory`. WeightsError, whose message begins with
+    `source`, the file that names it, if it is absent, or if its name or link leads elsewhere: its
+    content could be copied into an engine. In the hub's cache, which stores files in `blobs`, links
+    to there are allowed."""
     path, home, parts = directory / name, directory.resolve(), {*re.split(r"[/\\]", name)}
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     inside = name.isprintable() and not parts & {"", ".", ".."} and not Path(name).is_absolute()
     if inside and (len(name) > 1000 or not path.exists()):
-        msg = f"names {quoted(name)}, which is not in {directory}"
+        msg = f"{quoted(name)} is not in {directory}, or is a link to a file that is absent"
         raise broken(source, msg, "fix: complete the download")
     if not inside or not any(path.resolve().is_relative_to(h) for h in homes):
-        msg = f"{quoted(name)} leads outside the checkpoint directory, expected a plain file name"
+        msg = f"{quoted(name)} leads outside the checkpoint directory, expected a file in it"
         raise broken(source, msg, "fix: put the files themselves into the directory")
     return path
 
@@ -389,7 +391,7 @@ def _side_file(path: Path, limit: int) -> bytes:
     return raw
 
 
-#: file with the audio feature extractor's settings -> key of them in it; None: the whole file
+#: file with the audio feature extractor's settings -> their key in it; None: the whole file
 EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
 
 

@@ -108,7 +108,7 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
         ) from None
     endpoint = hub.HfApi().endpoint
     page = f"{endpoint}/{hub_id}"
-    token = "give HF_TOKEN, or run `hf auth login`"
+    token = "set HF_TOKEN, or run `hf auth login`"
     worded: dict[type[Exception], Callable[[], G4Error]] = {
         errors.GatedRepoError: lambda: MissingError(
             f"{hub_id} is gated: accept its licence at {page}, and {token}"
@@ -132,7 +132,7 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
                 raise error() from None
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = "make room, or set HF_HOME to a folder with more"
-            raise MissingError(f"{hub_id}: {hub_cache()} is full: {fix}") from None
+            raise MissingError(f"{hub_id}: the disk of {hub_cache()} is full: {fix}") from None
         cause = e.__cause__ or e
         first = (str(cause).splitlines() or [type(cause).__name__])[0]
         fix = "try again: complete files are kept"

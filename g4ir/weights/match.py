@@ -88,8 +88,9 @@ def absent_value(name: str) -> float | None:
 
 @dataclass
 class TensorMatch:
-    """Matches stored tensors with a spec in one walk: needed ones (`live`, by bare name), unused
-    ones (`ignored`, stored name -> why), defaults of absent ones, and every mismatch."""
+    """Matches stored tensors (`names`, by plain name) with a spec in one walk: needed ones (`live`,
+    by bare name, without prefix), unused ones (`ignored`, plain name -> why), defaults of absent
+    ones, and every mismatch."""
 
     spec: Spec
     directory: Path
@@ -125,7 +126,7 @@ class TensorMatch:
 
     @cached_property
     def needed(self) -> dict[str, str]:
-        """Needed tensors: stored name -> bare name."""
+        """Needed tensors: plain name -> bare name."""
         text = (bare for bare in text_tensors(self.spec) if bare != HEAD)
         out = {bare if bare.startswith(DENSE) else self.prefix + bare: bare for bare in text}
         for bare in self.towers:
@@ -173,7 +174,8 @@ class TensorMatch:
         dtypes = INTEGERS if name == ORDER else tensorfile.FLOATS
         if entry.dtype not in dtypes and (entry.dtype != CODED or dtypes == INTEGERS):
             text = f"expected dtype {' or '.join(dtypes)}, found {entry.dtype}"
-            yield Mismatch(header.path.name, entry.name, text, "dtype")
+            fix = "order" if name == ORDER else "dtype"
+            yield Mismatch(header.path.name, entry.name, text, fix)
         elif entry.shape != tuple(shape):
             text = f"expected shape {list(shape)}, found {quoted(type_text((header, entry)))}"
             yield Mismatch(header.path.name, entry.name, text, "spec")

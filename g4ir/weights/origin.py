@@ -40,7 +40,6 @@ from .tensorfile import quoted
 
 #: hub id `org/name` on the command line, unless a path of this name exists
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-MMPROJ = "mmproj"  # prefix of the names of GGUF files with towers only
 #: suffixes of files within a checkpoint directory
 OF_DIRECTORY = (".safetensors", ".json")
 
@@ -67,24 +66,22 @@ class CheckpointDirectory:
         return self.path / CONFIG
 
     def spec(self) -> Spec:
-        """Return the spec that config.json describes; InputError if there is none, SpecError if it
-        is invalid."""
+        """Return the spec that config.json describes; InputError without that file, SpecError for
+        an invalid one."""
         if not self.stated.is_file():
             if lies_in(self.path):
                 msg = f"is a LoRA adapter of {Adapter(self.path).base}, not a model"
                 fix = f"give that model, and to `build` or `export` also --adapter {self.path}"
                 raise InputError(f"{self.path} {msg}; {fix}")
-            files = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
-            near = f"; give {files[0]}" if files else ""
-            if files[1:]:
-                near += f", or another of {', '.join(p.name for p in files[1:5])}"
+            files = ", ".join(sorted(p.name for p in self.path.glob(f"*{GGUF}"))[:5])
+            near = f"; its GGUF files are no whole text model: {files}" if files else ""
             msg = "not a Hugging Face checkpoint directory"
             raise InputError(f"{self.path} has no {CONFIG}: {msg}{near}")
         return Spec.from_hf(self.stated)
 
     def published(self) -> bool:
-        """Whether transformers loads these weights, and no more: names have no wrapper's prefix,
-        and no adapter is in the directory, which it would load with PEFT."""
+        """Whether transformers loads exactly these weights: no tensor's name has a wrapper's prefix
+        (which it would not find), and no adapter is in the directory (which it would apply too)."""
         names = (name for header in read_headers(self.path) for name in header.entries)
         return not lies_in(self.path) and all(name == plain_name(name) for name in names)
 
@@ -198,8 +195,8 @@ class ModelFolder:
 
 
 def read_folder(folder: Path) -> ModelFolder | None:
-    """Return the GGUF files of a folder by kind (of a split model, the first file); None if it has
-    a config.json or no text model."""
+    """Return the GGUF files of a folder by kind (of a split model, the first file); None if it is
+    no folder, has a config.json, or has no text model."""
     if not folder.is_dir() or (folder / CONFIG).is_file():
         return None
     files: dict[str, list[Path]] = {kind: [] for kind in _KINDS}
@@ -247,7 +244,7 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
     `mmproj` of a checkpoint directory."""
     origin = find_origin(path)
     if not origin.path.exists():
-        raise InputError(f"{path}: no such directory")
+        raise InputError(f"{path}: no such file or directory")
     if mmproj is None:
         return origin
     if not isinstance(origin, GgufFile):
@@ -282,9 +279,9 @@ def find_model(
     model: str | Path, alternatives: str, revision: str | None = None
 ) -> tuple[Spec | None, Path]:
     """Return the spec of a variant (None for other models) and the path of the weights: for a
-    variant or hub id in the hub's local cache, at this revision (default: main); else `model`.
-    InputError if the cache does not have them, which lists `alternatives` for a variant; SpecError
-    for a plain name that is neither a variant nor a path."""
+    variant or hub id, the snapshot of this revision (default: main) in the hub's local cache; else
+    `model`. InputError if the cache lacks it (the message lists `alternatives` for a variant), or
+    for a revision of a path; SpecError for a plain name that is neither a variant nor a path."""
     if isinstance(model, str) and model in spec_names():
         spec = load_spec(model)
         return spec, need_snapshot(spec, alternatives, revision)
@@ -310,8 +307,8 @@ def _command(hub_id: str, revision: str | None) -> str:
 
 
 def hub_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
-    """Return the downloaded snapshot of `org/name` in the local cache, or None; also None if its
-    download ended before the weights."""
+    """Return the snapshot of `org/name` in the local cache; None if there is none, or weight files
+    are missing in it."""
     snapshot = _snapshot(cache_folder(hub_id), revision or "main")
     return snapshot if snapshot and _has_weights(snapshot) else None
 
@@ -326,7 +323,7 @@ def cached_config(hub_id: str) -> Path | None:
 def _has_weights(snapshot: Path) -> bool:
     files = [p.name for p in snapshot.iterdir() if p.suffix in (GGUF, ".safetensors")]
     if files and (index := snapshot / INDEX).is_file():
-        with suppress(ValueError, KeyError, AttributeError):  # opening it raises the error
+        with suppress(ValueError, KeyError, AttributeError):  # opening the checkpoint raises it
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             return {*shards} <= {*files}
     return bool(files)
@@ -357,8 +354,8 @@ def need_snapshot(
     alternatives: str = "--checkpoint DIR or --random-weights SEED",
     revision: str | None = None,
 ) -> Path:
-    """Return the snapshot of a spec's weights; if it is absent, InputError with the download
-    command and `alternatives`, the options that may be given instead."""
+    """Return the snapshot of a spec's weights; if it is absent, InputError with `alternatives`, the
+    options that may be given instead, and the download command if the spec has a hub id."""
     snapshot = snapshot_of(spec, revision)
     if snapshot is not None:
         return snapshot

@@ -108,7 +108,7 @@ class ParamSource(Protocol):
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor: ...
 
     def release(self, param: str) -> None:
-        """Hint that `tensor`'s pages are not needed any more."""
+        """Hint that the pages of a param's tensor are not needed any more."""
 
     def close(self) -> None: ...
 
@@ -233,7 +233,7 @@ class MadeParams:
         tensor = self.share.read_part(v.name, read_full) if self.share else read_full(v.name)
         name = self._source(v) or v.name
         if not is_float(tensor) and dtype_name(tensor.dtype) != v.type.dtype:
-            msg = f"codes are {tensor.dtype}, the engine takes {v.type.dtype}"
+            msg = f"codes are {tensor.dtype}, the engine expects {v.type.dtype}"
             raise tensorfile.broken(name, msg, "build the engine again")
         return cast(tensor, v.type.dtype, name)
 
@@ -276,7 +276,7 @@ class StoredParams:
         for header in self.headers:
             for name in header.entries:
                 if name not in params or stored[name][0] is not header:
-                    raise _wrong(header.path, name, "is no param of the graphs, or is there twice")
+                    raise _wrong(header.path, name, "is no param of the graphs, or in two files")
         for name, v in params.items():
             if name not in stored:
                 raise _wrong(self.files.directory, name, "is missing")
@@ -483,7 +483,7 @@ class UnpackedWeights:
         for n in self.prologue.find("dense"):
             if cut := self._cut(n, codes):
                 return cut(self(n.out))
-        raise EngineError(f"{self.path} has no param that was packed from %{v.name}")
+        raise EngineError(f"{self.path} no longer holds %{v.name}: give --checkpoint DIR")
 
     def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return a function that slices a weight out of the one that `n` reads; None if `n` does

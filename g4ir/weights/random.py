@@ -31,7 +31,7 @@ from g4ir.weights.formats.base import StoredWeight
 from g4ir.weights.tensorfile import TABLES
 
 Shape = tuple[int, ...]
-BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the working set stays in a core's cache
+BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the few buffers of a block stay in cache
 BLOCK = 1 << BLOCK_BITS
 LIMIT = 1 << 48  # largest number of elements of a tensor
 M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
@@ -118,7 +118,7 @@ def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.T
     """Return int32 [rows, columns]: the top 24 bits of the hash at each element of these rows."""
     start = rows[:, None] * columns
     block = start >> BLOCK_BITS
-    spans = (columns - 1) // BLOCK + 2  # a row of n elements touches at most this many blocks
+    spans = (columns - 1) // BLOCK + 2  # a row touches at most this many blocks
     near = torch.arange(spans, device=rows.device)
     keys = _block_keys(seed, name, (block + near).to(torch.int32))
     offset = (start & (BLOCK - 1)).to(torch.int32) + torch.arange(
@@ -130,7 +130,7 @@ def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.T
 
 
 def _scale(name: str, shape: Shape, shift: float) -> tuple[float, float]:
-    """Return centre and scale per unit of the 24-bit integer, as float32 values."""
+    """Return the centre, and the factor of the 24-bit integer; both are float32 values."""
     if prod(shape) > LIMIT:
         raise InputError(f"random tensor {name}: {prod(shape)} elements, expected at most {LIMIT}")
     centre, spread = distribution(name, shape)

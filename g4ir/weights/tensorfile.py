@@ -37,8 +37,8 @@ TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
 #: dtype of safetensors -> bits of an element
 BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
 TORCH: dict[str, str] = {name: row[1] for name, row in TABLES["dtypes"].items() if row[1:]}
-#: dtypes of codes that engines store as another one, with the name in `__metadata__`: name -> the
-#: dtype in the file, torch's name
+#: dtypes of codes that safetensors stores as another dtype, with the name here in `__metadata__`:
+#: name -> the dtype in the file, torch's name
 RAW: dict[str, tuple[str, str]] = TABLES["raw"]
 TORCH |= {name: torch_name for name, (_, torch_name) in RAW.items()}
 #: dtypes of weights that are not quantised
@@ -72,7 +72,7 @@ class Entry:
     """One tensor of a file; `start` and `end` are absolute byte offsets in the file."""
 
     name: str
-    dtype: str  # a key of BITS or RAW
+    dtype: str  # a key of BITS or RAW; CODED (formats/base.py) for a whole quantised weight
     shape: tuple[int, ...]
     start: int
     end: int
@@ -164,7 +164,7 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in `raw`; WeightsError on double keys, other values and bad UTF-8."""
+    """Return the JSON object in `raw`; WeightsError for anything else, and for duplicate keys."""
     try:
         return json_object(raw)
     except ValueError as error:
@@ -233,8 +233,9 @@ def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
 
 
 def read_pages(tensor: torch.Tensor) -> None:
-    """Read the missing pages of a tensor on a mapped file and map them: as huge pages if the file
-    system has them (Linux 6.16, ext4), which a CPU reads faster. Does nothing unless on Linux."""
+    """Read the missing pages of a tensor on a mapped file and map them: as huge pages, which a CPU
+    reads faster, if the file system supports them (ext4 from Linux 6.16 on). Does nothing on other
+    systems than Linux."""
     page = mmap.PAGESIZE
     start = tensor.data_ptr() // page * page
     length = tensor.data_ptr() + tensor.nbytes - start
@@ -265,8 +266,9 @@ TensorPieces: TypeAlias = "torch.Tensor | Iterator[torch.Tensor]"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to write: dtype, shape, and functions `makes` that compute its rows, one after
-    another: each returns some, or yields them in pieces. `release`: called when it is written."""
+    """A tensor to write: dtype, shape, and functions `makes` that compute consecutive parts of its
+    rows: each returns one tensor, or an iterator over several. `release`: called when all rows have
+    been written."""
 
     code: str  # a key of BITS or RAW
     shape: tuple[int, ...]
@@ -291,7 +293,7 @@ class FileTensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write one file under a temporary name that is renamed at the end. Returns its SHA-256."""
+    """Write one file under a temporary name and rename it at the end; return its SHA-256 in hex."""
     digest = hashlib.sha256()
 
     def digested() -> Iterator[bytes | memoryview]:
@@ -322,15 +324,15 @@ def prefetched(jobs: Iterable[tuple[int, Callable[[], _T]]]) -> Iterator[_T]:
             yield pending.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # also sets the number for threads that start later
+        torch.set_num_threads(threads)  # the workers' calls changed it for threads started later
 
 
 def file_layout(
     tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[list[str], bytes, int]:
-    """Return the names of a file's tensors in their order in the file; its header, after the
-    header's length; its size in bytes. Tensors of a multiple of ALIGNED bytes come first, so that
-    they are aligned."""
+    """Return the names of a file's tensors in their order in the file, its first bytes (length of
+    the header, and the header), and its size in bytes. Tensors of a multiple of ALIGNED bytes come
+    first, so that they are aligned."""
     raw_dtypes = {name: t.code for name, t in tensors.items() if t.code in RAW}
     metadata = {**(metadata or {}), **raw_dtypes}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}

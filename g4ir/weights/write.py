@@ -46,7 +46,7 @@ def write_checkpoint(
     WeightsError if the directory is not empty; InputError if the disk has no room."""
     check_empty(directory)
     values = spec.to_hf()
-    base = "" if spec.embedding else "model."  # the config of an encoder names a bare model
+    base = "" if spec.embedding else "model."  # an encoder's class has no `model` inside
     alone = spec.drafter or "text_config" not in values
     prefix = base if alone else f"{base}language_model."
     tensors = _tensors(_names(spec, source, prefix, media), source, dtype or source.dtype)
@@ -81,7 +81,7 @@ def check_empty(path: Path) -> None:
 def _names(
     spec: Spec, source: Checkpoint, prefix: str, media: Iterable[str]
 ) -> dict[str, tuple[str, Shape]]:
-    """Return names in a checkpoint -> (names without prefix, shape)."""
+    """Return name in a checkpoint -> (name without prefix, shape)."""
     text, towers = text_tensors(spec), media_tensors(spec, media)
     names = {
         (name if name == HEAD or name.startswith(DENSE) else prefix + name): (name, text[name])
@@ -131,8 +131,8 @@ def _write_weights(work: Path, files: list[dict[str, FileTensor]], progress: Pro
 
 
 def _write_modules(work: Path, spec: Spec, dense: list[FileTensor]) -> None:
-    """Write the modules that sentence-transformers runs after the transformer: mean, dense layers,
-    norm."""
+    """Write the modules that sentence-transformers runs after the transformer: mean pooling, dense
+    layers, L2 normalisation."""
     size, kind = spec.text.hidden_size, "sentence_transformers.models."
     if spec.embedding and spec.embedding.projection:
         size = spec.embedding.projection

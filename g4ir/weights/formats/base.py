@@ -97,8 +97,8 @@ def quantised_weight(
     release: Callable[[], None],
     dtype: str = "f32",
 ) -> StoredWeight:
-    """Return a quantised weight from readers of its codes and scales. Its values are computed with
-    scales of the scheme's dtype, or of `dtype` (the engine's) if the scheme has none."""
+    """Return a quantised weight from readers of its codes and scales. Scales are rounded to the
+    scheme's dtype, or to `dtype` (the engine's) if it has none, before values are computed."""
 
     def values(rows: torch.Tensor | None) -> torch.Tensor:
         rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
@@ -214,7 +214,7 @@ def type_text(ref: TensorRef) -> str:
 
 
 def require(ref: TensorRef, dtypes: Iterable[str], shape: tuple[int, ...] | None = None) -> None:
-    """Raise WeightsError unless a stored tensor has one of the dtypes, and the shape."""
+    """Raise WeightsError unless a stored tensor has one of the dtypes and, if given, the shape."""
     dtypes = tuple(dtypes)
     if ref[1].dtype not in dtypes or (shape is not None and ref[1].shape != shape):
         want = " or ".join(dtypes) + (f" {list(shape)}" if shape is not None else "")
@@ -352,7 +352,7 @@ def e4m3(ref: TensorRef) -> Callable[[torch.Tensor], torch.Tensor]:
     def convert(codes: torch.Tensor) -> torch.Tensor:
         for piece in codes.view(torch.uint8).flatten().split(PIECE):
             if bool((piece & 127 == 127).any()):
-                raise invalid(ref, "a code is NaN, which stands for no number")
+                raise invalid(ref, "a code is NaN, expected finite numbers")
         return codes
 
     return convert
@@ -385,7 +385,7 @@ def _stack(parts: list[ModuleWeight], per_expert: int) -> ModuleWeight:
     ref, first = parts[0]
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):
-            expected = f"expected {list(first.shape)}, {first.scheme}, which expert 0 has"
+            expected = f"expected {list(first.shape)}, {first.scheme}, as {quoted(ref[1].name)} has"
             raise invalid(other, f"{expected}; found {list(weight.shape)}, {weight.scheme}")
     n, k = first.shape
 

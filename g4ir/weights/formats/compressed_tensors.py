@@ -73,7 +73,7 @@ ACTIVATIONS = (
     *(".q_scale", ".k_scale", ".v_scale"),
 )
 SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, GLOBAL)
-#: format -> tensors of its codes, otherwise `weight`
+#: format -> suffixes of its codes, and of what it needs beside scales; others: `.weight`
 CODE_SUFFIXES = {PACKED: (WORDS, SHAPE), NVFP4: (WORDS, GLOBAL), MXFP4: (WORDS,)}
 #: modules of class Embedding, not Linear, by suffix of their names
 TABLES = ("embed_tokens", "embed_tokens_per_layer")

@@ -4,8 +4,9 @@ fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scal
 multiplier, in spite of its name.
 
 The mobile format (`quant_method` gemma): 2, 4 or 8 bits for each module; a scale for each row, in
-tables also for each group of a row. Codes are stored along K, low bits first, as code + 2^(b-1) in
-bytes; 8-bit codes unchanged. Scales are rounded to the engine's dtype before they are multiplied.
+tables for each row or each group of a row. Codes are stored along K, low bits first, as code +
+2^(b-1) in bytes; 8-bit codes unchanged. Scales are rounded to the engine's dtype before they are
+multiplied.
 
 MLX: w = scale * q + bias, with one scale and one bias for a group of a row; `quantization` of
 config.json has `bits` and `group_size`, and other settings under a module's name, false if it is
@@ -108,7 +109,7 @@ CACHES = dict.fromkeys(
     (".k_cache_scale", ".v_cache_scale"), "a scale of caches, which are not rounded"
 )
 MOBILE = (SCALE, TABLE, TABLE_SCALE, *RANGES, WEIGHT)
-ROUNDED = "its module rounds activations to a grid of their own, which is not supported"
+ROUNDED = "its module quantises activations, which is not supported"
 OTHERWISE = "fix: build from the bf16 checkpoint trained for 4 bits (QAT), with --quant int4"
 
 _Bits = Annotated[int, Range(2, 8)]

@@ -60,14 +60,14 @@ def _scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the signed 6-bit integers that multiply a block's scale: i8[n, integers]."""
+    """Return the signed 6-bit sub-block scales, which multiply a block's scale: i8[n, count]."""
     layout = LAYOUTS[f"{kind} integers"]
     integers = layout.read(LAYOUTS[kind].split(blocks)["integers"]).to(torch.int8) - layout.zero
     return integers
 
 
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Return int3k codes of Q3_K blocks; their shared integers have 8 bits instead of 6."""
+    """Return int3k codes of Q3_K blocks, with the sub-block scales in 8 bits instead of 6."""
     layout, integers = LAYOUTS["Q3_K"], _integers("Q3_K", blocks).view(torch.uint8)
     values = layout.read(blocks).to(torch.int8) - layout.zero
     return pack_codes(values, "int3k", integers)
@@ -84,8 +84,8 @@ def _minimum_scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Return fp4 codes with the blocks' scales, unsigned e4m3, as shared integers; the scale 0x7f
-    (NaN) becomes 0, as in ggml."""
+    """Return fp4 codes with the blocks' sub-block scales, e4m3, without their sign bit; 0x7f (NaN)
+    becomes 0, as in ggml."""
     clean = blocks.clone()
     scales = LAYOUTS["NVFP4"].split(clean)["integers"]
     scales &= 0x7F

@@ -38,7 +38,7 @@ from g4ir.weights.tensorfile import (
 ROPE = "rope_freqs.weight"
 #: prefixes of the names of towers' tensors
 TOWERS = ("v.", "a.", "mm.")
-#: weights that some files store as two tensors, to be concatenated by rows in this order
+#: the two tensors in which some files store one weight, concatenated by rows in this order
 HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 TABLES: dict[str, Any] = read_table(Path(__file__).with_name("tables.yaml"))
 #: advice for a wrong value: the file is complete, so downloading it again would not help
@@ -54,7 +54,7 @@ TOKENS = "tokenizer.ggml.tokens"
 SPACE = "\u2581"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
-#: limits on untrusted files; published files have a fraction of these
+#: limits on untrusted files; published files have a fraction of these, but up to four dims
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS, MAX_DIMS = 1 << 16, 1 << 16, 1 << 21, 4
 MAX_NAME, MAX_KEY, MAX_STRING = 256, 1 << 16, 1 << 24
 MAX_ALIGNMENT = 1 << 16
@@ -135,7 +135,7 @@ class Container:
         if not all(isinstance(t, str) for t in tokens):
             raise self.error(TOKENS, "expected texts", tokens[0])
         token_set = {*tokens}
-        # llama.cpp's converter writes the spaces of user-defined tokens as they are in a text.
+        # llama.cpp's converter writes spaces of user-defined tokens as U+0020, others as U+2581.
         texts = [t if (s := t.replace(" ", SPACE)) in token_set else s for t in tokens]
         ids = {text: i for i, text in enumerate(texts)}
         if len(ids) != len(tokens):

@@ -46,7 +46,7 @@ OTHER_NAMES = {
 }
 #: keys of towers in the same file (as ollama writes it), ignored
 OF_TOWERS = ("vision.", "audio.", "mm.")
-#: tensors of an encoder's dense layers; the pooling_type of a mean
+#: tensors of an encoder's dense layers; the key pooling_type's value for mean pooling
 DENSE, POOLED_BY_MEAN = ("dense_2.weight", "dense_3.weight"), 1
 #: sides of an encoder's window: files store the sum of both
 BOTH_WAYS = 2
@@ -605,8 +605,8 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
         for (text, i), kind in zip(ids.items(), kinds, strict=True)
         if kind in (CONTROL, USER_DEFINED) or text in ends
     ]
-    # The library tokenizers reads pairs that are one string in two thirds of the time, but splits
-    # them at spaces, and takes one that begins with #version as a comment.
+    # The library tokenizers reads merges that are one string each in two thirds of the time, but
+    # splits them at spaces, and takes one that begins with #version as a comment.
     texts = "\n".join(ids)
     plain = " " not in texts and "#version" not in texts
     pairs = [" ".join(pair) for pair in merges] if plain else merges

@@ -337,7 +337,7 @@ def _tokenizer(spec: Spec, side_files: Mapping[str, bytes]) -> dict[str, Any]:
         return {}
     model = tokenizer["model"]
     if model.get("type") != "BPE" or not model.get("byte_fallback"):
-        raise InputError("tokenizer.json: only BPE with byte_fallback, as Gemma's, can be written")
+        raise InputError("tokenizer.json: expected BPE with byte_fallback; give --format hf")
     added = {t["content"]: t for t in tokenizer.get("added_tokens", ())}
     ids = {**model["vocab"], **{text: t["id"] for text, t in added.items()}}
     texts = {i: text for text, i in ids.items()}
