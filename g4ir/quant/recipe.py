@@ -173,9 +173,8 @@ class QuantConfig:
                 no = "only weights that other rules name" if named else "no weight"
                 raise InputError(self._says(rule, f"names {no}; {_weight_kinds(weights)}"))
             if twice := sorted(schemes.keys() & set(names)):
-                raise InputError(
-                    self._says(rule, f"names {twice[0]}, and so does another rule; keep one")
-                )
+                problem = f"names {twice[0]}, and so does another rule; keep one"
+                raise InputError(self._says(rule, problem))
             schemes |= {n: rule.scheme(n, weights[n]) for n in names}
         return schemes
 
