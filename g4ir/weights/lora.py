@@ -66,9 +66,9 @@ class Slots:
         for f in factors.values():
             if f.bare not in names:
                 raise InputError(f"{adapter.path}: changes {quoted(f.bare)}, and {MERGE}")
-            if f.a.shape[0] > self.rank:
-                fix = f"load the engine with adapter_rank={f.a.shape[0]} (serve: --set adapter_rank=...)"
-                why = f"rank {f.a.shape[0]} of {f.bare}; slots have room for {self.rank}"
+            if (rank := f.a.shape[0]) > self.rank:
+                fix = f"load the engine with adapter_rank={rank} (serve: --set adapter_rank={rank})"
+                why = f"rank {rank} of {f.bare}; slots have room for {self.rank}"
                 raise InputError(f"{adapter.path}: {why}: {fix}")
         for p in self.products.values():
             self._write(slot, p, factors)
