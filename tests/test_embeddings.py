@@ -592,6 +592,8 @@ def test_embed_command_with_media(tmp_path: Path) -> None:
         both = engine.embed([["w7 ", part, part], "ab"])
         with pytest.raises(InputError, match=r"tokens; shorten its text, or give fewer media, or"):
             engine.embed([["w7 " * engine.limits.max_seq, part]], truncate=True)
+        with pytest.raises(InputError, match=r"characters, .*; shorten its text, or give fewer"):
+            engine.embed([["w7 " * engine.limits.max_seq * 30, part]], truncate=True)
     flags = ("--text", "ab", "--image", image, "--video", video, "--audio", audio)
     out = ok("embed", tmp_path / "e", *flags, "--set", "image_budget=70", "--json")
     assert json.loads(out)["embeddings"] == want.tolist()

@@ -3,7 +3,8 @@
 A user who types `<turn|>` must not end the turn. Before rendering, a mark is inserted after every
 `<` of user content: a character that does not occur in the conversation. Control strings without a
 mark in the rendered text are the template's; the others are tokenised in two halves, so that they
-never become one token. All other text is tokenised as if in one piece.
+never become one token. All other text is tokenised as if in one piece. (Not guarded: a tokenizer's
+special tokens without `<`, which no chat format has, such as `[PAD]`.)
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ MIN_TOKENS = 2
 #: number of inputs that are tokenised and sorted together, which bounds the memory: WINDOW if all
 #: are texts or token ids, MEDIA_WINDOW if one is a list of parts, which may have media
 WINDOW, MEDIA_WINDOW = 4096, 64
-#: fix of a text without media that is too long
-TRUNCATE = "cut it, give --truncate"
+#: fixes of an input that is too long: without media, and with media, which are not truncated
+TRUNCATE, SHORTEN = "cut it, give --truncate", "shorten its text, or give fewer media"
 #: max characters per token of the context: longer texts are cut or refused before they are
 #: tokenised
 MAX_CHARACTERS = 64
@@ -187,7 +187,7 @@ class Embedder:
                 raise InputError(f"{name}: {e}") from None
             if len(ids) > limit:
                 if soft or not truncate:
-                    fix = "shorten its text, or give fewer media" if soft else TRUNCATE
+                    fix = SHORTEN if soft else TRUNCATE
                     raise _too_long(name, f"{len(ids)} tokens", limit, fix)
                 ends = string is not None and ids[-1] in spec.tokens.eos
                 ids = [*ids[: limit - 1], ids[-1]] if ends else ids[:limit]
@@ -199,7 +199,7 @@ class Embedder:
     ) -> tuple[str | None, tuple[Soft, ...]]:
         """Return an input's text with a placeholder for each of its media (None for token ids), and
         the soft tokens of these. A text of more than MAX_CHARACTERS * max_seq characters is cut
-        with `truncate`, else an InputError."""
+        with `truncate` if it has no media, else an InputError."""
         name, limit, soft = f"text {number}", self.engine.limits.max_seq, tuple[Soft, ...]()
         if not isinstance(text, str):
             if not isinstance(text, Sequence | Mapping) or not text:
@@ -211,8 +211,9 @@ class Embedder:
         if not text.strip():
             raise InputError(f"{name} is empty or white space; leave it out")
         if len(text) > MAX_CHARACTERS * limit:
-            if not truncate:
-                raise _too_long(name, f"{len(text)} characters", limit, TRUNCATE)
+            if soft or not truncate:
+                fix = SHORTEN if soft else TRUNCATE
+                raise _too_long(name, f"{len(text)} characters", limit, fix)
             text = text[: MAX_CHARACTERS * limit]
         try:
             text.encode()
