@@ -248,8 +248,8 @@ class Sampler:
         if float(row.amax()) == -math.inf:
             raise InputError(
                 f"after {len(self.generated)} tokens no token is allowed: each is suppressed, "
-                f"masked by a constraint, or a stop token before min_tokens ({s.min_tokens}): "
-                f"relax one of these"
+                f"excluded by the logits mask, or a stop token before min_tokens "
+                f"({s.min_tokens}): relax one of these"
             )
         if s.min_p and s.temperature > 0:
             weights = weights_of(row[None], s.temperature)[0]

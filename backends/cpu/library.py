@@ -70,7 +70,7 @@ COMPILERS = ("gcc", "cc", "clang", "g++")
 @dataclass(frozen=True)
 class Library:
     """A shared library of C sources: (source, options) of each object, and options for all.
-    `system`: `sys.platform` of the target, a key of LINKING."""
+    `system`: `sys.platform` of the target; if LINKING lacks it, it is linked as on Linux."""
 
     name: str
     objects: tuple[tuple[str, ...], ...]

@@ -1,6 +1,6 @@
 """Lowers ops to tensor primitives (rule N: docs/semantics.md); ops without an entry are lowered by
 their expansion. Rounds like the ops' references: each primitive rounds to its operands' dtype, and
-what a reference computes in fp32 stands between casts."""
+casts surround what a reference computes in fp32."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@
 #pragma GCC pop_options
 #endif
 
-/* Maximum rows of x for which codes are used directly (GEMV), without dequantising to panels (GEMM). More for
- * integers, where they were measured: a decode step of 9, 16, 24 and 32 sequences takes 0.45, 0.63, 0.73 and 0.89 of
- * the time of the GEMM on Zen 4, and 0.45, 0.53, 0.63 and 0.73 restricted to AVX2 (Gemma 3 270M Q4_K_M). */
+/* Maximum rows of x for which codes are used directly (GEMV), without dequantising to panels (GEMM). More for integer
+ * kernels on x86-64 without AMX, where this was measured: a decode step of 9, 16, 24 and 32 sequences takes 0.45, 0.63,
+ * 0.73 and 0.89 of the time of the GEMM on Zen 4, and 0.45, 0.53, 0.63 and 0.73 restricted to AVX2 (Gemma 3 270M
+ * Q4_K_M). */
 #define CODED_FLOAT_ROWS 8
 #if defined(__x86_64__) && !defined(__AMX_INT8__)
 #define CODED_ROWS 32

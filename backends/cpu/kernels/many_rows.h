@@ -30,7 +30,7 @@ typedef struct {
     const void *x;
     void *y;
     int dtype; /* of x and y */
-    int upper; /* adds x^T x to fp32 y [n, n], in units not below its diagonal; `rows` and n count columns of x */
+    int upper; /* adds x^T x to the upper triangle of fp32 y [n, n]; `rows` and n count columns of x */
     int64_t stride; /* with `upper`: elements from one row of x to the next */
     int64_t rows, n, k;
     const micro_kernel_set *by;
@@ -80,8 +80,8 @@ static void store_sums(const many_rows *p, const float *sums, int64_t first, int
     }
 }
 
-/* Returns how many of `rows` rows of x from `from` on are multiplied with columns before `end`: all, or with `upper`
- * those before `end`. */
+/* Returns how many of `rows` rows of x from `from` on are multiplied with a strip of columns, the last of which is
+ * `end` - 1: all, or with `upper` only rows before `end`. */
 static int64_t rows_before(const many_rows *p, int64_t from, int64_t rows, int64_t end) {
     return p->upper ? least(rows, end > from ? end - from : 0) : rows;
 }
