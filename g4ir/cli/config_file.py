@@ -116,7 +116,7 @@ def _entries(
                 where = f"{node.keys[name]}: {key}.{name}"
                 yield where, name, [",".join(_texts(value, where))]
         elif not is_null(node):
-            raise InputError(f"{where}: expected a mapping")
+            raise InputError(f"{where}: expected a mapping of NAME: VALUE")
 
 
 def _texts(node: Node, where: str) -> list[str]:

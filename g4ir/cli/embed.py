@@ -54,7 +54,7 @@ class Embed(OnEngine):
         if self.out is not None and self.json:
             raise InputError("give --out or --json, not both")
         if (self.input is None) == (not self.text and not self.media.files):
-            raise InputError("give either --input, or --text and files of media")
+            raise InputError("give either --input, or some of --text, --image, --video and --audio")
         self.media.check(self.input and "--input", EXAMPLE)
 
     def __call__(self) -> int:

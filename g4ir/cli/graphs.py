@@ -64,11 +64,11 @@ class NamedGraph(Part):
         """The named model, cached: opening an engine checks the digests of its files."""
         if self.engine is not None:
             if self.source.variant is not None or self.source.spec is not None:
-                raise InputError("give either MODEL or --variant or --spec, not both")
+                raise InputError("give only one of MODEL, --variant and --spec")
             return named_model(self.engine)
         if spec := self.source.load():
             return Model(spec)
-        raise InputError("give MODEL: an engine directory, GGUF file, checkpoint or variant")
+        raise InputError(f"give MODEL: {ANY_MODEL}")
 
     @property
     def spec(self) -> Spec:

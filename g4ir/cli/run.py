@@ -56,7 +56,7 @@ class Run(OnEngine):
         if self.bos is not None and (self.chat or self.tokens is not None):
             raise InputError("--set bos is for raw text: leave it out with --chat and --tokens")
         if self.chat and self.prompt is None:
-            raise InputError("--chat is for --prompt: tokens and JSON lines are taken as they are")
+            raise InputError("--chat is for a text: leave it out with --tokens and --input-jsonl")
         talk = ("system", "tools", "think", "think_budget")
         if not self.chat and (talk_flags := [name for name in talk if name in self.explicit]):
             raise InputError(f"{flag_of(talk_flags[0])} is for --chat, which is not given")

@@ -142,7 +142,7 @@ class Grammars:
         before the first token."""
         library = llguidance()
         if len(grammar) > MAX_GRAMMAR:
-            raise bad(field, f"its grammar has more than {MAX_GRAMMAR} characters")
+            raise bad(field, f"needs a grammar of more than {MAX_GRAMMAR} characters; simplify it")
         with self._lock:
             tables = self._tables
         limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=MAX_STEP_ITEMS)

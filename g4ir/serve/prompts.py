@@ -91,7 +91,7 @@ class Prompts:
         if "messages" not in fields:
             return None
         if not self.vocabulary.chats:
-            raise missing("messages", "the tokenizer of this model has no turn tokens")
+            raise missing("messages", "this model's tokenizer has no turn tokens; give a prompt")
         options = _template_options(fields)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]

@@ -78,7 +78,7 @@ def read_rerank(body: Body) -> EmbeddingRequest:
     documents = inputs if isinstance(inputs, list) else []
     texts = [d.get("text") if isinstance(d, dict) else d for d in documents]
     if not texts or not all(isinstance(t, str) for t in texts):
-        raise bad(DOCUMENTS, "expected a list of texts, or of objects with `text`")
+        raise bad(DOCUMENTS, "expected a list, not empty, of texts or of objects with `text`")
     return EmbeddingRequest(
         _bounded([query, *texts], DOCUMENTS),
         DOCUMENTS,
@@ -130,7 +130,7 @@ def _inputs(value: Any, name: str) -> list[Any]:
     if isinstance(value, str | dict) or kinds == {int}:
         value = [value]
     elif not kinds or not kinds <= {str, list, dict}:
-        raise bad(name, f"expected {INPUTS}")
+        raise bad(name, "is an empty list" if value == [] else f"expected {INPUTS}")
     with named(name):
         return [_input(x, f"text {i}") for i, x in enumerate(_bounded(value, name))]
 

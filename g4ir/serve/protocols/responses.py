@@ -79,7 +79,7 @@ def _part(part: Any, where: str) -> Any:
     if kind != "input_image":
         return part
     if part.get("image_url") is None:
-        raise missing(where, "an image is given as image_url; files are not stored here")
+        raise missing(where, "give the image as image_url; this server stores no files")
     image = {"url": part["image_url"], "detail": part.get("detail")}
     return {"type": "image_url", "image_url": image}
 
