@@ -88,6 +88,13 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
     for name, value in family.fixed.items():
         if getattr(text, name) != value:
             yield f"text.{name}", f"a {name} of {spec.model_type} other than {value}"
+    for name, rope in ((SLIDING, text.sliding.rope), (FULL, text.full.rope)):
+        written = rope.kind in family.ropes["types"]
+        if not written and rope.rotary_fraction != 1:
+            why = f"that {spec.model_type} rotates only a part of each head"
+            yield f"text.{name}.rope.rotary_fraction", why
+        if not written and rope.factor is not None and "linear" not in family.ropes["types"]:
+            yield f"text.{name}.rope.factor", f"a rope factor of {spec.model_type}; leave it out"
     if "per_layer_config" in family.without:
         yield from _inexpressible_kinds(spec)
 
@@ -102,12 +109,6 @@ def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
         if getattr(full, name) != (value := getattr(sliding, name)):
             why = f"a {name} other than text.sliding's for {spec.model_type}; give {value}"
             yield f"text.full.{name}", why
-    for name, kind in ((SLIDING, sliding), (FULL, full)):
-        if kind.rope.rotary_fraction != 1:
-            yield (
-                f"text.{name}.rope.rotary_fraction",
-                f"that {spec.model_type} rotates only a part of each head",
-            )
 
 
 def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
