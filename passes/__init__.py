@@ -120,7 +120,8 @@ class PassCounts:
         return note
 
     def text(self, graph: str) -> str:
-        """Return `fuse_qkv 15, fuse_gate_up 35`, in the order of the pipeline."""
+        """Return a graph's counts, such as `fuse_qkv 15, fuse_gate_up 35`, in the order of the
+        pipeline, without passes that made no edit."""
         counts = self.counts[graph]
         return ", ".join(f"{name} {counts[name]}" for name in PASSES if counts[name])
 

@@ -1,7 +1,7 @@
 """linear(linear_glu(x, w), w_down) and experts(x', *router(x''))  ->  moe_mlp(x, x', x'', ...)
 
-The dense MLP and the routed experts of a layer: x, x' and x'' are norms of one residual, so the two
-are independent and a kernel can run both in one grid.
+The dense MLP and the routed experts of a layer: x, x' and x'' are norms of one residual, so neither
+depends on the other and a kernel can run both in one grid.
 """
 
 from __future__ import annotations

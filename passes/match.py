@@ -107,8 +107,8 @@ def match_parts(g: Graph, fused: Node) -> list[Node]:
 
 
 def only_reader(g: Graph, v: Value, op: str) -> Node:
-    """Return the only reader of a value, of op `op`; NoMatch if there are others or it is of
-    another op."""
+    """Return the node that alone reads a value, if its op is `op`; NoMatch if it is not, or if the
+    value has no or several readers."""
     users = g.readers(v)
     if [n.op for n in users] != [op]:
         raise NoMatch(f"{v} is not read by one {op} alone")

@@ -23,8 +23,8 @@ class Arena:
 
     A block has the size of its value in a step of ROWS rows, or of the step's rows if these are
     more; with `max_sizes` (bytes, in the order of allocation) in the largest step. So steps of
-    fewer rows use the same blocks, and since of the free blocks of a size the oldest is taken, a
-    value has the same address in all of them. Memory that no step touches never becomes resident.
+    fewer rows use the same blocks. The oldest free block of a size is taken first, so that a value
+    has the same address in all these steps. Memory that no step touches never becomes resident.
     """
 
     def __init__(self, device: str, max_sizes: Sequence[int] = ()) -> None:

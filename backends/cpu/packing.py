@@ -96,8 +96,8 @@ KERNELS = Kernels(quantized, quantized_columns, added_products)
 
 @cache
 def _has_kernel(dtype: int | None, size: int) -> bool:
-    """Whether packing.c takes this dtype (an id) and group size; only on Linux on x86-64, where
-    torch sums in the order that packing.c reproduces."""
+    """Whether packing.c takes this dtype (an id) and group size; False except on Linux on x86-64,
+    where torch sums in the order that packing.c reproduces."""
     if dtype is None or sys.platform != "linux" or architecture() != "x86_64":
         return False
     try:

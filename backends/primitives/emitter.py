@@ -263,8 +263,8 @@ class Emitter(ABC):
         return self._gather(x, index, axis, x.type.with_shape(*shape))
 
     def stack(self, x: Operand) -> Operand:
-        """Return stacked weights [E, ..] as an operand of a batched matmul; here unchanged, a
-        target may need another form."""
+        """Return stacked weights [E, ..] as an operand of a batched matmul: by default unchanged; a
+        target that needs another layout overrides this."""
         return x
 
     def gather_rows(self, x: Operand, index: Operand) -> Operand:

@@ -153,8 +153,8 @@ def stored_type(cache: Type, limits: Limits) -> Type:
 
 
 def stored_bytes(g: Graph, limits: Limits) -> int:
-    """Count the bytes of the KV caches of a session of max_batch sequences; none is
-    double-buffered."""
+    """Count the bytes of the KV caches of a session of max_batch sequences, if all are updated in
+    place (one buffer each)."""
     dims = {"B": limits.max_batch}
     return sum(stored_type(v.type, limits).bind(dims).nbytes() for v in g.state)
 

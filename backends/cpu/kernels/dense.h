@@ -88,7 +88,7 @@ typedef float sums[TOGETHER];
 typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
 
 /* Instances for 1 to TOGETHER rows of x, and for one or `outs` weight rows, with the counts as compile-time
- * constants. Weight rows per pass, by rows of x: four, or as many as the registers have room for sums. */
+ * constants. Weight rows per pass, by rows of x: four, or fewer if the registers have no room for their sums. */
 #define SUMS _Pragma("GCC unroll 24")
 #define MOST_SUMS 24
 #ifdef __AVX512F__

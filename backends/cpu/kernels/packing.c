@@ -103,7 +103,7 @@ static void best_for(const many *x, const many *m, const float *factor, int64_t 
     EACH scale[s] = dot[s] / (squares[s] < 1e-30f ? 1e-30f : squares[s]);
 }
 
-/* Searches for scales of smaller weighted error, and replaces those that improve. */
+/* Searches for scales of smaller weighted error; replaces a group's scale if the one found has a smaller error. */
 static void weighted(const many *x, const many *m, const float *extreme, int64_t group,
                      float *scales) {
     many best, most = {0}, factor, dot, scale, error, plain;
