@@ -13,7 +13,7 @@ AFTER = "share_rope_tables"  # any order would do: neither depends on the other
 
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
-    """Pack the attention projections of one input into one linear."""
+    """Pack the attention projections of one input, with weights of one format, into one linear."""
     groups: dict[object, list[Node]] = {}
     for n in g.find("linear", "linear_clipped"):
         if [u.op for u in g.readers(n.out)] == ["heads"]:

@@ -85,7 +85,7 @@ def _pairs(op: str) -> tuple[_Pair, ...]:
 
 
 def join(g: Graph, note: Note = ignore, *, ops: Sequence[str]) -> Graph:
-    """Fuse nodes with the producer of one of their operands, where the two match the expansion of
+    """Fuse each node with the producer of one of its operands, if the two match the expansion of
     one of `ops`."""
     pairs = [pair for op in ops for pair in _pairs(op)]
     positions = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}

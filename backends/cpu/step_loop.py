@@ -189,8 +189,8 @@ class StepLoop:
         self._read, self._read_at = 0, time.perf_counter()
 
     def advance(self, count: int, uniforms: Tensor | None) -> None:
-        """Start `count` more steps, after `start`; `uniforms` f64[count, B]: their random numbers,
-        None if all sequences are greedy."""
+        """Start `count` more steps, after `start`; `uniforms` f64[count, B]: the steps' random
+        numbers, None if all sequences are greedy."""
         p, threads = self.program, torch.get_num_threads()  # torch's number is per thread
         if self._drawn:
             assert uniforms is not None
@@ -254,7 +254,7 @@ def mapped_tables(program: Program, tables: Mapping[str, Any]) -> Tensors | None
 
 
 class Embedding:
-    """Embeds a few tokens by a step program: 3 to 10 times as fast as torch's ops."""
+    """Embeds up to ROWS tokens by a step program: 3 to 10 times as fast as torch's ops."""
 
     def __init__(self, program: Program, tables: Mapping[str, Any]) -> None:
         self._graph, self._tables = program.graphs["embed"], mapped_tables(program, tables)

@@ -110,7 +110,7 @@ def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
     e = net.e
     newest = e.sub(written, 1)
     ahead = e.add(newest, e.cast(net.env[TURNED], "i32"))
-    # distance of each slot to the newest token's: + slots, since floor_div needs non-negative ints
+    # ahead + back: distance of each slot to the newest token's, + slots: floor_div needs ints >= 0
     back = e.constant(slots - torch.arange(slots, dtype=torch.int32)[None])
     behind = _modulo(e, e.add(e.unsqueeze(ahead, 1), back), slots)
     return e.sub(e.unsqueeze(newest, 1), behind)

@@ -150,8 +150,8 @@ def gather_dequantized(
 
 def _gather_values(net: Network, codes: Operand, index: Operand, signed: int) -> Operand:
     """Return the gathered codes' values, f32. Codes are gathered as bytes, since no target gathers
-    4 bits or e4m3, none has shifts, and TensorRT's parser takes int8 only as a matmul's weight;
-    bytes of 4-bit and e4m3 codes index a lookup table."""
+    4 bits or e4m3, and TensorRT's parser has no bit shifts and takes int8 only as a matmul's
+    weight; bytes of 4-bit and e4m3 codes index a lookup table."""
     e = net.e
     raw = e.gather(e.bits(codes), index, 0)
     if codes.dtype == "i8":
