@@ -133,8 +133,8 @@ class Runtime(Protocol):
         `logits` [B, 1 or S, vocab]); None unless `step.logits`."""
 
     def embed(self, tokens: torch.Tensor, tables: Mapping[str, Any]) -> Tensors | None:
-        """Return the outputs of the embed graph for a few tokens i64[B,S], from its `tables`; None:
-        the host gathers them, which is as fast."""
+        """Return the outputs of the embed graph for a few tokens i64[B,S], from its `tables`; None
+        if the runtime does not compute them, so that the host has to."""
         return None
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
@@ -274,7 +274,7 @@ class Prepared:
     config: BuildConfig
     backend: Backend
     packing: Packing
-    #: number of rewrites by each pass
+    #: number of edits by each pass in each graph
     acted: PassCounts
     source: Checkpoint
     #: manifest's record of how weights are stored (artefact.WEIGHTS); None in a dry run without
@@ -286,11 +286,12 @@ class Prepared:
     short: str = ""
     #: bytes of the device's memory that the build's `memory` option sets; None: not set
     memory: int | None = None
-    #: calibration data of 4-bit weights (builder/calibration.py)
+    #: calibration text for quantised weights (builder/calibration.py), of --calibrate or --bits;
+    #: None: none
     calibration: Any = None
 
     def param_bytes(self) -> int:
-        """Count the bytes of the packed params, tables included."""
+        """Count the bytes of the packed params, embedding tables included."""
         return sum(v.type.nbytes() for v in self.packing.program.params().values())
 
     def share(self, rank: int) -> Share:

@@ -43,7 +43,8 @@ GREEDY, TOP, UNSORTED, SORTED = "greedy", "top", "unsorted", "sorted"
 METHODS = (GREEDY, TOP, UNSORTED, SORTED)
 #: columns of a `draws` tensor (`SamplingParams.draw`)
 TEMPERATURE, TOP_K, TOP_P, METHOD = range(4)
-#: top_p that keeps every token: 1 would drop tokens that the cumulative sum's rounding swallows
+#: top_p that keeps every token: 1 would drop tokens whose probability is lost in the cumulative
+#: sum's rounding
 ALL = 2.0
 #: (min, max, text for errors) of biases and additive penalties
 ADDED = (-MAX_FACTOR, MAX_FACTOR, f"-{MAX_FACTOR:g} to {MAX_FACTOR:g}")

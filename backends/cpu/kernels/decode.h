@@ -240,7 +240,7 @@ static void decode_blocks(const rows_to_decode *d, int64_t first, int64_t last) 
         }
 }
 
-/* Scale and minimum of a super-block, and the integer scales and minima of its blocks. */
+/* Scale and minimum of a super-block, and the 6-bit scales and minima of its blocks, a byte each. */
 typedef struct {
     float scale, least;
     uint64_t scales, minima;
