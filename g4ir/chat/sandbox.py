@@ -101,7 +101,7 @@ def check_size(size: int) -> int:
     """Return the size (characters of a text, elements of a list or object); LimitError if it
     exceeds MAX_TEXT."""
     if size > MAX_TEXT:
-        problem = f"a text or a list has more than {MAX_TEXT} characters or elements"
+        problem = f"a text or a list would have more than {MAX_TEXT} characters or elements"
         raise LimitError(f"{problem}; {SHORTEN}")
     return size
 

@@ -119,8 +119,8 @@ class SessionInputs:
         if int(after.max()) > limit:
             row = int(after.argmax())
             raise InputError(
-                f"row {row} would hold {int(after[row])} tokens ({int(length[row])} held and "
-                f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
+                f"{call}: row {row} would have {int(after[row])} tokens ({int(length[row])} cached "
+                f"and {int(lengths[row])} new); the engine was built with --max-seq {limit}"
             )
         return tokens, lengths
 

@@ -53,7 +53,7 @@ class Session:
             self.state.adapters[:] = engine.loaded_adapters(adapter).use(adapter, self)[0].slot
 
     def __repr__(self) -> str:
-        return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
+        return f"<Session of {self.engine!r}: {self.length.tolist()} tokens cached>"
 
     def prefill(
         self,

@@ -175,10 +175,10 @@ def test_max_seq_can_be_filled(any_engine: Engine, fresh: Any) -> None:
     got = session.decode(tokens[:, MAX_SEQ - 1])
     agrees(got[0], fresh(tokens[0, :MAX_SEQ], name_of(any_engine)))
     before = caches(session)
-    with pytest.raises(InputError, match=rf"would hold {MAX_SEQ + 1} tokens .*--max-seq {MAX_SEQ}"):
+    with pytest.raises(InputError, match=rf"would have {MAX_SEQ + 1} tokens .*--max-seq {MAX_SEQ}"):
         session.decode(tokens[:, MAX_SEQ])
     assert session.length.tolist() == [MAX_SEQ] and same(before, caches(session))
-    with pytest.raises(InputError, match="would hold 129"):
+    with pytest.raises(InputError, match="would have 129"):
         any_engine.session().prefill(tokens)
 
 
