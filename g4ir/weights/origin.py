@@ -71,7 +71,7 @@ class CheckpointDirectory:
         if not self.stated.is_file():
             if lies_in(self.path):
                 msg = f"is a LoRA adapter of {Adapter(self.path).base}, not a model"
-                fix = f"give that model, and to `build` or `export` also --adapter {self.path}"
+                fix = f"give that model (build, export: with --adapter {self.path} to merge it)"
                 raise InputError(f"{self.path} {msg}; {fix}")
             files = ", ".join(sorted(p.name for p in self.path.glob(f"*{GGUF}"))[:5])
             near = f"; its GGUF files are no whole text model: {files}" if files else ""

@@ -170,10 +170,9 @@ class _Keys:
         for key in self.file.values:
             name = key.removeprefix(f"{self.kind}.")
             if name != key and key not in self.seen and not name.startswith(OF_TOWERS):
-                msg = (
-                    f"unknown key, which may change the forward pass{did_you_mean(key, self.seen)}"
-                )
-                raise self.fail(quoted(key), msg)
+                near = did_you_mean(key, self.seen)
+                msg = f"unknown key, which may change the forward pass{near}"
+                raise self.fail(quoted(key), f"{msg}; use another conversion of the model")
 
 
 def _config(keys: _Keys) -> dict[str, Any]:

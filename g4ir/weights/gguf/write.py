@@ -439,5 +439,5 @@ def _check(name: str, spec: Spec, head: list[Any], size: int) -> None:
     rows = [r for r in diff_specs(spec, written) if r[0].startswith("text.")]
     for key, expected, actual in rows:
         if key not in UNSAID:
-            msg = f"a GGUF file would say {actual!r}, not {expected!r}"
+            msg = f"{expected!r} would be read back as {actual!r} from a GGUF file"
             raise SpecError(f"spec {spec.name}: {key}: {msg}; give --format hf")
