@@ -129,7 +129,7 @@ ERRORS = {"/v1/messages": messages.error_body, "/api/": ollama.error_body}
 
 @dataclass
 class Server:
-    """State that all paths share. Until `start` sets the engine, requests that need it are refused
+    """State that all endpoints share. Until `start` sets the engine, requests that need it are refused
     with 503 (code `loading`)."""
 
     name: str

@@ -54,7 +54,7 @@ class Auth:
         raw = keys.pop().encode() if len(keys) == 1 else b""
         matches = [hmac.compare_digest(raw, key) for key in self.keys]  # no early exit
         if not any(matches):
-            why = "two different keys were sent" if keys else "the API key is missing or wrong"
+            why = "different keys were sent" if keys else "the API key is missing or wrong"
             headers = {"WWW-Authenticate": "Bearer"}
             raise Refused(401, f"{why}: {fix}", code="invalid_api_key", headers=headers)
         return salt_of(raw)

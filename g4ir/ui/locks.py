@@ -20,8 +20,8 @@ else:
     LOCK_VIOLATION, IO_PENDING = 33, 997
 
     class Overlapped(ctypes.Structure):
-        """Win32's OVERLAPPED, of which a lock uses the offset of the locked bytes. That is beyond
-        the file's content, since other processes cannot read locked bytes."""
+        """Win32's OVERLAPPED, of which a lock uses the offset of the locked bytes. `flock` sets it
+        beyond the file's content, since other processes cannot read locked bytes."""
 
         _fields_ = [
             ("internal", ctypes.c_void_p),
