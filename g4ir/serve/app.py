@@ -129,8 +129,8 @@ ERRORS = {"/v1/messages": messages.error_body, "/api/": ollama.error_body}
 
 @dataclass
 class Server:
-    """State that all endpoints share. Until `start` sets the engine, requests that need it are refused
-    with 503 (code `loading`)."""
+    """State that all endpoints share. Until `start` sets the engine, requests that need it are
+    refused with 503 (code `loading`)."""
 
     name: str
     gate: Auth = field(default_factory=Auth)
