@@ -24,7 +24,8 @@ class ParseError(G4Error):
 
 
 class VerifyError(G4Error):
-    """A graph breaks a rule of the IR: node, declared and inferred types."""
+    """A graph breaks a rule of the IR. The message names the node or value, and of a type mismatch
+    the declared and the inferred type."""
 
 
 class PassError(G4Error):

@@ -388,7 +388,7 @@ def test_models_of_the_other_kind(model: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is an encoder"):
         model.generate([1, 2])
     chat = build("tiny-moe", tmp_path / "chat", backend="reference")
-    with chat, pytest.raises(InputError, match="generates text and has no embeddings"):
+    with chat, pytest.raises(InputError, match="generates text and is no embedding model"):
         chat.embed("a")
     for options in ({"draft_tokens": 2}, {"kv_dtype": "int8"}, {"all_logits": True}, {"tp": 2}):
         with pytest.raises(G4Error, match="encoder"):

@@ -248,8 +248,8 @@ class Recorder:
     def by_torch(
         self, call: Callable[[list[Any]], Sequence[Tensor]], inputs: Sequence[Any], *outputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Append a function of dense operands that torch runs; return `outputs`, the memory of its
-        results."""
+        """Append a call of torch: `call` gets the inputs, dequantised when it runs, and its results
+        are copied to `outputs`, which are returned."""
         self.torch_ops.append(TorchOp(len(self.instructions), call, tuple(inputs), outputs))
         self.tensors += (*outputs, *(t for x in inputs for t in _tensors(x)))
         return outputs

@@ -37,7 +37,7 @@ BYTES = {"Float": 4, "Int32": 4, "Int64": 8, "Int8": 1, "FP8": 1, "Bool": 1}
 #: minimum bytes of a tensor to count as a copy: smaller ones may be a chunk's rows
 MIN_COPY = 1 << 12
 
-#: a kernel in the log: name, layer type, inputs and outputs
+#: a kernel in the builder's log: (name, layer type, inputs, outputs), the last two as text
 Kernel = tuple[str, str, str, str]
 
 

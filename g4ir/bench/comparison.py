@@ -189,7 +189,7 @@ def comparison_table(report: Values) -> str:
 
 
 def plot_comparison(path: str | Path, report: Values) -> None:
-    """Plot NLL over bytes, and tokens per second of prompt and decode."""
+    """Plot NLL against weight bytes, and the rates of prompt and decode in tokens per second."""
     rows = report["rows"]
     with figure(path, 11, 4.2, columns=3) as axes:
         for i, row in enumerate(rows):

@@ -34,9 +34,10 @@ from g4ir.weights.random import random_weights
 
 
 def reference_engine(engine: Engine, resident: bool = False, run: Run | None = None) -> Engine:
-    """Return an engine that interprets the same text graphs, without towers. Its params are
-    read or computed from the engine's source; with `resident` they are those of the engine's
-    runtime. `run` runs a node (ignored with several ranks)."""
+    """Return an engine that interprets the same text graphs, without towers. It reads the params
+    from the engine's files, or computes them from the linked checkpoint; with `resident` it uses
+    the tensors that the engine's runtime has in memory. `run`: callback that executes a node
+    (ignored with several ranks)."""
     return replace(engine, runtime=interpreted(engine, "resident" if resident else "stored", run))
 
 

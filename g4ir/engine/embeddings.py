@@ -46,7 +46,7 @@ MIN_TOKENS = 2
 WINDOW, MEDIA_WINDOW = 4096, 64
 #: fixes of an input that is too long: without media, and with media, which are not truncated
 TRUNCATE, SHORTEN = "cut it, give --truncate", "shorten its text, or give fewer media"
-#: max characters per token of the context: longer texts are cut or refused before they are
+#: max characters of a text per token of the context: longer ones are cut or refused before they are
 #: tokenised
 MAX_CHARACTERS = 64
 
@@ -61,7 +61,7 @@ def need_decoder(spec: Variant, label: str) -> None:
 def need_encoder(spec: Variant, label: str) -> None:
     """Raise InputError, which begins with the engine's `label`, if the model is no encoder."""
     if not spec.embedding:
-        why = f"{spec.name} generates text and has no embeddings"
+        why = f"{spec.name} generates text and is no embedding model"
         raise InputError(f"{label}: {why}; give an encoder, such as embeddinggemma-300m")
 
 

@@ -127,7 +127,7 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
             f"{max(engine.media.lengths)}; build it with a longer --audio-seconds"
         )
     frames = fits[0] * STRIDE
-    # A clip padded to a multiple of samples may end in frames of padding only.
+    # The feature extractor pads the samples to a multiple: frames of padding alone are cut.
     features, mask = clip.features[:frames], clip.mask[:frames]
     fill = frames - len(mask)
     feeds = {"features": np.pad(features, ((0, fill), (0, 0))), "mask": np.pad(mask, (0, fill))}

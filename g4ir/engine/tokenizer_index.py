@@ -131,7 +131,8 @@ def _library_accepts(frame: Mapping[str, Any], vocab: Mapping[str, int]) -> bool
 def _subset(
     frame: Mapping[str, Any], vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]
 ) -> str:
-    """Return a tokenizer.json restricted to some tokens."""
+    """Return the text of a tokenizer.json with this vocabulary and these merges only, without
+    truncation and padding."""
     added = [t for t in frame["added_tokens"] if t["content"] in vocab]
     model = {**frame["model"], "vocab": vocab, "merges": merges}
     changed = {"truncation": None, "padding": None, "added_tokens": added, "model": model}

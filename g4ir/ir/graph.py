@@ -286,7 +286,7 @@ class Builder:
         )
 
 
-#: (op, input types, attributes) -> `infer`'s result, since a model's layers repeat each other
+#: cache of `infer`, since layers repeat: (op, input types, attributes) -> types of the results
 _INFERRED: dict[tuple[str, tuple[Type, ...], str], tuple[Type, ...]] = {}
 #: number of entries at which that cache is emptied
 MAX_INFERRED = 1 << 16

@@ -294,7 +294,7 @@ class tiles:
 
 @op
 class dequantize_tiles:
-    """dequantize(codes, scales) of codes and scales in tiles"""
+    """dequantize(codes, scales), both in the layout of `tiles`"""
 
     budget = Budget(1, 0, "one product, rounded once")
     fold = False

@@ -30,7 +30,7 @@ class ParameterCounts:
     head: int = 0  # 0 if tied
     ple_table: int = 0
     ple_other: int = 0  # projections, gates and norms of the per-layer embeddings
-    #: decoder layers without experts and per-layer embeddings; a draft model's projections too
+    #: decoder layers, minus experts and per-layer embeddings; a draft model's projections too
     layers: int = 0
     experts: int = 0
     final_norm: int = 0

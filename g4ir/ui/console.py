@@ -164,8 +164,8 @@ class _Warnings(logging.Handler):
 
 @contextlib.contextmanager
 def logs() -> Iterator[None]:
-    """Context that prints the package's warnings on stderr, except those about valid specs
-    (SPEC_RULES), which `spec_warnings` enables in verbs that read a spec."""
+    """Context that prints the package's warnings on stderr. Those of the rules of specs
+    (SPEC_RULES: the spec is accepted) stay hidden until a verb calls `spec_warnings`."""
     logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
     use_format(None)

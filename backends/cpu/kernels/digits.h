@@ -181,7 +181,7 @@ static inline void set_sums(int form, const int32_t *sums, digits *to) {
     to->sum = (float)(sums[0] + sums[1]) * to->unit;
 }
 
-/* The sum of the values of a half block, or of the block for formats with a minimum per block. */
+/* Only for formats with minima: the sum of x's values over a half block (UINT2), else over the block. */
 static inline float sum_of_part(const int form, const digits *d, int half) {
     return HALVES(form) ? (float)d->less[half] * d->unit : d->sum;
 }

@@ -26,8 +26,8 @@ enum { INT8_ROWS = PAIRED ? 6 : 5 - NO_DOT_PRODUCTS, INT8_VECTORS = 2 };
 enum { INT8_ROWS = 4, INT8_VECTORS = 4 };
 #endif
 
-/* Adds the products of each lane's integers with those of a word of x: in 32 bits, or in 16 (bytes on AVX2 without
- * VNNI). */
+/* Adds to each lane the dot product of its integers with those of a word of x. Sums are int32; on AVX2 without VNNI a
+ * lane of byte codes has two int16 sums (in_32_bits adds them). */
 static inline row_sums add_integers(row_sums sum, row_words codes, int32_t x) {
 #if WIDE == 64
     return (row_sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));

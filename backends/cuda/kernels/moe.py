@@ -24,8 +24,8 @@ from .base import (
     zeros_of,
 )
 
-#: names of the weights of an MoE block; for several of one format, the launch shape has the codes
-#: per scale of the last one
+#: names of the weights of an MoE block. The order matters: the launch shape has one group size for
+#: each format, that of the last weight here in this format
 WEIGHTS = ("w_dense", "w_dense_down", "down", "gate_up")
 #: number of inputs of an MoE block whose experts are not sharded over ranks
 ALL_EXPERTS = 10
