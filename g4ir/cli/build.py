@@ -79,7 +79,7 @@ class Build(Verb):
             prepared = prepare(spec, options, dry=self.dry_run, dump=dump, progress=progress)
             here = prepared.backend.has_device(prepared.config.device)
             if self.verify and not (here or self.dry_run):
-                raise InputError(f"--verify needs the device: verify later {prepared.backend.location}")
+                raise InputError(f"--verify needs a GPU: verify it {prepared.backend.location}")
             out = self._out(prepared.config.spec)
             _tell_notes(prepared)
             if self.dry_run:

@@ -169,7 +169,7 @@ def test_verify_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     words = ["--variant", "tiny-dense", "--backend", "trt", "--target", "sm86", "--verify"]
     said = command_line("build", *words, "--random-weights", "0", "--out", tmp_path / "e")
     assert said.code == 2
-    assert "--verify needs the device: verify later on a GPU of compute capability 8.6" in said.err
+    assert "--verify needs a GPU: verify it on a GPU of compute capability 8.6" in said.err
 
 
 # --- finished kernels -------------------------------------------------------------------------
