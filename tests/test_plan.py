@@ -610,6 +610,11 @@ def test_reported_sums(name: str) -> None:
         assert value / 1e6 == pytest.approx(millions, abs=0.051), terms
 
 
+def test_an_encoder_has_no_head() -> None:
+    plan = planned("embeddinggemma-300m")
+    assert plan.counts.active == plan.counts.layers and "also the head" not in plan_text(plan)
+
+
 # --- the KV cache -------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ class ParameterCounts:
     `top_k` of `num_experts` experts run per token, both 0 in a dense model."""
 
     embed: int = 0  # token table; also the head, if tied
-    head: int = 0  # 0 if tied
+    head: int = 0  # 0 if tied, or of an encoder
     ple_table: int = 0
     ple_other: int = 0  # projections, gates and norms of the per-layer embeddings
     #: decoder layers, minus experts and per-layer embeddings; a draft model's projections too
@@ -44,6 +44,7 @@ class ParameterCounts:
     layer_scalars: int = 0  # within `layers`
     top_k: int = 0
     num_experts: int = 0
+    is_encoder: bool = False
 
     @property
     def text(self) -> int:
@@ -71,7 +72,8 @@ class ParameterCounts:
     def active(self) -> int:
         """Weights that one token multiplies with, head included (the lookup tables are not)."""
         used = self.experts * self.top_k // max(self.num_experts, 1)
-        return self.layers + self.ple_other - self.layer_scalars + used + (self.head or self.embed)
+        head = 0 if self.is_encoder else self.head or self.embed
+        return self.layers + self.ple_other - self.layer_scalars + used + head
 
 
 def counts(spec: Spec) -> ParameterCounts:
@@ -91,12 +93,10 @@ def counts(spec: Spec) -> ParameterCounts:
         layer_scalars=sum(name.endswith(".layer_scalar") for name in live),
         top_k=moe.top_k_experts if moe else 0,
         num_experts=moe.num_experts if moe else 0,
+        is_encoder=spec.embedding is not None,
     )
 
 
 def _text_part(name: str) -> str:
-    if name in TOP_PARTS:
-        return TOP_PARTS[name]
-    if "per_layer_" in name:
-        return "ple_other"
-    return "experts" if ".experts." in name else "layers"
+    in_layers = "experts" if ".experts." in name else "layers"
+    return TOP_PARTS.get(name, "ple_other" if "per_layer_" in name else in_layers)

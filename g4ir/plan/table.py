@@ -62,7 +62,7 @@ def _parameters(plan: Plan) -> str:
         "as loaded": n.loaded,
         "decoder": n.text,
         "active per token": n.active,
-        "token table" if n.head else "token table, also the head": n.embed,
+        "token table" if n.head or n.is_encoder else "token table, also the head": n.embed,
         "head": n.head,
         "per-layer table": n.ple_table,
         "per-layer embeddings, rest": n.ple_other,
