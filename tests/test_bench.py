@@ -289,8 +289,10 @@ def test_differences_beyond_the_spreads_are_marked(report: Values, tmp_path: Pat
     assert g4ir("bench-compare", a, b).code == 0
     assert g4ir("bench-compare", a, b, "--check").code == 1
     assert g4ir("bench-compare", a, a, "--check").code == 0
-    several = saved(tmp_path, {"kind": SWEEP_KIND, "reports": [report, report]}, "s.json")
-    assert f"{several}: has several workloads" in refused("bench-compare", a, several)
+    for count in (0, 2):
+        sweep = saved(tmp_path, {"kind": SWEEP_KIND, "reports": count * [report]}, "s.json")
+        said = f"{sweep}: expected one workload, found {count}"
+        assert said in refused("bench-compare", a, sweep)
 
 
 def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:

@@ -109,13 +109,19 @@ def test_the_host_reads_a_step_behind(engine: Engine, monkeypatch: pytest.Monkey
     assert len(text) == 8 and ahead == [0, 2, 3, 4, 5, 6, 7, 7]
 
 
-@pytest.mark.parametrize(("late", "want"), [(1, 6 * [(1, 1, 4)]), (20, [])])
+@pytest.mark.parametrize(
+    ("late", "watches", "want"),
+    [(1, False, 6 * [(1, 1, 4)]), (20, False, []), (20, True, 6 * [(1, 1, 3)])],
+)
 def test_steps_of_a_loop_are_timed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, late: int, want: list[tuple[int, ...]]
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, late: int, watches: bool, want: Any
 ) -> None:
     """The cost of drafts is relative to them. The first one includes the loop's start; if the host
-    is late, the time between two reads is its own."""
+    is late, the time between two reads is its own. Of steps that run alone it does not count."""
     in_a_loop(engine, monkeypatch)
+    monkeypatch.setattr(
+        TokenSteps, "watches", property(lambda _: watches, lambda *_: None), raising=False
+    )
     timed, clock = list[tuple[int, ...]](), Counter[str]()
     monkeypatch.setattr(StepCosts, "add", lambda _, *entry: timed.append(entry))
     seconds = SimpleNamespace(perf_counter=clock.total)

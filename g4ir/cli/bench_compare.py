@@ -20,8 +20,8 @@ class Compare(Verb):
         from g4ir.bench.text import compare_reports, compare_text, read_reports
 
         files = {f: read_reports(f) for f in (self.a, self.b)}
-        if several := next((f for f, reports in files.items() if len(reports) > 1), None):
-            raise InputError(f"{several}: has several workloads; give files with one workload each")
+        if wrong := next((f for f, reports in files.items() if len(reports) != 1), None):
+            raise InputError(f"{wrong}: expected one workload, found {len(files[wrong])}")
         result = compare_reports(*files[self.a], *files[self.b])
         output(self.json, result, f"{compare_text(result)}\n")
         return 1 if self.check and result["differ"] else 0

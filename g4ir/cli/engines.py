@@ -53,11 +53,12 @@ class Engines(Verb):
             raise InputError("engines rm: give names, as `g4ir engines` lists them, or --all")
         if unknown := [name for name in names if name not in by_name]:
             raise InputError(f"engines rm {unknown[0]}: no such engine; `g4ir engines` lists them")
-        if used := [name for name in self.names if by_name[name].in_use]:
-            raise InputError(f"engines rm {used[0]}: a process uses it; end that first")
+        busy = [name for name in self.names if by_name[name].in_use]
         before = disk_bytes(by_name.values())
-        removed = [name for name in names if remove(by_name[name].path)]
-        in_use = [name for name in names if name not in removed]
+        removed = [name for name in names if not busy and remove(by_name[name].path)]
+        in_use = busy or [name for name in names if name not in removed]
+        if in_use and self.names:
+            raise InputError(f"engines rm {in_use[0]}: a process uses it; end that first")
         freed = before - disk_bytes(cached_engines())
         facts = {"removed": removed, "in_use": in_use, "bytes": freed}
         return output(self.json, facts, f"freed {size_text(freed)}\n")
@@ -72,7 +73,6 @@ def _line(e: CachedEngine) -> str:
     """Return a line: name, size, last use, model, and the build options that differ from the
     defaults."""
     options = " ".join(flags_of({**e.options, "checkpoint": None}))
-    notes = ", in use" if e.in_use else ""
-    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used))
-    named = f"{e.path.name}  {size_text(e.bytes)}  used {used}{notes}"
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used)) + ", in use" * e.in_use
+    named = f"{e.path.name}  {size_text(e.bytes)}  used {used}"
     return f"{named}  {e.model}{options and f'  {options}'}\n"

@@ -85,11 +85,11 @@ class TokenSteps:
         time since the read before, if the host waited for most of it."""
         now, before = time.perf_counter(), self._read_at
         self._read_at = None if prefill_follows else now
+        if before is None or prefill_follows:
+            return None
         if self.watches:
             return (now - entered) / self.steps
-        if before is None or prefill_follows or now - entered < (now - before) / 2:
-            return None
-        return (now - before) / self.steps
+        return (now - before) / self.steps if 2 * (now - entered) >= now - before else None
 
     def _uniforms(self, count: int) -> torch.Tensor:
         uniforms = torch.zeros(count, self.session.batch, dtype=torch.float64)

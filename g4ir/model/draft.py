@@ -132,7 +132,7 @@ def _shared(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
     ]
     owners = model.owners()
     for kind in sorted(set(drafter.text.layer_types)):
-        rows.append((f"has {kind} layers", kind in owners, True))
+        rows.append((f"has {kind} layers that store K and V", kind in owners, True))
         ours, theirs = (_kind(spec, kind) for spec in (model, drafter))
         for name in ("head_dim", "num_key_value_heads", "window", "rope"):
             rows.append((f"text.{kind}.{name}", getattr(ours, name), getattr(theirs, name)))

@@ -24,7 +24,8 @@ PARTS = {"vision_embedder": "embed_vision", "drafter": "layers"}
 @dataclass(frozen=True)
 class ParameterCounts:
     """Elements of one variant by part. 0-d clip bounds are counted separately (`*_scalars`).
-    `top_k` of `num_experts` experts run per token, both 0 in a dense model."""
+    `top_k` of `num_experts` experts run per token, both 0 in a dense model. An encoder has no
+    head."""
 
     embed: int = 0  # token table; also the head, if tied
     head: int = 0  # 0 if tied, or of an encoder

@@ -89,6 +89,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         c, n = self.config, self.counts
         sums = {"published": n.hub_parameters, "loaded": n.loaded, "text": n.text}
+        parts = {k: v for k, v in asdict(n).items() if k != "is_encoder"}
         return {
             "schema": SCHEMA,
             "variant": c.spec.name,
@@ -105,7 +106,7 @@ class Plan:
             "skipped_passes": list(c.skip),
             "media": list(c.media.kinds),
             "max_context": c.spec.text.max_position_embeddings,
-            "parameters": {**sums, "active": n.active, **asdict(n)},
+            "parameters": {**sums, "active": n.active, **parts},
             "weights": [asdict(w) for w in self.weights],
             "rows": [asdict(r) for r in self.rows],
             "gpu": self.gpu and asdict(self.gpu),

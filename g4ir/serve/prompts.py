@@ -212,7 +212,7 @@ class Prompts:
         if not tokens:
             raise bad(name, "is empty; give at least one token")
         if len(tokens) + count - 1 > max_seq:  # the last token is never written to the KV cache
-            new = f"{count} new tokens are requested"
+            new = f"{count} new tokens are requested" if count > 1 else "1 new token is requested"
             new = "at least one is generated" if max_new_tokens(fields) is None else new
             sizes = f"the prompt has {len(tokens)} tokens, and {new}"
             message = f"{name}: {sizes}; the context has {max_seq} tokens"

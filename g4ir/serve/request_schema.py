@@ -400,7 +400,8 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):
         both = f"cannot be combined with {content}; give one of them"
         alone = f"is not a field of this path, which takes {content}"
-        raise bad(other, both if body.get(content) is not None else alone)
+        either = table in (TOKENIZE, TOKENIZE_CHAT) and body.get(content) is not None
+        raise bad(other, both if either else alone)
     absent = {k for k, v in UNSAID.items() if body.get(k) == v and type(body[k]) is type(v)}
     present = {k: v for k, v in body.items() if v is not None and k not in absent}
     read_in = {k: read(present[k], k) for k, read in table.items() if k in present}

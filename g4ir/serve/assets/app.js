@@ -7,7 +7,7 @@ const SAMPLING = [...NUMBERS, "stop_texts", "thinking_token_budget"];
 const OWN = ["system", "tools"]; // settings stored with a conversation
 const FIELDS = [...OWN, ...SAMPLING];
 const LOOK_MS = 2000;
-const TOO_LONG = /has (\d+) tokens, and (?:(\d+) new tokens|at least one) .*?context has (\d+) tokens/;
+const TOO_LONG = /has (\d+) tokens, and (?:(\d+) new tokens?|at least one) .*?context has (\d+) tokens/;
 const MOST_TEXT = 1 << 20; // maximum bytes of a text file in a message
 const TEXTS = /\.(?:[cm]?ts|svg)$/; // text files whose MIME type is video or image
 

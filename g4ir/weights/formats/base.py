@@ -412,7 +412,7 @@ MAX_REPEATS, MAX_WAYS, FEWER = 3, 4096, 8
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
 #: start of a group; comments and the flag x are refused, since other regex libraries read them
 #: differently
-_GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"(?<!\\)\(\?(#|[a-zA-Z-]*x)")
+_GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"(?<!\\)(?:\\\\)*\(\?(#|[a-zA-Z-]*x)")
 #: a repeated group, which is refused: its cost may double with each character; any repetition
 _NESTED, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
 _INNER = re.compile(r"\(([^()]*)\)")
