@@ -267,7 +267,7 @@ def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
 
 
 def test_nothing_fits() -> None:
-    nothing = "no limits, dtype or placement fit: take a smaller variant or more memory"
+    nothing = "no limits or dtype fit: take a smaller variant or a device with more memory"
     advised = {
         2.0: "--quant int8 fits",
         1.5: "--quant int4 fits",

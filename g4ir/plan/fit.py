@@ -85,7 +85,7 @@ def _quantised_advice(build: Footprint, capacity: int) -> str:
     recipe = build.config.quant
     quants = QUANTS.get(recipe.name if recipe else None, ())
     if not quants or build.config.ranks > 1:  # some numbers of ranks would split groups
-        return "no limits, dtype or placement fit: take a smaller variant or more memory"
+        return "no limits or dtype fit: take a smaller variant or a device with more memory"
     for quant in quants:
         smaller = build.changed(quant=find_quant_config(quant))
         if smaller.need <= capacity:

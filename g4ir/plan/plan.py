@@ -55,10 +55,10 @@ def make_plan(
     Weight formats: that of `options.quant` or `stored`; without either the dtype, int8 and int4. In
     each, unless `options.ple_placement` is set, the per-layer embedding table is planned on a CUDA
     device if every pair then fits (or `memory` is None), else memory-mapped; for the maximum sizes
-    it is always memory-mapped. With `options.tp` > 1 all bytes are those
-    of one rank, which has its own device. stored: quantisation of the spec's checkpoint. backend:
-    pass that of `options.backend` (g4ir.backends.find_backend); the default counts weights and
-    caches as the graphs declare them.
+    it is always memory-mapped. With `options.tp` > 1 all bytes are those of one rank, which has its
+    own device. stored: quantisation of the spec's checkpoint. backend: pass that of
+    `options.backend` (g4ir.backends.find_backend); the default counts weights and caches as the
+    graphs declare them.
 
     Fields of `options` that are read (use `dataclasses.replace(PLANNED, ...)`): dtype, device,
     quant, quant_activations, kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, tp, ep,
