@@ -501,7 +501,7 @@ def test_weights_that_do_not_fit(
     assert dry.code == 1 and found["verdict"] == f"would not build here: {found['short'][0]}"
     assert found["short"][0].endswith("; make room or choose another --out")
     prepared = prepare(None, BuildOptions(checkpoint=folder, backend="reference", max_seq=64))
-    with pytest.raises(EngineError, match="; make room, use --link-weights or choose"):
+    with pytest.raises(EngineError, match="; make room, try --link-weights or choose"):
         check_space(prepared, out)
     with pytest.raises(EngineError, match="; make room or choose another --out"):
         check_space(replace(prepared, weights=MergedWeights()), out)

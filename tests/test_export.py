@@ -267,7 +267,7 @@ def test_defaults_without_gguf_key(
 ) -> None:
     exported(folder, {"do_sample": True, "eos_token_id": [1, 17, 5, 498, 30, 31], key: LOST[key]})
     (message,) = caplog.messages
-    assert "out.gguf: GGUF has no key for these generation defaults" in message
+    assert "out.gguf: GGUF cannot express these generation defaults" in message
     assert f"{key} " in message and message.count("(in the file: ") == 1
 
 

@@ -131,7 +131,7 @@ def test_concurrent_builds(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     path = find_engine(model, SMALL, progress=waiting)
     first.join()
     assert builds == [path]
-    assert told == [f"waiting for another process that builds or uses {path.name}"]
+    assert told == [f"waiting for {path.name}, which is being built, removed or used"]
 
 
 FULL = OSError(28, "No space left on device")
@@ -166,7 +166,7 @@ def test_what_a_killed_build_left_is_removed(model: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "write_engine", lambda *given: os.utime(model, (1, 1)))
-    with pytest.raises(EngineError, match=r"tiny\.gguf: one of its files changed while read; try"):
+    with pytest.raises(EngineError, match=r"tiny\.gguf: its inputs changed during the build; try"):
         find_engine(model, SMALL)
     assert leftovers() == []
 

@@ -254,7 +254,7 @@ def choose(
 ) -> dict[str, Scheme]:
     """Return weight -> scheme, with at most `budget` bytes in total: minimises divergence + price *
     bytes at the lowest price that meets the budget, then upgrades weights while bytes remain, best
-    gain per byte first. InputError, which names `bits`, if the smallest schemes exceed it."""
+    gain per byte first. InputError if the smallest schemes exceed `budget`; `bits`: its --bits."""
     fewest = sum(min(m.nbytes for m in each) for each in costs.values())
     if fewest > budget:
         need = -(-100 * bits * fewest // budget) / 100  # rounded up

@@ -92,8 +92,8 @@ def build(
     {options}
 
     A build whose engine would need more than `memory` bytes of its device (default: all it has) is
-    refused before its weights are packed. Raises a G4Error for anything wrong, before anything is
-    left at `out`.
+    refused before its weights are packed. A failed build raises a G4Error and leaves nothing at
+    `out`.
     """
     if isinstance(spec, str | Path):
         spec = load_spec(spec)
@@ -127,7 +127,7 @@ def prepare(
 ) -> Prepared:
     """Validate a build up to compilation; return the input of `write_engine`. `dry`: a missing
     device, missing weights or too little memory are no error. `dump`: called with each graph after
-    each pass. With `bits`, the divergence of weight formats is measured, which takes long."""
+    each pass. With `bits`, the divergence of weight formats is measured (unless it is cached)."""
     backend = find_backend(options.backend).aimed(options.target)
     _check_linked(options, backend)
     _check_bits(options, dry)
@@ -255,8 +255,9 @@ def _calibration(o: BuildOptions, config: BuildConfig, sources: Sources) -> Cali
 def _fitted(
     footprint: Footprint, o: BuildOptions, backend: Backend, dry: bool
 ) -> tuple[BuildConfig, str]:
-    """Place the per-layer embedding table in the memory where it fits; return the config, and the
-    reason if the engine does not fit its device (PlanError unless `dry`)."""
+    """Return the config and, if the engine does not fit its device, the reason (PlanError unless
+    `dry`). Unless its placement was requested, a per-layer embedding table that does not fit on
+    the device is memory-mapped. Without the device and --memory nothing is checked."""
     config = footprint.config
     if o.memory is None and not backend.has_device(config.device):
         return config, ""
@@ -397,7 +398,7 @@ def check_space(p: Prepared, out: Path) -> None:
         packs = p.backend.packs_weights or p.config.drafter or p.calibration
         packs = packs or isinstance(p.weights, directory.MergedWeights)
         needs = f"the engine needs {size_text(need)} ({size_text(weights)} of weights)"
-        fix = f"make room{'' if packs else ', use --link-weights'} or choose another --out"
+        fix = f"make room{'' if packs else ', try --link-weights'} or choose another --out"
         raise EngineError(f"{out.parent}: {needs}, {size_text(free)} are free; {fix}")
 
 

@@ -81,7 +81,7 @@ class CalibrationText:
         named = ", ".join(map(str, paths))
         check_files([str(p) for p in paths if str(p) != DEFAULT], "--calibrate")
         if TOKENIZER not in side_files:
-            why = f"the weights come without {TOKENIZER}, which a text needs"
+            why = f"there is no {TOKENIZER}, which a text needs"
             raise InputError(f"calibration text {named}: {why}; give a --checkpoint with one")
         tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
         ids_end, max_tokens = spec.text.readable_ids, MAX_TOKENS // len(paths)
@@ -230,7 +230,7 @@ class InputProducts:
             return self._inputs[keys[0]]
         sums = [self.sums[key] for key in keys]
         if not all(bool(t.isfinite().all()) for t in sums):
-            fix = "build with --dtype float32, or check the weights with g4ir verify"
+            fix = "build with --dtype float32, or without --calibrate and --bits"
             raise CheckError(f"calibration: inputs of {weight} are NaN or infinite; {fix}")
         if unused := [i for i, t in enumerate(sums) if not bool(t.any())]:
             total = torch.stack(sums).sum(0)
@@ -261,9 +261,10 @@ def calibrated_schemes(config: QuantConfig, spec: Spec) -> dict[str, Scheme]:
 
 
 def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
-    """Return weight -> (codes, scales) for the layers' matrices, quantised on the calibration text,
-    and the folder of their files, which the caller removes. Layers that an interrupted build has
-    quantised with the same weights, text and config are not quantised again."""
+    """Return weight -> (codes, scales) for the weights of `calibrated_schemes`, quantised on the
+    calibration text, and the folder of their files, which the caller removes. Layers that an
+    interrupted build has quantised with the same weights, text and config are not quantised
+    again."""
     assert p.config.quant
     c, schemes = p.config, calibrated_schemes(p.config.quant, p.config.spec)
     key = cache_key(c.spec, c.dtype, p.source, p.calibration, p.weights, sorted(schemes.items()))

@@ -165,7 +165,7 @@ def _written(exported: Exported, out: Path, format: str, kind: str, progress: Pr
         file = out if alone else out / f"{exported.spec.name}-{kind}{GGUF_SUFFIX}"
         write_gguf(file, exported.spec, exported.source, kind, exported.side_files, progress)
         if lost := [*_differences(exported.spec, exported.side_files, GgufFile(file))]:
-            message = "%s: GGUF has no key for these generation defaults; set them at run time: %s"
+            message = "%s: GGUF cannot express these generation defaults; set them at run time: %s"
             log.warning(message, file, "; ".join(lost))
         return file
     kind = kind or exported.dtype
@@ -181,7 +181,7 @@ def _written(exported: Exported, out: Path, format: str, kind: str, progress: Pr
 
 
 def _differences(spec: Spec, side_files: Mapping[str, bytes], file: GgufFile) -> Iterator[str]:
-    """Yield a text for each generation default that the exported GGUF file cannot express."""
+    """Yield a text for each generation default that differs in the exported GGUF file."""
     want = _settings(spec, side_files)
     got = _settings(file.spec(), file.side_files())
     for name in dict.fromkeys((*want, *got)):

@@ -1,5 +1,5 @@
 """Cache of engines built on first use, from a GGUF file, a checkpoint directory, a Hugging Face
-model, or a variant.
+model, a variant or a spec.
 
 `NAME-HASH` is an engine directory, and `NAME-HASH.json` its record, which is also its lock file: it
 is locked exclusively while the engine is built or removed, shared while a process uses it. The
@@ -103,12 +103,11 @@ def load(
 ) -> Engine:
     """Load an engine, building it first if it is not cached.
 
-    model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id or a shipped
-    variant whose weights are in the local cache, or a Spec. trust: as of `load_engine`.
-    engines_limit: bytes of the cache, `~/.cache/g4ir/engines`, beyond which the engines used least
-    recently are removed (None: no limit). revision: branch, tag or commit of a model of the hub
-    (default: main).
-    download: whether to download weights that are not in the local cache, or a function that
+    model: an engine directory, a GGUF file, a checkpoint directory, a Hugging Face id, a shipped
+    variant, a spec file or a Spec. trust: as of `load_engine`. engines_limit: bytes of the cache,
+    `~/.cache/g4ir/engines`, beyond which the engines used least recently are removed (None: no
+    limit). revision: branch, tag or commit of a model of the hub (default: main).
+    download: whether to download weights that are not in the local hub cache, or a function that
     decides. Build options (not for an engine directory): {options}
 
     Raises a G4Error for anything wrong.
@@ -131,10 +130,10 @@ def find_engine(
     check: Callable[[BuildConfig], None] = lambda config: None,
 ) -> Path:
     """Return the engine directory of a model, building it first if it is not cached; a cached
-    engine is locked as in use until the process ends. An unknown name is returned unchanged:
-    loading it raises the error. MissingError for weights that are not in the hub's local cache and
-    may not be downloaded. `settled`: callback that completes the build options once the checkpoint
-    is available; `check`: callback that may refuse a model before it is built."""
+    engine is locked as in use until the process ends. A path without a model is returned
+    unchanged: loading it raises the error. MissingError for weights that are not in the hub's local
+    cache and may not be downloaded. `settled`: callback that completes the build options, which
+    have the checkpoint by then; `check`: callback that may refuse a model before it is built."""
     if not isinstance(model, Spec) and is_engine(Path(origin.given_model(model))):
         changed = [*_changed_options(options), *(["revision"] if revision else [])]
         refuse_options(Path(model), [*map(flag_of, changed)])
@@ -205,8 +204,8 @@ def keep_below(limit: int) -> list[Path]:
 def _with_weights(
     model: Spec | str | Path, options: BuildOptions, revision: str | None
 ) -> tuple[str, Spec | None, BuildOptions] | None:
-    """Return a model's name, its spec (None: take it from the checkpoint), and its build options
-    with the checkpoint filled in; None if there is no such model."""
+    """Return a model's name, its spec (None: take it from the checkpoint), and its build options,
+    with the checkpoint unless weights are random; None if there is no model at the path."""
     spec = model
     if not isinstance(model, Spec) and (model in spec_names() or Path(model).suffix in SUFFIXES):
         spec = load_spec(model)
@@ -218,13 +217,13 @@ def _with_weights(
             raise InputError(f"--revision {revision} excludes --checkpoint and --random-weights")
         return spec.name, spec, options
     _, path = origin.find_model(spec, "--random-weights SEED", revision)
-    for option in ("checkpoint", "random_weights"):
-        if getattr(options, option) is not None:
-            why = f"{model} has its own weights, {flag_of(option)} names others"
-            raise InputError(f"{why}: leave {flag_of(option)} out, or give a variant")
     folder = origin.read_folder(path)
     if not path.is_file() and not (path / CONFIG).is_file() and not folder:
         return None
+    for option in ("checkpoint", "random_weights"):
+        if getattr(options, option) is not None:
+            why = f"{flag_of(option)} is for a variant or a spec file, and {model} is neither"
+            raise InputError(f"{why}: give one of these, or leave {flag_of(option)} out")
     name = Path(spec).resolve().name.removesuffix(GGUF)  # for a hub id: the part after the slash
     name = re.sub(r"[^\w.-]", "_", name)
     if folder:
@@ -239,7 +238,7 @@ def _of_folder(
 ) -> tuple[Spec | None, BuildOptions]:
     """Return the spec of the shipped variant that has the folder's towers (None: no towers are
     taken), and the build options completed with the folder's files: the text model, and towers and
-    draft model unless the options name others."""
+    draft model unless the options exclude them or name others."""
     options = replace(options, checkpoint=folder.model.absolute())
     if options.drafter in (None, DEFAULT) and (drafter := folder.one(origin.DRAFTER_FILE)):
         options = replace(options, drafter=drafter.absolute())
@@ -250,7 +249,7 @@ def _of_folder(
     spec = shipped_variant(origin.find_origin(folder.model))
     if spec is None:
         why = f"no single shipped variant has the text model of {folder.model.name}"
-        log.warning("%s: left out: %s; build with --mmproj", towers, why)
+        log.warning("%s: left out: %s; build with --spec and --mmproj", towers, why)
         return None, options
     return spec, replace(options, mmproj=towers.absolute())
 
@@ -307,7 +306,7 @@ def _changed_options(options: BuildOptions) -> dict[str, Any]:
 
 def _identity(word: str) -> list[Any]:
     """Return the path, and name, size, mtime and header digest of the file or of each file of the
-    directory; the option's text itself if it is not a file, such as `int8`."""
+    directory; the option's text itself, such as `int8`, if there is no such path."""
     path = Path(word)
     if not path.exists():
         return [word]
@@ -392,7 +391,7 @@ def _build(
         prepared.source.close()
     if not path.name.endswith(_hash(spec, options)):
         _clear(path)
-        raise EngineError(f"{engine_label(path)}: one of its files changed while read; try again")
+        raise EngineError(f"{engine_label(path)}: its inputs changed during the build; try again")
     _share_weights(path)
 
 
@@ -446,7 +445,7 @@ def _locked(path: Path, how: int, progress: Progress) -> int:
         try:
             flock(record, how | AT_ONCE)
         except BlockingIOError:
-            progress(f"waiting for another process that builds or uses {path.name}")
+            progress(f"waiting for {path.name}, which is being built, removed or used")
             flock(record, how)
         if _is_record(record, path):
             return record
@@ -473,7 +472,7 @@ def _is_record(record: int, path: Path) -> bool:
 
 def _described(record: Path) -> CachedEngine | None:
     path = record.with_name(record.name.removesuffix(RECORD))
-    if not is_engine(path):  # being built
+    if not is_engine(path):  # being built or removed
         return None
     try:
         facts = json.loads(record.read_text())

@@ -42,8 +42,8 @@ from g4ir.weights.lora import Slots, with_slots
 from g4ir.weights.origin import Origin, find_origin
 from g4ir.weights.random import random_weights
 
-#: ranks of adapter slots: the largest adapter's rank is rounded up to one of these; maximum rank
-#: that may be requested, and maximum number of slots
+#: ranks of adapter slots: the largest adapter's rank is rounded up to one of these, or kept if it
+#: is above them; maximum rank, and maximum number of slots
 ADAPTER_RANKS, MAX_RANK, MAX_SLOTS = (8, 16, 32, 64, 128), 1024, 1024
 
 
@@ -62,7 +62,7 @@ def load_engine(
 ) -> Engine:
     """Load an engine directory; compiles nothing.
 
-    Every file is compared with the manifest's digests before any compiled file is opened;
+    Files are compared with the manifest's digests before any compiled file is opened;
     check_weights=False skips the weight files, which take about a second per GiB if they have
     changed since the last check (artefact/digests.py). ple_placement: memory of the per-layer
     embedding table (default: as built); cuda_graph=False launches kernels one by one instead of
@@ -146,8 +146,8 @@ def described(artefact: Artefact) -> Engine:
 
 def open_for_weights(path: str | Path) -> Engine:
     """Return an engine for its weights only: needs neither its device nor trust, and runs nothing.
-    Seeded weights are computed on the CPU; all ranks' weights are available. EngineError as by
-    `load_engine`."""
+    Seeded weights are computed on the CPU; all ranks' weights are available. EngineError for a
+    missing or changed file."""
     artefact = open_artefact(Path(path), check_weights=True)
     why = f"{artefact.label} was opened to read its weights, not to run"
     return _engine(artefact, Refusing(why, _open_params(artefact, "cpu")), {})
@@ -299,7 +299,8 @@ def _open_params(artefact: Artefact, device: str) -> packings.ParamSource:
 
 def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkpoint:
     """Open the checkpoint `origin` of an engine, with its towers for these media `kinds` and the
-    engine's adapters merged; EngineError if an adapter is missing or changed."""
+    engine's adapters merged; EngineError if an adapter's directory is missing or its weights have
+    changed."""
     source = origin.open(engine.spec, kinds, engine.dtype)
     adapters = [Adapter(Path(merged.path), merged.scale) for merged in engine.facts.adapters]
     for adapter, merged in zip(adapters, engine.facts.adapters):

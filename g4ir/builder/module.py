@@ -48,8 +48,7 @@ def module(
     variant whose weights are in the local cache, or a Spec, whose weights are drawn from seed 0.
     dtype: float32 or bfloat16, of parameters and computation.
     random_weights: seed of random weights, for a variant (instead of its weights) or a Spec.
-    Raises InputError, SpecError, WeightsError or MissingError that names what is wrong, and the
-    fix.
+    Raises a G4Error that names what is wrong, and the fix.
     """
     need_transformers("g4ir.module")
     kind = find_dtype(dtype)
@@ -171,8 +170,8 @@ def text_model(
 
 def encoder_with_towers(engine: Engine, origin: Origin | None, text: Any) -> Any:
     """Return the transformers model of an encoder's engine with its towers, around a text model; on
-    weights of a checkpoint, or of the engine's seed. None for an engine without media, and for a
-    GGUF file."""
+    weights of a checkpoint, or of the engine's seed. None for another engine, for one without
+    media, and for a GGUF file."""
     if not (engine.spec.embedding and engine.media.kinds) or isinstance(origin, GgufFile):
         return None
     with TemporaryDirectory() as folder:

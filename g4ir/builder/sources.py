@@ -68,7 +68,7 @@ class Sources:
 
     def absent(self) -> list[Callable[[], object]]:
         """Return a check for each model whose weights are not in the local hub cache; it raises
-        with the command that downloads them."""
+        InputError, with the command that downloads them if there is one."""
         checks: list[Callable[[], object]] = []
         if self.seed is None and self.origin is None:
             checks.append(partial(need_snapshot, self.spec))
@@ -251,7 +251,8 @@ def _begin(function: Callable[[], Mapping[str, bytes]]) -> Future[Mapping[str, b
 
 def checked_side_files(spec: Spec, origin: Origin, indexed: bool = False) -> dict[str, bytes]:
     """Return a checkpoint's side files by name (tokenizer, configs), with the tokenizer's index if
-    `indexed`; raises if one is invalid."""
+    `indexed` and it can be indexed; raises if tokenizer.json or generation_config.json is
+    invalid."""
     side, index = origin.side_files(), None
     if TOKENIZER in side and indexed:
         index = index_file(side[TOKENIZER], spec.text.vocab_size)
