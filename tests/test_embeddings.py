@@ -393,6 +393,8 @@ def test_models_of_the_other_kind(model: Any, tmp_path: Path) -> None:
     for options in ({"draft_tokens": 2}, {"kv_dtype": "int8"}, {"all_logits": True}, {"tp": 2}):
         with pytest.raises(G4Error, match="encoder"):
             build(NAMES[0], tmp_path / "e", **options)
+    with pytest.raises(InputError, match=r"is an encoder: .*; --bits 4\.0 does not apply to it"):
+        build(NAMES[0], tmp_path / "e", bits=4.0)
 
 
 def test_an_embedding_that_is_not_finite(tmp_path: Path) -> None:

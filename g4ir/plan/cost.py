@@ -7,7 +7,7 @@ each operand at most once, and no intermediate values.
 
 At a step of S tokens per sequence (M in a graph that verifies) on B sequences whose caches hold C
 tokens each, a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S)
-after. Weights are read once per step. The weight prologue costs nothing: it runs once, at build.
+after. Weights are read once per step. The weight prologue costs nothing: it is not run in a step.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class _Meter:
     def __init__(self, g: Graph) -> None:
         self.graph = g = split_prologue(g)[1]
         self.chunked = any({"S", "M"} & {*v.type.shape} for v in g.inputs)
-        #: dequantised weight -> bytes of its quantised values and scales, per byte of its own type
+        #: dequantised weight -> bytes of its quantised values and scales per byte of the
+        #: dequantised tensor
         self.coded = {
             n.out.name: sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
             for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")
@@ -241,5 +242,6 @@ class Floor:
 
 
 def floor(cost: Cost, roof: Roof) -> Floor:
-    """Return the minimum time of a cost; activations do not count, since they stay on the chip."""
+    """Return the minimum time of a cost; activations do not count, as if they stayed on the
+    chip."""
     return Floor(cost.needed_bytes / roof.bytes_per_s, cost.flops / roof.flops_per_s)

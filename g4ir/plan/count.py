@@ -31,7 +31,8 @@ class ParameterCounts:
     head: int = 0  # 0 if tied, or of an encoder
     ple_table: int = 0
     ple_other: int = 0  # projections, gates and norms of the per-layer embeddings
-    #: decoder layers, minus experts and per-layer embeddings; a draft model's projections too
+    #: decoder layers, minus experts and per-layer embeddings; of a draft model also its projections
+    #: and clusters
     layers: int = 0
     experts: int = 0
     final_norm: int = 0

@@ -2,8 +2,8 @@
 
     config, short = fitted(Footprint(config, backend, packing), device_memory("cuda"))
 
-The need is that of `g4ir plan` (footprint.py): weights on the device, caches of max_batch x max_seq
-tokens, activations, workspace, and the reserve.
+The need is that of `g4ir plan` (footprint.py): weights on the device, caches for max_batch
+sequences of max_seq tokens, activations, workspace, and the reserve.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ QUANTS = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 
 def fitted(build: Footprint, memory: int, free: bool = False) -> tuple[BuildConfig, str]:
     """Return the config, and the message that the engine does not fit into `memory` bytes of its
-    device, with the bytes short and each single change of an option that would make it fit; "" if
-    it fits. `free`: no placement of the per-layer embedding table was requested, so the returned
+    device, with the bytes short and options that would make it fit, if there are such; "" if it
+    fits. `free`: no placement of the per-layer embedding table was requested, so the returned
     config memory-maps it if not everything fits on the device."""
     capacity = usable(memory)
     if free and build.need > capacity:
@@ -94,8 +94,8 @@ def _quantised_advice(build: Footprint, capacity: int) -> str:
 
 
 def _alternatives(build: Footprint, capacity: int) -> dict[str, Any]:
-    """Return flag -> the largest value with which the build would fit, all else unchanged; None or
-    0 if there is none."""
+    """Return flag -> a value with which the build would fit (of numbers the largest that is tried),
+    all else unchanged; None or 0 if there is none."""
     config, limits = build.config, build.config.limits
 
     def fits(changed: Footprint) -> bool:

@@ -119,7 +119,7 @@ class Footprint:
 
     @cached_property
     def _upcast(self) -> dict[str, str]:
-        """Weight format of the file -> the wider format in which the backend stores it."""
+        """Weight format of the config -> the wider format in which the backend stores it."""
         nodes = self.packing.prologue.nodes
         stored_as = {"dense": lambda n: n.word("to"), "as_bytes": lambda n: "int8"}
         repacked = (n for n in nodes if n.op in stored_as)

@@ -1,8 +1,8 @@
 """GPUs by name, from public data sheets (gpus.yaml), and sizes in bytes.
 
 `memory_bytes` is the card's total as the driver reports it, or, if its `source` says "as sold", the
-size it is sold with (GB of 10^9 bytes). The rates are the vendor's peaks: bf16 with fp32
-accumulation, without sparsity. `g4ir bench` measures what a card reaches.
+size it is sold with (GB of 10^9 bytes). The rates are peaks: bf16 with fp32 accumulation, without
+sparsity, from the source or by clock (gpus.yaml). `g4ir bench` measures what a card reaches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: bytes of memory; for a known card, peak rates per second; for NVIDIA GPUs, the
-    compute capability."""
+    """A device: bytes of memory; for a known card, peak rates per second (None: not published); for
+    a known card of NVIDIA, the compute capability."""
 
     name: str
     memory_bytes: int
@@ -130,8 +130,8 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Return the card with this name, else all cards whose name without the memory size is this;
-    `rtx` is optional."""
+    """Return the card with this name, else all cards whose name without the memory size, and
+    perhaps without `rtx`, is this."""
     want = re.sub(r"[\s_-]", "", text.lower())
     plain = {name.replace("-", ""): g for name, g in GPUS.items()}
     if want in plain:

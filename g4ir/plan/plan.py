@@ -52,13 +52,13 @@ def make_plan(
     """Plan a spec at every pair of `ctx` (tokens of a sequence, prompt + generated; default 4K to
     256K, up to the model's limit) and `batch`, and what fits on `memory` (a device, or bytes).
 
-    Weight formats: that of `options.quant` or `stored`; without either the dtype, int8 and int4. In
-    each, unless `options.ple_placement` is set, the per-layer embedding table is planned on a CUDA
-    device if every pair then fits (or `memory` is None), else memory-mapped; for the maximum sizes
-    it is always memory-mapped. With `options.tp` > 1 all bytes are those of one rank, which has its
-    own device. stored: quantisation of the spec's checkpoint. backend: pass that of
-    `options.backend` (g4ir.backends.find_backend); the default counts weights and caches as the
-    graphs declare them.
+    Weight formats: that of `options.quant` or `stored`; without either the dtype, int8 and int4
+    (except one whose groups would be split among ranks). In each, unless `options.ple_placement` is
+    set, the per-layer embedding table is planned on a CUDA device if every pair then fits (or
+    `memory` is None), else memory-mapped; for the maximum sizes it is always memory-mapped. With
+    `options.tp` > 1 all bytes are those of one rank, which has its own device. stored: quantisation
+    of the spec's checkpoint. backend: pass that of `options.backend` (g4ir.backends.find_backend);
+    the default counts weights and caches as the graphs declare them.
 
     Fields of `options` that are read (use `dataclasses.replace(PLANNED, ...)`): dtype, device,
     quant, quant_activations, kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, tp, ep,
@@ -150,8 +150,8 @@ def _planned(
 def _place_ple(
     footprint: Footprint, sizes: Iterable[tuple[int, int]], gpu: Gpu | None
 ) -> Footprint:
-    """Keep the per-layer embedding table on the device if all sizes then fit; else memory-map
-    it."""
+    """Keep the per-layer embedding table on the device if all sizes then fit or no device is given;
+    else memory-map it."""
     needs = (footprint.need_at(*size) for size in sizes)
     fits = gpu is None or max(needs) <= usable(gpu.memory_bytes)
     return footprint if fits else footprint.at(ple_placement=DEFAULT_PLACEMENT)
@@ -196,8 +196,8 @@ def _largest(
 
 
 def _cards(footprint: Footprint, batch: int, ctx: int, capacity: int) -> int | None:
-    """Return the smallest sufficient number of cards for a plan of several ranks, out of 1, 2, 4, 8
-    and its number of ranks; None if none suffices, and for one rank."""
+    """Return the smallest number of cards, of 1, 2, 4, 8 and the plan's ranks, that suffices; None
+    if none does, and for a plan of one rank."""
     ranks = footprint.config.ranks
     for n in sorted({1, 2, 4, 8, ranks} if ranks > 1 else ()):
         with suppress(InputError):  # ranks that cannot share the model

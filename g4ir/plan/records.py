@@ -32,7 +32,7 @@ class WeightBytes:
     device: int
     host: int
     mapped: int
-    #: weight format of the checkpoint -> wider format in which the backend stores the weights
+    #: weight format of the config -> wider format in which the backend stores the weights
     upcast: Mapping[str, str]
 
 
@@ -62,15 +62,16 @@ class Largest:
     weights: str
     max_context: Mapping[int, int]  # by batch
     max_batch: Mapping[int, int]  # by context
-    #: with several ranks: least number of cards on which the longest of the planned contexts fits,
-    #: at the smallest batch; None if none suffices, or for one rank
+    #: with several ranks: least number of cards, of 1, 2, 4, 8 and the plan's ranks, on which the
+    #: longest of the planned contexts fits, at the smallest batch; None if none suffices, or for
+    #: one rank
     cards: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and speed of a variant (`make_plan`) or an engine (`plan_engine`); of one rank, if
-    there are several."""
+    """Memory and speed of a variant (`make_plan`) or an engine (`plan_engine`). If there are
+    several ranks, bytes and times are those of one."""
 
     config: BuildConfig  # its limits are the upper bounds of batch and context
     counts: ParameterCounts

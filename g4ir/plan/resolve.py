@@ -97,7 +97,8 @@ def dtype_of(backend: PlannedBackend, requested: str | None, spec: Spec) -> str:
 
 
 def check_backend(b: PlannedBackend, o: BuildOptions, options: PassOptions, limits: Limits) -> None:
-    """Raise InputError for an option of a build that its backend lacks."""
+    """Raise InputError for an option of a build that its backend lacks, and for draft tokens that
+    do not fit in its verification step."""
     kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
     if kv != OFF and kv not in b.kv_dtypes:
         other = " or ".join(KV_NAMES[d] for d in b.kv_dtypes)
@@ -136,8 +137,8 @@ def find_kv_dtype(requested: str | None, dtype: str, can: Iterable[str] = NARROW
 
 def find_draft_tokens(count: int | None, max_seq: int, drafter: bool = False) -> int:
     """Return the maximum draft tokens of a verification step: by default 4 with a draft model (or
-    max_seq - 1 if less), else 0. InputError beyond MAX_DRAFT_TOKENS or max_seq - 1, or for 0 with a
-    draft model."""
+    max_seq - 1 if less), else 0. InputError below 0, beyond MAX_DRAFT_TOKENS or max_seq - 1, and
+    for 0 with a draft model."""
     limit = min(MAX_DRAFT_TOKENS, max_seq - 1)
     if count is None:
         return min(DRAFTED, limit) if drafter else 0
@@ -242,7 +243,7 @@ def resolved(
 
 
 #: options of a build that do not apply to encoders
-OF_DECODERS = ("drafter", "draft_tokens", "kv_dtype", "all_logits", "calibrate")
+OF_DECODERS = ("drafter", "draft_tokens", "kv_dtype", "all_logits", "calibrate", "bits")
 
 
 def _check_encoder(spec: Spec, o: BuildOptions) -> None:

@@ -173,7 +173,8 @@ def _largest(plan: Plan, gpu: Gpu) -> str:
 
 
 def comparison_text(plans: Sequence[Sequence[Plan]]) -> str:
-    """Compare models, each planned for the same devices: a line per model, then one per device."""
+    """Compare models, each planned for the same devices: tables of sizes by model, and, if there
+    are devices, a table of the maximum contexts with a line per device."""
     models = [model_plans[0] for model_plans in plans]
     batches = sorted({r.batch for r in models[0].rows})
     parts = [_totals(models), *(_cache_table(models, batch) for batch in batches)]
