@@ -131,8 +131,9 @@ class Rule:
             groups = f"rows of {t.shape[-1]} in groups of {self.first.group}"
             why = f"{self.form} needs a multiple of {share} as group"
             raise InputError(f"{name}: {groups}: {why}; correct it, or {fix}")
-        groups = f"the groups of {self.first.row_multiple} of {self.form}"
-        raise InputError(f"{name}: rows of {t.shape[-1]} do not divide into {groups}; {fix}")
+        form = f"{self.form} in groups of {self.first.group}" if self.first.group else self.form
+        rows = f"rows of a multiple of {self.first.row_multiple}, found {t.shape[-1]}"
+        raise InputError(f"{name}: {form} needs {rows}; {fix}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class QuantConfig:
 
     @property
     def from_checkpoint(self) -> bool:
-        """Whether the checkpoint's weights are already quantised."""
+        """Whether the config describes an already quantised checkpoint."""
         return self.name == FROM_CHECKPOINT
 
     @property
