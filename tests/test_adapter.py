@@ -431,10 +431,18 @@ def test_what_is_refused(lora: Lora, tmp_path: Path) -> None:
     adapters, spec = lora.engine.adapters, load_spec("tiny-ple")
     assert adapters
     absent = {f"{STEM}layers.99.self_attn.q_proj": "layers.0.self_attn.q_proj.weight"}
+    second = targets("tiny-ple")[1]
+
+    def larger(tensors: Tensors) -> None:
+        for part, by in (("A", (0, 0, 0, 16)), ("B", (0, 16))):
+            name = f"{STEM}{second}.lora_{part}.weight"
+            tensors[name] = torch.nn.functional.pad(tensors[name], by)
+
+    ranks = {"r": 64, "rank_pattern": {second: 80}}
     refused = {
         "fix: give an adapter of this model": write_adapter(tmp_path / "other", spec, absent),
-        "rank 64 of layers.0.*_proj.weight; slots have room for 16": write_adapter(
-            tmp_path / "rank", spec, of_text(targets("tiny-ple")[:3]), {"r": 64}, rank=64
+        "rank 80 of layers.0.*_proj.weight; slots have room for 16": write_adapter(
+            tmp_path / "rank", spec, of_text(targets("tiny-ple")[:3]), ranks, larger, rank=64
         ),
         "has no adapter_config.json": tmp_path,
     }

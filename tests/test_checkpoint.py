@@ -293,7 +293,7 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path, dense: Spec) -> Non
         read_side_files(snapshot)
     (snapshot / SHARD).unlink()
     (snapshot / SHARD).symlink_to(path / ".." / "private")
-    with pytest.raises(WeightsError, match=f"'{SHARD}' leads outside the checkpoint directory"):
+    with pytest.raises(WeightsError, match=f"'{SHARD}' .* leads outside the checkpoint"):
         Checkpoint.open(snapshot, dense)
 
 

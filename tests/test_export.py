@@ -37,6 +37,7 @@ from g4ir.model.media import KINDS
 from g4ir.model.tensors import media_tensors
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.gguf import write as gguf_write
 from g4ir.weights.origin import GgufFile, existing_origin, find_origin, read_folder
 from g4ir.weights.random import random_weights
 from g4ir.weights.write import write_checkpoint
@@ -184,6 +185,21 @@ def test_gguf(name: str, kind: str, tmp_path: Path) -> None:
     assert {t.name for t in ours.tensors} == {t.name for t in theirs.tensors}
     wide = {t.tensor_type.name for t in ours.tensors if len(t.shape) > 1 and "inp.w" not in t.name}
     assert wide == {kind}
+
+
+def test_gguf_metadata_are_checked_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before weights are written; the first tensor of Gemma 3 is its token table."""
+    heads: list[int] = []
+    check = gguf_write._check
+
+    def checked(name: str, spec: Any, head: list[Any], size: int) -> None:
+        heads.append(len(head))
+        check(name, spec, head, size)
+
+    monkeypatch.setattr(gguf_write, "_check", checked)
+    given, _ = gguf_source(tmp_path, "tiny-gemma3")
+    g4ir.export(given, tmp_path / "out", format="gguf")
+    assert heads == [1]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

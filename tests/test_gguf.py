@@ -370,7 +370,9 @@ def test_other_names(tmp_path: Path) -> None:
         return as_it_is(own, t) | tower
 
     got, want = opened(rewritten(file, tmp_path / "b.gguf", rename), spec), opened(file, spec)
-    assert got.ignored == {"v.patch_embd.weight": "part of a tower, which this engine leaves out"}
+    assert got.ignored == {
+        "v.patch_embd.weight": "part of a tower; only text is read from this file"
+    }
     assert all(torch.equal(got.tensor(n), want.tensor(n)) for n in text_tensors(spec))
 
 
@@ -558,7 +560,20 @@ def test_powers_that_are_far_apart(model: Path, tmp_path: Path) -> None:
         return {name: (raw.reshape(len(raw), -1), GGMLQuantizationType["MXFP4"])}
 
     file = rewritten(model, tmp_path / "a.gguf", edit)
-    says = r"NaN or infinite, or more than 2\^17 times a neighbouring block's"
+    says = r"or infinite, or more than 2\^17 times a neighbouring block's.*, or take a file in BF16"
+    with pytest.raises(WeightsError, match=says):
+        g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
+
+
+def test_blocks_without_pairs(model: Path, tmp_path: Path) -> None:
+    def edit(name: str, t: Any) -> dict[str, Any]:
+        if name != "blk.2.ffn_down.weight":
+            return as_it_is(name, t)
+        raw = np.zeros((int(t.shape[1]), int(t.shape[0]) // 32 * 17), np.uint8)
+        return {name: (raw, GGMLQuantizationType["MXFP4"])}
+
+    file = rewritten(model, tmp_path / "a.gguf", edit)
+    says = "rows of MXFP4 must be multiples of 64, found 96; fix: take a file in BF16"
     with pytest.raises(WeightsError, match=says):
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
 

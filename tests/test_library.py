@@ -580,10 +580,10 @@ def test_refused_downloads(
 
 
 FULL_DISK = Mock(side_effect=OSError(28, "No space left on device"))
-ROOM = "make room, or set HF_HOME to a folder with more"
+ROOM = "make room, or set HF_HUB_CACHE to a folder with more"
 #: what is replaced by what, and what is said
 NO_DOWNLOAD: dict[str, tuple[Any, str, Any, str]] = {
-    "offline": (constants, "HF_HUB_OFFLINE", True, "HF_HUB_OFFLINE forbids downloads: unset it"),
+    "offline": (constants, "HF_HUB_OFFLINE", True, ": HF_HUB_OFFLINE forbids downloads: unset it"),
     "unreachable": (constants, "ENDPOINT", "http://127.0.0.1:9", "Connection refused); try again"),
     "full": (shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1), f"; {ROOM}"),
     "fills up": (HfApi, "hf_hub_download", FULL_DISK, f"/hub is full: {ROOM}"),

@@ -376,7 +376,7 @@ def _global_geometry(keys: Keys, tied: bool, family: hf.Family) -> dict[str, int
 
 
 def _per_layer(keys: Keys, kinds: tuple[str, ...]) -> dict[str, dict[str, int]] | None:
-    """Return layer kind -> overrides from per_layer_config; None if the config has no such key."""
+    """Return layer kind -> overrides from per_layer_config; None if it is missing or null."""
     section = keys.section("per_layer_config")
     if section is None:
         return None

@@ -137,8 +137,8 @@ def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
 
 
 def _embedding_to_hf(spec: Variant, family: hf.Family) -> dict[str, Any]:
-    """Return the keys that only encoders have, {} for a decoder; modules.json, not the config,
-    states dense layers."""
+    """Return more keys of an encoder, {} for a decoder; modules.json, not the config, states dense
+    layers."""
     head = spec.embedding
     if not head:
         return {}
@@ -151,8 +151,9 @@ def _embedding_to_hf(spec: Variant, family: hf.Family) -> dict[str, Any]:
 
 
 def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
-    """Return the config's keys of the attention geometry. That of full layers is in global_* keys,
-    or in per_layer_config if they have a different number of KV heads without K=V."""
+    """Return the config's keys of the attention geometry. That of full layers, if it may differ, is
+    in global_* keys, or in per_layer_config if they have a different number of KV heads without
+    K=V."""
     sliding, full = text.sliding, text.full
     out: dict[str, Any] = {
         "head_dim": sliding.head_dim,

@@ -299,7 +299,7 @@ def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> 
     """Build the dataclass from a mapping: check every key, convert values by field type.
 
     `hints` replaces annotations (for unions that another key decides); keys that the class lists in
-    `unread` are ignored. Raises one SpecError with file, line and key path of all errors.
+    `unread` are ignored. Raises one SpecError with file, line and key path of the errors.
     """
     if not isinstance(node, Map):
         raise fail(node.where, path, f"expected a mapping with {_names(cls)}, found {_kind(node)}")

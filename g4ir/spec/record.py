@@ -143,7 +143,7 @@ def need_model(spec: Spec) -> Spec:
     if spec.drafter:
         raise InputError(
             f"{spec.name} is a drafter, which runs only with its target model: give that (`build "
-            f"--drafter default` adds the drafter, `show --phase draft` prints it)"
+            f"--drafter` with `default` or a path adds a drafter, `show --phase draft` prints it)"
         )
     return spec
 
@@ -213,8 +213,7 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
 
 
 def _find_line(tree: Map, path: str) -> Where:
-    """Return the position of the longest prefix of the key path that this file has (base files are
-    valid on their own)."""
+    """Return the position of the longest prefix of the key path that this file, not a base, has."""
     node: Any = tree
     where = tree.where
     for key in path.split("."):

@@ -59,8 +59,8 @@ class Adapter:
 
     @classmethod
     def of(cls, text: str | Path) -> Adapter:
-        """Parse `DIR` or `DIR=SCALE`; InputError if SCALE is no finite number, or DIR has
-        no adapter."""
+        """Parse `DIR` or `DIR=SCALE`; InputError if SCALE is no finite number, or DIR has no
+        adapter_config.json."""
         path, factor = Path(text), 1.0
         stem, equals, number = str(text).rpartition("=")
         if equals and not path.exists():

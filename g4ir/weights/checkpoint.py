@@ -106,10 +106,11 @@ class Checkpoint:
     def open(
         cls, directory: Path | str, spec: Spec, media: Iterable[str] = (), dtype: str = "f32"
     ) -> Checkpoint:
-        """Open a directory; WeightsError unless config, index, headers, names, shapes and dtypes
-        fit. The only tensor data read are quantisation parameters, activation ranges, norms that
-        may be stored as 1 + w, and a draft model's token order. `media`: kinds whose
-        towers are included; `dtype`: the engine's, for scales of formats that do not fix theirs.
+        """Open a directory; WeightsError (SpecError for a wrong value in a config) unless config,
+        index, headers, names, shapes and dtypes fit. The only tensor data read are quantisation
+        parameters, activation ranges, norms that may be stored as 1 + w, and a draft model's token
+        order. `media`: kinds whose towers are included; `dtype`: the engine's, for scales of
+        formats that do not fix theirs.
         """
         directory = Path(directory)
         headers = (*read_headers(directory), *(_dense_headers(directory) if spec.embedding else ()))
@@ -285,8 +286,8 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
     if not directory.is_dir():
         raise WeightsError(f"{directory}: no such checkpoint directory; fix: check the path")
     if not (directory / CONFIG).is_file():
-        msg = f"expected {CONFIG} beside the weights, found none"
-        raise broken(directory, msg, f"fix: copy {CONFIG} from where the checkpoint came from")
+        fix = f"fix: copy {CONFIG} from where the checkpoint came from"
+        raise broken(directory, f"expected {CONFIG}, found none", fix)
     single, index = directory / SINGLE, directory / INDEX
     if not index.exists():
         if not single.exists():
@@ -354,9 +355,9 @@ def _read_shard(path: Path, want: set[str]) -> Header:
 
 def _inside(directory: Path, name: str, source: Path) -> Path:
     """Return the path of the file `name` in `directory`. WeightsError, whose message begins with
-    `source`, the file that names it, if it is absent, or if its name or link leads elsewhere: its
-    content could be copied into an engine. In the hub's cache, which stores files in `blobs`, links
-    to there are allowed."""
+    `source`, if it is absent, if its name is no plain path, or if its name or link leads elsewhere:
+    its content could be copied into an engine. In the hub's cache, which stores files in `blobs`,
+    links to there are allowed."""
     path, home, parts = directory / name, directory.resolve(), {*re.split(r"[/\\]", name)}
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     inside = name.isprintable() and not parts & {"", ".", ".."} and not Path(name).is_absolute()
@@ -364,7 +365,7 @@ def _inside(directory: Path, name: str, source: Path) -> Path:
         msg = f"{quoted(name)} is not in {directory}, or is a link to a file that is absent"
         raise broken(source, msg, "fix: complete the download")
     if not inside or not any(path.resolve().is_relative_to(h) for h in homes):
-        msg = f"{quoted(name)} leads outside the checkpoint directory, expected a file in it"
+        msg = f"{quoted(name)} is no plain path, or leads outside the checkpoint directory"
         raise broken(source, msg, "fix: put the files themselves into the directory")
     return path
 

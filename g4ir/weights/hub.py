@@ -23,6 +23,7 @@ from .origin import cache_folder
 #: is complete
 SMALL = re.compile(r"[^/]+\.(json|jinja|model)")
 WEIGHTS = re.compile(r"[^/]+\.safetensors")
+ROOM = "make room, or set HF_HUB_CACHE to a folder with more"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Download:
         """Download the files that are absent, with huggingface_hub's progress bars; return the
         snapshot's folder. MissingError if the disk has no room, or the download fails."""
         if self.absent > self.free:
-            raise MissingError(f"{self}; make room, or set HF_HOME to a folder with more")
+            raise MissingError(f"{self}; {ROOM}")
         with _errors(self.hub_id, self.revision) as hub:
             api, where = hub.HfApi(), {"revision": self.commit, "cache_dir": hub_cache()}
             for name in self.files:
@@ -120,7 +121,7 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
             f"--revision {revision}: {page} has no such branch, tag or commit"
         ),
         errors.OfflineModeIsEnabled: lambda: MissingError(
-            f"{hub_id} is not in the local cache, and HF_HUB_OFFLINE forbids downloads: unset it"
+            f"{hub_id}: HF_HUB_OFFLINE forbids downloads: unset it"
         ),
     }
     try:
@@ -131,9 +132,9 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
             if any(isinstance(c, kind) for c in causes):
                 raise error() from None
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-            fix = "make room, or set HF_HOME to a folder with more"
-            raise MissingError(f"{hub_id}: the disk of {hub_cache()} is full: {fix}") from None
+            raise MissingError(f"{hub_id}: the disk of {hub_cache()} is full: {ROOM}") from None
         cause = e.__cause__ or e
         first = (str(cause).splitlines() or [type(cause).__name__])[0]
         fix = "try again: complete files are kept"
-        raise MissingError(f"{hub_id}: {endpoint}: request failed ({first}); {fix}") from None
+        problem = f"{hub_id}: download from {endpoint} failed ({first})"
+        raise MissingError(f"{problem}; {fix}") from None

@@ -63,7 +63,7 @@ class Slots:
         slots."""
         factors = {f.bare: f for f in read_factors(self.spec, adapter)}
         names = {name for p in self.products.values() for name, _ in p.parts}
-        for f in factors.values():
+        for f in sorted(factors.values(), key=lambda f: -f.a.shape[0]):  # the largest rank first
             if f.bare not in names:
                 raise InputError(f"{adapter.path}: changes {quoted(f.bare)}, and {MERGE}")
             if (rank := f.a.shape[0]) > self.rank:
@@ -108,8 +108,9 @@ def _with_slots(
     slots: tuple[int, int],
     products: dict[str, Product],
 ) -> Graph:
-    """Return a graph in which a node `lora` follows each matmul with a weight of the text decoder;
-    the adapter params (A and B) of each are added to `products`, by the weight's name."""
+    """Return a graph in which a node `lora` follows the matmuls with weights of the text decoder
+    (`_parts`); the adapter params (A and B) of each are added to `products`, by the weight's
+    name."""
     index, params = Value(ADAPTERS, Type("i64", ("B",))), dict[str, Value]()
     nodes, renamed = list[Node](), dict[str, Value]()
 

@@ -150,7 +150,7 @@ class TensorMatch:
         if name in self.dead:
             return "K or V of a layer that reads another layer's K and V"
         if tower := tower_of(self.spec, name):
-            return f"part of {tower}, which this engine leaves out"
+            return f"part of {tower} that this engine does not use"
         if COMPUTED.search(name):
             return "a buffer that follows from the spec"
         return HEAD if name == self.head else None
@@ -206,7 +206,7 @@ def _kind_of(spec: Spec, bare: str) -> str | None:
 
 def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Mismatch]:
     if CODED in (head.dtype, embed.dtype):
-        text = f"stored although it is tied to {TOKEN_TABLE}, and one of them is quantised"
+        text = f"stored although it is tied to {TOKEN_TABLE}, and one or both are quantised"
         yield Mismatch(header.path.name, head.name, text, "head")
     elif head.dtype != embed.dtype:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"

@@ -70,11 +70,12 @@ class CheckpointDirectory:
         an invalid one."""
         if not self.stated.is_file():
             if lies_in(self.path):
-                msg = f"is a LoRA adapter of {Adapter(self.path).base}, not a model"
+                msg = f"is an adapter of {Adapter(self.path).base}, not a model"
                 fix = f"give that model (build, export: with --adapter {self.path} to merge it)"
                 raise InputError(f"{self.path} {msg}; {fix}")
             files = ", ".join(sorted(p.name for p in self.path.glob(f"*{GGUF}"))[:5])
-            near = f"; its GGUF files are no whole text model: {files}" if files else ""
+            why = "; none of its GGUF files is a whole, supported text model: "
+            near = why + files if files else ""
             msg = "not a Hugging Face checkpoint directory"
             raise InputError(f"{self.path} has no {CONFIG}: {msg}{near}")
         return Spec.from_hf(self.stated)
@@ -215,8 +216,8 @@ def read_folder(folder: Path) -> ModelFolder | None:
 
 
 def adjacent_drafter(path: Path) -> Path | None:
-    """Return the GGUF draft model in the folder of a GGUF file, if there is one; InputError for
-    several."""
+    """Return the draft model that `read_folder` finds in the folder of a GGUF file, or None;
+    InputError for several."""
     folder = read_folder(path.parent) if path.is_file() else None
     drafter = folder.one(DRAFTER_FILE) if folder else None
     return drafter.absolute() if drafter else None
@@ -295,10 +296,10 @@ def find_model(
             str(model),
             revision,
         )
-    if revision:
-        raise InputError(f"--revision {revision} is for a model of the hub, and {model} is a path")
     if not path.exists() and path.name == str(model) and path.suffix != GGUF:
         need_model(load_spec(path.name))  # raises: a draft model, or no variant of this name
+    if revision:
+        raise InputError(f"--revision {revision} is for a model of the hub, and {model} is a path")
     return None, path
 
 
@@ -364,7 +365,8 @@ def need_snapshot(
     tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]
     size = size_text(sum(map(math.prod, tensors)) * ITEMSIZE[spec.dtype])
     raise AbsentWeights(
-        f"no weights of {spec.hub} in the local Hugging Face cache; download them (about {size}) "
+        f"no complete weights of {spec.hub} in the local Hugging Face cache; download them (about "
+        f"{size}) "
         f"with `{_command(spec.hub, revision)}`, or give {alternatives}",
         spec.hub,
         revision,

@@ -25,8 +25,8 @@ from . import tensorfile
 from .checkpoint import Checkpoint
 from .formats.base import Files
 
-#: maximum bytes of a table that is computed or, with placement `mmap`, mapped in full; larger ones
-#: are read by rows (at build only if no op but `quantize` packs them)
+#: bytes; larger tables are read by rows: with placement `mmap`, and at build if no op but
+#: `quantize` packs them
 TABLE_BYTES = 256 << 20
 #: bytes per piece of a larger param, packed piece by piece while it is written
 PIECE_BYTES = 32 << 20
@@ -150,8 +150,9 @@ class MadeParams:
         return result
 
     def makes(self, param: str) -> list[Callable[[], tensorfile.TensorPieces]]:
-        """Return functions that compute a param: usually one. For a large table, so that it is
-        never fully in memory: several, for consecutive rows, or one that yields such rows."""
+        """Return functions that compute a param: usually one. A large table that no op but
+        `quantize` packs is never fully in memory: several functions compute consecutive rows, or
+        one yields them."""
         tables = {v.name: v for v in self.packing.program.graphs["embed"].params}
         v, ops = tables.get(param), {n.op for n in self.packing.recipe(param).nodes}
         if not v or v.type.nbytes() <= TABLE_BYTES or not ops <= {"quantize"}:
@@ -203,8 +204,8 @@ class MadeParams:
         return self.share.read_part(param, lambda _: t) if self.share else t
 
     def _full_name(self, param: str) -> str | None:
-        """Return the unsharded model's name of a rank's param; None if the param exists on this
-        rank only."""
+        """Return the unsharded model's name of a rank's param; None if that model has no such
+        param."""
         return self.share.source(param) if self.share else param
 
     def _require_finite(self, recipe: Graph, results: Mapping[str, torch.Tensor]) -> None:
@@ -238,8 +239,7 @@ class MadeParams:
         return cast(tensor, v.type.dtype, name)
 
     def _source(self, v: Value) -> str | None:
-        """Return the name of a prologue param's checkpoint tensor; None if the param exists on this
-        rank only."""
+        """Return the name of a prologue param's checkpoint tensor; None if there is none."""
         param = self._full_name(v.name)
         return param and checkpoint_name(param)
 

@@ -24,7 +24,7 @@ from .checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
 from .match import tower_names
 from .tensorfile import FileTensor, TensorPieces, code_of, in_shards
 
-#: elements of a table per piece
+#: elements per piece
 PIECE = 1 << 24
 
 

@@ -1,5 +1,5 @@
 """Reads a checkpoint's quantised weights, as `quantization_config` of its config.json describes
-them (or a key or file of other tools); a module for each tool's formats."""
+them (or a key or file of other tools)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def is_coded(config: Path) -> bool:
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
     """Return a checkpoint's tensors with its quantised weights, which `config` (config.json), or
-    ModelOpt's file beside it, describes. WeightsError for an unsupported format."""
+    ModelOpt's file beside it, describes. WeightsError for an unsupported format, SpecError for a
+    wrong value of a key."""
     tree = read_json(config)
     key, values, of_mlx = KEY, tree.get(KEY), tree.get(MLX_KEY)
     if of_mlx is not None or is_mlx(values):

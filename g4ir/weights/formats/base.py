@@ -72,7 +72,7 @@ def by_plain_name(path: Path, headers: Iterable[Header]) -> TensorRefs:
 
 #: format -> keys of its config that change no weight
 UNREAD: Mapping[str, list[str]] = tensorfile.TABLES["unread"]
-#: function from rows i64[n] of a table to their values, codes or scales; None: all rows
+#: function from row indices [n] to the rows' values, codes or scales; None: all rows
 Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 
@@ -121,7 +121,7 @@ class Files:
 
     def map(self, header: Header) -> mmap.mmap:
         if self.closed:
-            raise WeightsError(f"{self.directory}: the checkpoint is closed; fix: open it again")
+            raise WeightsError(f"{self.directory}: its weight files are closed; fix: open it again")
         if header.path not in self._maps:
             self._maps[header.path] = tensorfile.map_file(header)
         return self._maps[header.path]
@@ -274,7 +274,7 @@ def checked_scales(ref: TensorRef, stored: torch.Tensor, signed: bool = False) -
 def _stored_scales(
     files: Files, ref: TensorRef, shape: tuple[int, ...], grid: ScaleBlocks, signed: bool
 ) -> Part:
-    """Return a reader of row scales [n, G]; a file may have one number for the whole weight.
+    """Return a reader of row scales [.., n, G]; a file may have one number for the whole weight.
     `signed`: they may be negative, since codes have a larger range on one side of 0 (int4, as in
     GGUF)."""
     flat = math.prod(grid.shape(shape)) == 1 and ref[1].shape in ((), (1,))
@@ -373,8 +373,8 @@ def stacked(weights: Mapping[str, ModuleWeight]) -> dict[str, ModuleWeight]:
         for e, module in product(range(count), MODULES):
             if (e, module) not in experts:
                 first = next(iter(experts.values()))[0]
-                msg = f"{prefix}.{e}.{module} is absent or not quantised, but other experts are"
-                raise invalid(first, f"{msg} quantised")
+                msg = f"{prefix}.{e}.{module} is absent or not quantised, but other weights of the"
+                raise invalid(first, f"{msg} experts are quantised")
         gate_up = [experts[e, m] for e in range(count) for m in MODULES[:2]]
         out[f"{prefix}.gate_up_proj"] = _stack(gate_up, 2)
         out[f"{prefix}.down_proj"] = _stack([experts[e, MODULES[2]] for e in range(count)], 1)

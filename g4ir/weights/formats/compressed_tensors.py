@@ -1,9 +1,9 @@
 """compressed-tensors: `config_groups` say which modules are quantised and how; scales multiply.
 
-Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
-bits first, also across words; the bytes of 2- and 4-bit rows are those of ops/codecs.py. int8 and
-e4m3 are stored unpacked. With zero points z the codes become q - z, which take one more bit. NVFP4
-and MXFP4 are in fp4.py. Activations are not rounded.
+Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] of `pack-quantized` holds
+codes + 2^(b-1), low bits first, also across words; the bytes of 2- and 4-bit rows are those of
+ops/codecs.py. With zero points z the codes become q - z, which take one more bit. The int8 and e4m3
+codes of other formats are not packed. NVFP4 and MXFP4 are in fp4.py. Activations are not rounded.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ OTHERWISE = "fix: use a pack-quantized or float-quantized file, or build from th
 OTHERWISE += " with --quant"
 WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
 ZERO, INDEX, GLOBAL = ".weight_zero_point", ".weight_g_idx", ".weight_global_scale"
+#: strategies of the other formats; None: by the group size
+STRATEGIES = (None, "tensor", "channel", "group", "block")
 #: format -> its only strategy and group size
 FIXED = {NVFP4: ("tensor_group", NVFP4_GROUP), MXFP4: ("group", MXFP4_GROUP)}
 ACTIVATIONS = (
@@ -100,7 +102,8 @@ class QuantArgs:
 
     @property
     def grid(self) -> ScaleBlocks | None:
-        """Blocks of a weight that share a scale; None for an unsupported strategy."""
+        """Blocks of a weight that share a scale; None for an unsupported strategy, and for one
+        whose group size or block structure is missing."""
         group, default_strategy = self.group_size or 0, {None: "tensor", -1: "channel"}
         grids = {
             "tensor": ScaleBlocks(0, 0),
@@ -193,16 +196,16 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
     if args is None:
         raise _unread(where, "weights", None)
     bits = READ.get((layout, args.type))
-    strategy = args.grid is not None and args.strategy != "tensor_group"
     only, size = FIXED.get(layout, (args.strategy, args.group_size))
-    if layout in FIXED:
-        strategy = args.strategy == only
+    strategies = (only,) if layout in FIXED else STRATEGIES
+    size_key = "block_structure" if args.strategy == "block" else "group_size"
     symmetric = args.symmetric or (layout == PACKED and args.num_bits < 8)
     for key, value, is_read in (
         ("format", layout, any(layout == of for of, _ in READ)),
         (f"format {layout} with type", args.type, bits is not None),
         ("num_bits", args.num_bits, args.num_bits in (bits or ())),
-        ("strategy", args.strategy, strategy),
+        ("strategy", args.strategy, args.strategy in strategies),
+        (size_key, getattr(args, size_key), args.grid is not None),
         ("group_size", args.group_size, args.group_size == size),
         ("actorder", args.actorder, args.actorder not in ("group", "dynamic", True)),
         ("symmetric", False, symmetric),
@@ -266,16 +269,16 @@ def _weight(files: Files, parts: TensorRefs, args: QuantArgs, layout: str) -> St
 
 
 def _packed(files: Files, parts: TensorRefs, args: QuantArgs, grid: ScaleBlocks) -> StoredWeight:
-    """Return a weight of 1 to 8 bits, stored in 32-bit words, in the smallest format that has the
-    bits."""
+    """Return a weight of 1 to 8 bits, stored in 32-bit words, in the format of the fewest bits
+    that has its codes."""
     codes, bits = parts[WORDS], args.num_bits
     require(codes, ["I32"])
     require(parts[SHAPE], ["I64", "I32"], (len(codes[1].shape),))
     shape = tuple(map(int, files.rows(parts[SHAPE])))
     words = (*shape[:-1], -(-shape[-1] * bits // 32)) if shape else ()
     if words != codes[1].shape or min(shape, default=0) < 1:
-        expected = f"weight_packed {list(codes[1].shape)} of {bits} bits"
-        raise invalid(parts[SHAPE], f"says {list(shape)}, which is not the shape of {expected}")
+        packed = f"weight_packed {list(codes[1].shape)} of {bits} bits"
+        raise invalid(parts[SHAPE], f"says {list(shape)}, which does not fit {packed}")
     _divides(codes, shape, args)
     width, asymmetric = shape[-1], not args.symmetric
     name = integer_format(bits + asymmetric, width, grid.group(shape))

@@ -1,8 +1,8 @@
 """Opens GGUF files as a checkpoint of a spec.
 
-Plain tensors are views of the mapped file; blocks are converted on read, of a table only the rows
-in use. Towers come from a separate file (`mmproj`), as llama.cpp's converter writes it; its tensors
-are converted back to the layout of Hugging Face checkpoints.
+Most plain tensors are views of the mapped file; blocks are converted on read, of a table only the
+rows in use. Towers come from a separate file (`mmproj`), as llama.cpp's converter writes it; its
+tensors are converted back to the layout of Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint, check_norms, dtype_of
 from g4ir.weights.formats.base import Files, StoredWeight, checked_scales, quantised_weight
-from g4ir.weights.match import Mismatch, absent_value, report
-from g4ir.weights.tensorfile import FLOATS, broken, quoted
+from g4ir.weights.match import FIXES, Mismatch, absent_value, report
+from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, broken, quoted
 
 from .blocks import CODED, REQUANTISED, Part, by_pieces, relative_error
 from .container import (
@@ -47,7 +47,7 @@ from .container import (
 log = logging.getLogger(__name__)
 
 READ = (*FLOATS, *CODED)
-#: number of blocks on which the error of a type is measured
+#: maximum number of blocks on which the error of a type is measured
 SAMPLE = 256
 Tensors = tuple[Tensor, ...]  # concatenated by rows to one weight
 
@@ -80,8 +80,8 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
 
 
 def _log_errors(file: Container, live: Mapping[str, Tensors], files: Files) -> None:
-    """Log, once for each type that is quantised again, the new format and the error on its first
-    blocks."""
+    """Log, once for each type that is quantised again, the new format and the error on blocks of
+    one tensor."""
     first = {t.stored.name: t for ts in live.values() for t in ts if t.stored.name in REQUANTISED}
     for kind, t in first.items():
         scheme = CODED[kind].scheme
@@ -145,7 +145,7 @@ def _sorted(
         elif bare in dead:
             ignored[name] = "K or V of a layer that reads another layer's K and V"
         elif name.startswith(TOWERS):
-            ignored[name] = "part of a tower, which this engine leaves out"
+            ignored[name] = "part of a tower; only text is read from this file"
         elif weight and weight.stored.name == "NVFP4" and end == "scale":
             factors[weight.entry.name] = file.tensors[name]
         elif end == "input_scale":
@@ -246,12 +246,13 @@ class Blocks:
         nbytes = t.stored.nbytes * CODED[t.stored.name].together
         if raw.shape[-1] % nbytes:
             msg = f"tensor {quoted(t.entry.name)}: rows of {t.stored} must be multiples of 64"
-            raise broken(t.header.path, f"{msg}, found {t.shape[-1]}")
+            raise broken(t.header.path, f"{msg}, found {t.shape[-1]}", f"fix: {FIXES['type']}")
         values = by_pieces(raw.reshape(-1, nbytes), convert)
         floats = values.is_floating_point() and values.dtype.itemsize > 1  # codes have one byte
         if floats and not bool(values.isfinite().all()):
             msg = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
-            raise broken(t.header.path, f"{msg}{_REFUSED.get(t.stored.name, '')}")
+            fix = f"{DOWNLOAD}, or {FIXES['type']}"
+            raise broken(t.header.path, f"{msg}{_REFUSED.get(t.stored.name, '')}", fix)
         each = raw.shape[-1] // nbytes
         values = values.reshape(*raw.shape[:-1], each * values.shape[-1])
         if floats and t.factor:
@@ -304,7 +305,8 @@ def with_towers(
 
 
 def _tower_names(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Map tensor names in a file to candidate names in a checkpoint, one of which the spec has."""
+    """Map tensor names in a file to candidate names in a checkpoint, of which the spec has at most
+    one."""
     names = {name: tuple(map(checkpoint_name, ps)) for name, ps in TABLES["towers"].items()}
     for tower, table in TABLES["tower_layers"].items():
         ends = dict(table["plain"])

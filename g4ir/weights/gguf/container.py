@@ -1,4 +1,4 @@
-"""Reads the container of a GGUF file: metadata and the table of tensors, never their data.
+"""Reads the container of a GGUF file: metadata and the table of tensors; `floats` reads data too.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian throughout: magic,
 version, counts; each key with its type and value; each tensor with its name, dims (innermost
@@ -204,7 +204,7 @@ def _shard_paths(path: Path, count: Any) -> list[Path]:
             "so on, in one directory, or join them with llama.cpp's `llama-gguf-split --merge`"
         )
         msg = f"is one of {quoted(count)} files of a model (split.count), but its name is not"
-        raise broken(path, f"{msg} NAME-0000I-of-0000N.gguf", fix)
+        raise broken(path, f"{msg} NAME-0000I-of-0000N.gguf with that N", fix)
     paths = [path.with_name(f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf") for i in range(count)]
     if missing := [p.name for p in paths if not p.is_file()]:
         absent = f"{', '.join(missing[:5])} {'is' if len(missing) == 1 else 'are'} missing"

@@ -144,7 +144,7 @@ class _Keys:
     def one(self, name: str, values: list[int]) -> int:
         if len(set(values)) != 1:
             distinct = sorted(set(values))[:8]
-            raise self.error(name, f"layers of one kind must be alike, found {distinct}")
+            raise self.error(name, f"layers that must be alike have {distinct}")
         return values[0]
 
     def rows(self, name: str) -> int:
@@ -276,7 +276,7 @@ def _layers(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
-    """Return the config of models whose layers differ only in RoPE (Gemma 3)."""
+    """Return the config of models whose layers differ only in window and RoPE (Gemma 3)."""
     dim = _head_dim(keys, "attention.key_length", [*range(layers)])
     for other in ("attention.value_length", COUNT):
         if (size := keys.integer(other, dim)) != dim:
@@ -389,7 +389,8 @@ def _head_dim(keys: _Keys, name: str, layers: list[int]) -> int:
 
 
 def _shares_values(keys: _Keys, sliding: list[bool]) -> bool:
-    """Whether full layers that have a K projection have no V projection (K = V)."""
+    """Whether there are full layers with a K projection, and none of them has a V projection
+    (K = V)."""
     tensors = keys.file.tensors
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
     with_keys = [n for n in names if f"{n}_k.weight" in tensors]
@@ -445,6 +446,7 @@ TEMPLATE = "tokenizer.chat_template"
 ADD_EOS = "add_eos_token"
 READ = {TEMPLATE, *(f"{PREFIX}{name}" for name in TABLES["tokenizer_keys"])}
 SAMPLING = "general.sampling."
+LAST_N = f"{SAMPLING}penalty_last_n"
 #: key -> its name in a generation_config.json
 SETTINGS: dict[str, str] = TABLES["sampling"]
 #: name in a generation_config.json -> key
@@ -480,7 +482,7 @@ def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _ends(file: Container) -> list[str]:
-    """Return EOS and end-of-turn tokens; some converters do not mark them as special."""
+    """Return the tokens that end an answer; some converters do not mark them as special."""
     chat_format = FAMILIES.get(str(file.values.get(KIND)), {}).get("chat", CHAT_FORMS[0])
     return CHAT_FORMATS[chat_format]["ends"]
 
@@ -515,7 +517,7 @@ def _json(value: Any) -> bytes:
 
 
 def _not_applied(file: Container) -> Iterator[str]:
-    """Yield tokenizer and template keys that would affect the text but are not supported."""
+    """Yield tokenizer and template keys that may affect the text but are not supported."""
     for key, value in file.values.items():
         name = key.removeprefix(PREFIX)
         if name == ADD_EOS and "config" in architecture(file):
@@ -539,8 +541,8 @@ def _generation(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _sampling(file: Container) -> dict[str, Any]:
-    """Return the general.sampling settings under generation_config.json names; settings without
-    such a name keep their key, so that the reader of the defaults reports them."""
+    """Return the general.sampling settings under generation_config.json names. Settings without
+    such a name, if they have an effect, keep their key: the reader of the defaults reports them."""
     values = {key: _setting(file, key) for key in file.values if key.startswith(SAMPLING)}
     out = {name: values[key] for key, name in SETTINGS.items() if key in values}
     if out.get("top_k", 0) >= NO_TOP_K or out.get("top_k", 0) < 0:  # -1 as uint32 or int32: off
@@ -549,9 +551,9 @@ def _sampling(file: Container) -> dict[str, Any]:
         out = {name: out[name] for name in out.keys() - DRAWN}
     if not out.keys().isdisjoint(DRAWN):
         out["do_sample"] = True
-    if values.get(f"{SAMPLING}penalty_last_n") == 0:  # penalises no token
+    if values.get(LAST_N) == 0:  # penalises no token
         out.pop("repetition_penalty", None)
-        return out
+        del values[LAST_N]
     return out | {key: values[key] for key in values if key not in SETTINGS and _acts(key, values)}
 
 

@@ -55,6 +55,7 @@ from .metadata import (
     BOTH_WAYS,
     CONTROL,
     DRAWN,
+    LAST_N,
     NO_TOP_K,
     POOLED_BY_MEAN,
     PREFIX,
@@ -97,7 +98,8 @@ def write_gguf(
     tensors = [*_tensors(spec, source, kind)]
     head = _head(_metadata(spec, kind, side_files), tensors)
     size = len(head) + sum(t.aligned_nbytes for t in tensors)
-    _check(path.name, spec, [head, *tensors[0].pieces()], size)
+    rope = (piece for t in tensors if t.name == ROPE for piece in t.pieces())
+    _check(path.name, spec, [head, *rope], size)
     check_disk_space(path, size)
     path.parent.mkdir(parents=True, exist_ok=True)
     progress(f"writing {path.name}")
@@ -146,7 +148,8 @@ def architecture_of(spec: Spec) -> str:
 
 
 def _tensors(spec: Spec, source: Checkpoint, kind: str) -> Iterator[_Tensor]:
-    """Yield the tensors, RoPE frequencies first: `read_spec` needs no other tensor's data."""
+    """Yield the tensors, RoPE frequencies first if the file has them: `read_spec` needs no other
+    tensor's data."""
     rules = _rules(spec)
     names = checkpoint_names(spec.text.num_hidden_layers, rules)
     stored = {bare: name for name, bare in reversed(names.items())}
@@ -298,15 +301,15 @@ def _sampling(side_files: Mapping[str, bytes]) -> dict[str, Any]:
         values = {k: v for k, v in values.items() if k not in DRAWN}
     out = {key: _written(key, values.get(name)) for key, name in SETTINGS.items()}
     if out[REPEAT] is not None:
-        out[f"{SAMPLING}penalty_last_n"] = -1  # penalties cover the full text, as in g4ir
+        out[LAST_N] = -1  # penalties cover the full text, as in g4ir
     out |= {key: value for key, value in values.items() if key.startswith(SAMPLING)}
     out[f"{PREFIX}suppress_tokens"] = _ids(values, "suppress_tokens") or None
     return {key: value for key, value in out.items() if value is not None}
 
 
 def _written(key: str, value: Any) -> Any:
-    """Convert a setting to its GGUF type; None if it is absent or no finite float32. A top_k out of
-    range becomes 0 (off)."""
+    """Convert a setting to its GGUF type; None if it is absent or no finite float32. A top_k that
+    int32 cannot hold becomes 0 (off)."""
     if key == TOP_K:
         return None if value is None else int(value) if value < NO_TOP_K else 0
     return float(value) if value is not None and abs(value) <= MAX_FLOAT else None
