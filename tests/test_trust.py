@@ -289,7 +289,7 @@ def test_weights_that_change_after_they_were_looked_at(copied: Path) -> None:
         raw = header.path.read_bytes()
         header.path.unlink()
         header.path.write_bytes(raw)
-    with pytest.raises(WeightsError, match="changed while it was being read"):
+    with pytest.raises(WeightsError, match="changed since it was opened; fix: open it again"):
         open_runtime(found, no_progress, cuda_graph=True, trust=True).source.tensor("final_norm.w")
 
 

@@ -14,7 +14,8 @@
 
 A tensor without a rule is not quantised, and a router never is: rounded logits would choose other
 experts. The built-in configs are such files in this folder. For a checkpoint that is already
-quantised, a config describes its weights, and the build quantises nothing.
+quantised, a config describes its weights, and the build quantises nothing, unless with --set
+requantize=on.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class QuantConfig:
 
     @property
     def measured(self) -> bool:
-        """Whether the formats were chosen by --bits."""
+        """Whether the formats were chosen by --bits of this build."""
         return self.name == MEASURED
 
     def to_yaml(self) -> str:
@@ -203,7 +204,7 @@ def _weight_kinds(weights: Iterable[str]) -> str:
 def choose_config(
     requested: QuantConfig | None, stored: QuantConfig | None, source: object
 ) -> QuantConfig | None:
-    """Return the requested config or the `stored` one of an already quantised checkpoint; None
+    """Return the requested config or the `stored` one of a quantised checkpoint or engine; None
     without either, InputError, which names the `source`, with both."""
     if stored and requested:
         why = f"{source} is quantised already"

@@ -271,7 +271,8 @@ class Audio:
     attention_chunk_size: Count = 12
     #: 1 + the frames that a query sees to its left, itself included
     attention_context_left: Count = 13
-    #: frames to the right of a block that are read for it; a query sees one fewer to its right
+    #: frames to the right of a block that are read for it; if any, a query sees one fewer to its
+    #: right
     attention_context_right: Index = 0
     #: soft cap of the attention scores
     attention_logit_cap: Positive = 50.0

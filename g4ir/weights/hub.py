@@ -40,7 +40,7 @@ class Download:
 
     @property
     def absent(self) -> int:
-        """Bytes of the files that are not in the local cache."""
+        """Bytes of the files that the commit's snapshot in the local cache lacks."""
         at = self._snapshot
         return sum(size for name, size in self.files.items() if not (at / name).exists())
 

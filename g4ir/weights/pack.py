@@ -119,7 +119,7 @@ class MadeParams:
 
     packing: Packing
     source: Checkpoint
-    #: shard of the rank whose params these are, if there are several ranks
+    #: sharding, and the rank whose params these are; None: not sharded
     share: Share | None = None
     #: codes and scales of calibrated weights, by the name of the unsharded model's param
     calibrated: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -320,8 +320,9 @@ DEFAULT_PLACEMENT = "mmap"
 
 
 def open_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
-    """Open a table param for the embed graph, at one of PLACEMENTS. `host` and `mmap` allocate
-    nothing on the device: rows are gathered on the host, and only they are copied to the device."""
+    """Open a table param for the embed graph, at one of PLACEMENTS. If the params are in files,
+    `host` and `mmap` allocate nothing on the device: rows are gathered on the host, and only they
+    are copied to the device."""
     if placement == "mmap":
         return source.tensor(v.name) if v.type.nbytes() <= TABLE_BYTES else RowTable(source, v)
     table = source.tensor(v.name).to(device if placement == "device" else "cpu", copy=True)

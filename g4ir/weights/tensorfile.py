@@ -185,7 +185,7 @@ def map_file(header: Header) -> mmap.mmap:
     try:
         with open_regular(header.path) as file:
             if identity(os.fstat(file.fileno())) != header.identity:
-                raise WeightsError(f"{header.path}: changed while it was being read; fix: retry")
+                raise broken(header.path, "changed since it was opened", "fix: open it again")
             return mmap.mmap(file.fileno(), 0, **PRIVATE)
     except (OSError, ValueError) as error:
         strict = isinstance(error, OSError) and error.errno == errno.ENOMEM

@@ -95,8 +95,8 @@ def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
-    """Return 0.5, the scale of codes that are twice e2m1; NaN, which readers refuse, if a block's
-    scale has the sign bit."""
+    """Return 0.5, the scale of codes that are twice e2m1; NaN, which readers refuse, if one of a
+    block's scales has the sign bit."""
     signed = LAYOUTS["NVFP4"].split(blocks)["integers"].amax(-1, keepdim=True) > 0x7F
     return torch.where(signed, torch.nan, 0.5)
 
