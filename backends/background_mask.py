@@ -1,4 +1,4 @@
-"""Logits masks computed in threads, so that a slow one delays its own sequence only.
+"""Logits masks computed in threads, so that other sequences do not wait for a slow one.
 
 The scheduler starts the masks of a step together and waits until PATIENCE_S after the start; a
 sequence whose mask is not ready by then skips steps until it is. A mask that takes more than MAX_S
@@ -78,7 +78,7 @@ class _Computation:
         self._arrived.set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds; return whether the mask is computed."""
+        """Wait up to `timeout` seconds; return whether the computation has ended."""
         return self._arrived.wait(timeout)
 
     def cpu_s(self) -> float:
@@ -123,7 +123,7 @@ class BackgroundMask:
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Wait for the mask of the next token and return it, or raise the error of its computation;
-        InputError as soon as that took more than MAX_S of CPU time."""
+        InputError if that takes more than MAX_S of CPU time."""
         newest = self.start(generated)
         while not self.ready(generated, PATIENCE_S):
             pass

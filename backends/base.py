@@ -201,7 +201,7 @@ class Backend(PlannedBackend, ABC):
 
     @property
     def location(self) -> str:
-        """Where its engines run, as text for error messages."""
+        """Where its engines run, as text for messages."""
         return "where it was built"
 
     def has_device(self, device: str) -> bool:
@@ -214,7 +214,7 @@ class Backend(PlannedBackend, ABC):
 
     def needs(self, device: str) -> tuple[Callable[[], object], ...]:
         """Return checks of the environment for a build, the requirement that is easiest to satisfy
-        first; a check that fails raises MissingError. A dry run skips them."""
+        first; a check that fails raises MissingError."""
         return ()
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -230,14 +230,14 @@ class Backend(PlannedBackend, ABC):
         return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """Check the program without compiling it; return additional keys of the dry run's plan.
-        CheckError if a check fails."""
+        """Check the program for a dry run; return additional keys of its plan. Raises a G4Error if
+        a check fails."""
         return {}
 
     def machine(self, device: str) -> str:
         """Return the instruction set of compiled files as words, the last of which lists flags:
         "cuda sm_90", "x86_64 AVX2 avx2,fma". A machine refuses an engine if the other words differ
-        or it lacks a flag. "any": engines load on all machines."""
+        or it lacks a flag. "any": none of this is checked."""
         return "any"
 
     def machine_of(self, device: str, compiled: Mapping[str, Any]) -> str:
@@ -264,12 +264,13 @@ class Backend(PlannedBackend, ABC):
     @abstractmethod
     def load(self, task: Task, record: Any, cuda_graph: bool = True) -> Runtime:
         """Return a runtime; `record` has the type `self.record`. EngineError if compiled files do
-        not match the program, before any is opened."""
+        not match the program."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A build up to compilation: everything is checked, nothing is written."""
+    """A build up to compilation, the input of `write_engine` (builder/build.py), which also checks
+    the disk's free space."""
 
     config: BuildConfig
     backend: Backend
@@ -277,8 +278,8 @@ class Prepared:
     #: number of edits by each pass in each graph
     acted: PassCounts
     source: Checkpoint
-    #: manifest's record of how weights are stored (artefact.WEIGHTS); None in a dry run without
-    #: weights
+    #: manifest's record of how weights are stored (one of WEIGHTS of artefact/directory.py); None
+    #: in a dry run without weights
     weights: Any
     #: side files of the checkpoint (tokenizer, configs), name -> content
     side_files: Future[Mapping[str, bytes]]

@@ -183,7 +183,7 @@ def _to_float64(tensors: dict[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Resident:
     """A source of a runtime's params: the tensors in the runtime's memory, without copies; for
-    params that it does not expose, and for rows, the engine's files."""
+    params that it does not expose, and for rows, the runtime's `source`."""
 
     runtime: Runtime
 
@@ -206,7 +206,7 @@ def text_graphs(program: Program) -> Program:
 
 
 #: kind of interpreter -> its class, and a function from the engine's runtime to the params that it
-#: reads: those of the engine's files, or those in the runtime's memory
+#: reads: those of the runtime's `source`, or those in its memory (`Resident`)
 INTERPRETERS: dict[str, tuple[type[ReferenceRuntime], Callable[[Any], ParamSource]]] = {
     "stored": (ReferenceRuntime, lambda runtime: runtime.source),
     "resident": (ReferenceRuntime, Resident),

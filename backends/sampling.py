@@ -70,16 +70,17 @@ INTEGERS = ("top_k", "seed", "min_tokens", "logprobs")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one sequence; None: not set. InputError for a value of another type or
-    out of range. temperature 0 is greedy; `suppress` are token ids that are never chosen.
+    """Sampling settings of one sequence; None: not set. InputError if a setting of LIMITS or a bias
+    has another type or is out of range. temperature 0 is greedy; `suppress` are token ids that are
+    never chosen.
 
     presence_penalty is subtracted from the logits of generated tokens, frequency_penalty once for
     each occurrence; repetition_penalty divides positive logits of tokens of prompt and answer, and
     multiplies negative ones. min_p: min probability, as a share of the largest. logit_bias:
     (token, bias), the bias is added to the token's logit. `allowed` is a logits mask. The sequence
-    ends at a token of `stop`, or of the checkpoint's stop ids unless `ignore_eos`; none of them is
-    chosen before `min_tokens` are generated. logprobs: how many of the most probable tokens are
-    reported, besides the chosen one.
+    ends at a stop token: one of `stop`, or unless `ignore_eos` one of the checkpoint's stop ids; no
+    stop token is chosen before `min_tokens` are generated. logprobs: how many of the most probable
+    tokens are reported, besides the chosen one.
     """
 
     temperature: float = 0.0
@@ -213,14 +214,14 @@ class Sampler:
             self._mask.start(self.generated)
 
     def mask_ready(self, timeout: float = 0.0) -> bool:
-        """Whether the next token can be sampled without waiting for its logits mask, after a wait
-        of up to `timeout` seconds (`BackgroundMask.ready`)."""
+        """Whether the next token can be sampled without waiting for a thread that computes its
+        logits mask, after the wait of `BackgroundMask.ready`."""
         mask = self._mask
         return not isinstance(mask, BackgroundMask) or mask.ready(self.generated, timeout)
 
     def takes(self, largest: int) -> bool:
-        """Whether `largest`, the argmax of the raw logits, is the token to sample: greedy, without
-        processors that could change it. Then the logits need not be processed."""
+        """Whether `largest`, the argmax of the raw logits, is sampled without processing the
+        logits: greedy, and no processor could change it."""
         if not self._greedy or largest in self._never:
             return False
         return not (self._is_short and largest in self.stops)

@@ -223,7 +223,7 @@ PROGRAMS: dict[str, tuple[Any, Any, str]] = {
     "garbage": (lambda p: _programs(p)[0].write_bytes(b"x" * 999), None, "another segment"),
     "elsewhere": (None, _other_name, "no program '../../evil.pt2'"),
     "no programs": (_junk, None, r"\.pt2 cannot be loaded"),
-    "fewer": (None, lambda m: m["compiled"]["prefill"].pop(), "a program for each segment"),
+    "fewer": (None, lambda m: m["compiled"]["prefill"].pop(), "are not those of its segments"),
     "one row": (None, lambda m: m["limits"].update(max_batch=1), "another segment"),
 }
 

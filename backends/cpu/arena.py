@@ -11,8 +11,8 @@ import torch
 
 Tensor = torch.Tensor
 
-#: max rows (batch x tokens) of the decode and verification steps that share an arena; a larger
-#: verification step is split
+#: rows (batch x tokens) up to which decode and verification steps use the same blocks; verification
+#: steps of more rows run in pieces (`CpuRuntime._run_program`)
 ROWS = 8
 #: alignment of a value's memory, in bytes
 LINE = 64
@@ -49,7 +49,8 @@ class Arena:
         self._users.clear()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in a block that is in use until `use` frees it."""
+        """Return an uninitialised tensor in a block that is in use until `use` or `begin` frees
+        it."""
         size = torch.Size(shape).numel() * dtype.itemsize
         self.sizes.append(size)
         size = size * max(ROWS, self.rows) // self.rows

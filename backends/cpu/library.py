@@ -1,5 +1,5 @@
 """The CPU kernels as shared libraries, one per instruction set: prebuilt in the package (`make
-wheels`), or compiled once per machine into the user's cache."""
+wheels`), or compiled at first use into the user's cache."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OBJECTS = (
     ("packing.c", "-ffp-contract=off", "-fno-associative-math", "-fsigned-zeros"),
     ("team.c",),
 )
-#: additional objects for instruction sets with bf16 dot products
+#: additional objects for instruction sets with AVX512-BF16
 OF_BF16 = tuple((*o, "-DPANELS_BF16") for o in OBJECTS if o[0] == "panels.c")
 #: compilers in order of preference, unless CC or CXX names one
 COMPILERS = ("gcc", "cc", "clang", "g++")
@@ -119,7 +119,7 @@ class Library:
             if not from_cache(self.file, path.parent):
                 with claimed(self.file, wait=True):
                     if not from_cache(self.file, path.parent):
-                        progress("compiling the CPU kernels: once per machine, about a minute")
+                        progress("compiling the CPU kernels, which takes about a minute")
                         self.compile(path)
                         keep_program(path)
             yield path

@@ -27,8 +27,8 @@ def quantized(
     w: torch.Tensor, *, form: str, group: int, scale: str, moments: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
     """Return the codes and scales of a weight, bit-identical to `quantize.reference`, which is the
-    fallback for other formats than int4 with bf16 scales, absolute values above 4096, infinities,
-    NaN, group sizes that packing.c does not support, and machines without the kernel."""
+    fallback for all but int4 with bf16 scales, and for weights and machines that the C kernel does
+    not support (no values above 4096, infinities or NaN)."""
     size, dtype, threads = group or w.shape[-1], DTYPES.get(w.dtype), torch.get_num_threads()
     if form == "int4" and scale == "bf16" and w.is_cpu and _has_kernel(dtype, size):
         codes = torch.empty(*w.shape[:-1], w.shape[-1] // 2, dtype=torch.uint8)
@@ -49,8 +49,8 @@ def fitted_groups(
     x: torch.Tensor, levels: tuple[int, ...], shift_by: int, moments: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and shifts of groups [.., GROUP] as `fit_groups` does, by the C kernel;
-    `fit_groups` itself is the fallback for other dtypes than fp32, absolute values above 4096,
-    infinities, NaN, and machines without the kernel."""
+    `fit_groups` itself is the fallback for values and machines that the kernel does not support
+    (only fp32 on a CPU; no values above 4096, infinities or NaN)."""
     if x.is_cpu and x.dtype == torch.float32 and _has_kernel(DTYPES[x.dtype], GROUP):
         x, weights = x.contiguous(), None if moments is None else moments.contiguous()
         scales, shifts = (x.new_empty(x.shape[:-1]) for _ in range(2))
@@ -79,7 +79,7 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
     """Add x^T x of inputs x [T, n] to the upper triangle of `total` f32[n, n] as `add_products`
-    does; by the C kernel if there is one, whose sums do not depend on the number of threads.
+    does; by the C kernel if it supports x, with sums that do not depend on the number of threads.
     MemoryError if there is no memory for the kernel's packed copy of the inputs."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:

@@ -202,8 +202,9 @@ class StepLoop:
         self._unread.append(count)
 
     def read(self) -> list[list[int | None]]:
-        """Wait for the oldest unread `advance`; return each sequence's tokens, up to the one that
-        ends it; None: logits that are not finite. Raises the error of a step that failed."""
+        """Wait for the oldest unread `advance`; return each sequence's tokens, up to a stop token
+        that the program checks; None: logits that are not finite, which end a sequence too. Raises
+        the error of a step that failed."""
         steps = range(self._read, self._read + self._unread[0])
         pyops.wait_steps(self.program.pace, steps.stop)
         if self._pace[1] >= FAILED:
@@ -266,7 +267,7 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensors | None:
         """Return the outputs of the embed graph [B,S,width] for tokens i64[B,S]; None for 0 or more
-        than ROWS tokens, ids beyond a table, or a table that cannot be memory-mapped."""
+        than ROWS tokens, ids outside a table, or a table that cannot be memory-mapped."""
         feeds, count = {"tokens": tokens.reshape(1, -1)}, tokens.numel()
         if not 0 < count <= ROWS or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._ids:
             return None

@@ -1,10 +1,10 @@
 """Step programs: a decode step, a prefill chunk or a tower as instructions for kernels/step.c.
 
 The session's KV caches, the weights and the memory of all values have fixed addresses, so a step is
-recorded once, op by op, and then runs without torch or Python between its kernels. Results are
-rounded where the ops' references round. The program of a step of more than three tokens is
-extrapolated from those of two and of three tokens (`of_tokens`). Torch runs an op that has no
-instruction, between two instructions.
+recorded once, op by op, and then runs without torch or Python between its kernels, except ops that
+have no instruction, which torch runs. Results of elementwise ops are rounded where their references
+round. The program of a step of more than three tokens is extrapolated from those of two and of
+three tokens (`of_tokens`), unless its values are watched.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def step_arena(g: Graph, dims: Mapping[str, int], tokens: str, max_tokens: int) -> Arena:
     """Return an arena for steps of a graph in which the dim named `tokens` is at most `max_tokens`;
-    `dims` binds the other dims."""
+    `dims` binds other dims on which values depend."""
     two, three = (_recorded(g, **dims, **{tokens: n}).arena.sizes for n in (2, 3))
     sizes = [a + (max_tokens - 2) * (b - a) for a, b in zip(two, three, strict=True)]
     return Arena("cpu", sizes)
@@ -345,7 +345,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _rows(t: Tensor) -> tuple[int, ...]:
     """Return the sizes of an `operand` of kernels/step.c: outer, outer stride, inner, inner stride,
-    width, dtype, bytes of an element. NoInstruction if rows need more than two strides."""
+    width, dtype, bytes of an element. NoInstruction if rows need more than two strides, or a row's
+    elements are apart."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
         if size == 1:

@@ -20,7 +20,7 @@ OF_TILES = {"dequantize": "dequantize_tiles", "embedding_quantized": "embedding_
 
 def in_tiles(program: Program) -> Program:
     """Return the program with quantised matmul weights of at least FROM elements in tiles, if they
-    fit; tiles are packed at build."""
+    fit."""
     graphs = program.graphs.values()
     tiled = {n["codes"].name for g in graphs for n in g.find("dequantize") if _fits(n)}
     return program.map(lambda g: replace(g, nodes=tuple(_nodes(g, tiled))))

@@ -64,8 +64,8 @@ class Cuda(Compiler):
     def notes(self, target: Target) -> Iterator[str]:
         if not has_large_blocks(target.gpu):
             yield (
-                "attention uses torch's kernels: g4ir's need more than 99 KiB of shared memory per "
-                "block, as on Hopper and data center Blackwell"
+                "attention uses torch's kernels: g4ir's are for GPUs with 227 KiB of shared memory "
+                "per block (Hopper and data center Blackwell)"
             )
 
     def lowered(self, g: Graph, target: Target) -> Any:

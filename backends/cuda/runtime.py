@@ -34,7 +34,8 @@ class CudaRuntime(ProgramRuntime):
         decode, rows = task.program.graphs.get("decode"), task.limits.max_batch
         #: captures a step of STEPS as a CUDA graph; None: steps run launch by launch
         self.record = WithFallback(recorded) if cuda_graph else None
-        #: whether a step costs no more over all slots than over those in use (schedule.any_length)
+        #: whether a decode step costs no more over all slots than over those in use
+        #: (schedule.any_length)
         self.any_length = bool(decode and any_length(schedule(decode, find_target(rows))))
         self.device_index = torch.cuda.current_device()
         super().__init__(task, steps)
@@ -60,8 +61,7 @@ class CudaRuntime(ProgramRuntime):
         return super().run(step, state)
 
     def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
-        """Return a function that runs a graph over the full caches (max_seq slots), and returns all
-        outputs."""
+        """Return a function that runs a graph over the full caches, and returns all outputs."""
         return self._plan_step(phase, state.views(self.limits.max_seq))
 
     def _plan_step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
@@ -71,7 +71,7 @@ class CudaRuntime(ProgramRuntime):
     def _replay(
         self, phase: str, feeds: dict[str, Tensor], state: Caches, views: Tensors
     ) -> Tensors:
-        """Replay a step in one launch; captured at the first call for these cache views and tokens
+        """Replay a step that `record` captures at the first call for these cache views and tokens
         per sequence."""
         assert self.record
         step, record = self._plan_step(phase, views), self.record

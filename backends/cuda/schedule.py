@@ -1,8 +1,8 @@
 """Selection of our kernels for a graph's nodes on a GPU, with launch settings, and the table of
 `g4ir kernels`. Needs no torch.
 
-Other nodes go to libraries and torch's compiler: matmuls of large batches, all nodes in other
-dtypes than bf16, and ops without a kernel, such as norms.
+Other nodes go to libraries and torch's compiler, for example matmuls of large batches, all nodes of
+fp32 engines, and ops without a kernel, such as norms.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row
     for n in s.graph.nodes:
         choice = s.find(n)
         if not choice and n.definition.traffic is nothing:
-            continue  # a view, or a quantised weight that a kernel reads
+            continue  # a view, or a quantised weight: its matmul has the bytes
         for key in _keys(n, choice):
             counted[key] += 1
             if not choice or key[1] == choice.name:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from g4ir.backends.inductor.target import Target
 from g4ir.ops.types import torch
 
-#: default target without a GPU
+#: name of Hopper GPUs, the H200 aside; target of memory estimates
 HOPPER = "h100"
 
 
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
-    """Name a GPU: `NVIDIA H200` -> h200; other Hopper cards: h100; other GPUs: their
-    capability, for example sm_100."""
+    """Name a GPU: h200 if the product's name contains that (H200, GH200); other Hopper cards: h100;
+    other GPUs: their capability, for example sm_100."""
     for name in ("h200", HOPPER):
         if name in product.lower():
             return name

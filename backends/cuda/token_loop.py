@@ -111,8 +111,8 @@ class TokenLoop:
         return len(self._unread)
 
     def read(self) -> list[list[int | None]]:
-        """Wait for the oldest unread step; return each sequence's token in a list, None if its
-        logits were not finite."""
+        """Wait for the oldest unread step; return each sequence's token in a list, None once its
+        logits have been NaN or infinite."""
         tokens, finite = self._unread.popleft().read()
         return [[token if good else None] for token, good in zip(tokens, finite, strict=True)]
 

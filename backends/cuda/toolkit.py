@@ -19,8 +19,7 @@ def toolchain(otherwise: str = "") -> tuple[Callable[[], object], ...]:
     """Return checks for compiling: a C++ compiler, a GPU, and, if there is one, triton and CUDA's
     headers. Each raises MissingError; `otherwise` is appended to the error of a missing or
     unsupported GPU."""
-    # Without a GPU only the error of the GPU check helps: a CUDA build of torch brings the other
-    # parts.
+    # Without a GPU, errors of these two would not help.
     parts = (_check_triton, check_toolkit) if torch.cuda.is_available() else ()
     return (cpp_compiler, *parts, partial(_check_gpu, otherwise))
 

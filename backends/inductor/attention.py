@@ -52,8 +52,8 @@ def attention_latent(
 
 
 def encoder_attention(n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
-    """Compute the op `encoder_attention` by SDPA, which does not materialise the scores: q
-    [B,P,nq,d], k and v [B,T,n,d], valid bool [B,T]."""
+    """Compute the op `encoder_attention` by SDPA: q [B,P,nq,d], k and v [B,T,n,d], valid bool
+    [B,T]."""
     bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
     heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))

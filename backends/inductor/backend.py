@@ -1,5 +1,5 @@
-"""`--backend torch`: Inductor programs on a GPU; step programs and torch's ops on the CPU, without
-compilation."""
+"""`--backend torch`: Inductor programs on a GPU; on the CPU step programs and torch's ops, or with
+`--set programs=inductor` Inductor programs too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Programs = dict[str, tuple[str | None, ...]]
 
 
 class TorchBackend(Backend):
-    """Programs compiled ahead of time on CUDA; step programs and torch's ops on the CPU."""
+    """Programs compiled ahead of time on CUDA; step programs and torch's ops on the CPU by
+    default."""
 
     name = "torch"
     devices = tuple(DEVICES)
@@ -133,7 +134,7 @@ def _check_programs(task: Task, steps: Mapping[str, Sequence[Step]], files: Prog
     for name, many in texts.items():
         expected = [bool(t) for t in many]
         if expected != [f is not None for f in files[name]]:
-            problem = f"{folder}: the manifest does not have a program for each segment of {name}"
+            problem = f"{folder}: the manifest's programs of {name} are not those of its segments"
             raise EngineError(f"{problem}; build the engine again")
         checked |= {(f, t) for f, t in zip(files[name], many) if f and t}
     for file, text in sorted(checked):

@@ -1,8 +1,7 @@
 """A segment's text -> an ahead-of-time Inductor package.
 
-Compilation is a pure function of the text, the target, the compilers' versions and options, the
-instruction set and our sources, so packages are cached under the hash of all these (`program_name`,
-program_cache.py).
+Packages are cached under a hash of the text, the target, the versions of torch and triton, the
+instruction set, our sources and WRAPPER_LEVEL (`program_name`, program_cache.py).
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_point
 
 
 def program_name(text: str, target: Target) -> str:
-    """Return the file name of a compiled program, without its suffix: 24 hex digits of a hash of
-    everything that it depends on."""
+    """Return the file name of a compiled program, without its suffix: 24 hex digits of the hash."""
     device = find_compiler(target.device)
     parts = [text, str(target), torch.__version__, device.machine(), _sources(device)]
     parts += [setting(WRAPPER_LEVEL), *device.versions()]
@@ -110,7 +108,8 @@ def without_space(error: Exception, path: Path) -> LowerError | None:
     }
     folder = min(advice, key=lambda p: shutil.disk_usage(p).free)
     return LowerError(
-        f"torch: {folder}: disk full or quota exceeded; make room, or {advice[folder]}"
+        f"torch: disk full or quota exceeded, most likely of {folder}; make room, or "
+        f"{advice[folder]}"
     )
 
 

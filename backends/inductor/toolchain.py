@@ -19,7 +19,7 @@ def cpp_compiler() -> str:
         )
     if not shutil.which(compiler := setting("CXX", "g++")):
         raise MissingError(
-            f"the torch backend needs a C++ compiler, and there is no {compiler}: install g++ 10 "
-            f"or newer (`apt-get install g++`), or set CXX to another compiler, such as clang++"
+            f"programs of torch's compiler need a C++ compiler, and there is no {compiler}: install"
+            f" it (g++: 10 or newer, `apt-get install g++`), or set CXX to another, such as clang++"
         )
     return compiler

@@ -1,4 +1,4 @@
-"""Compiles programs in worker processes, or copies them from the cache."""
+"""Compiles programs, several at a time in worker processes, or copies them from the cache."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def compile_all(
     """Write a program for each distinct segment text into the folder `out`: copied from the cache,
     or compiled, in up to `jobs` processes; return text -> file name.
 
-    Raises LowerError with the compiler's message and a node of the segment, or with the status of a
-    process that ended early.
+    Raises LowerError if a segment does not compile, a disk is full or a process ends early, and
+    TrustError as `from_cache`.
     """
     files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
     if files:
@@ -92,7 +92,7 @@ def _output(printed: IO[bytes]) -> Exception:
 
 
 def _end_of_worker(status: int) -> str:
-    """Return why a worker ended before its share was compiled."""
+    """Return the error message for a worker that ended with this status, not 0."""
     if status == -signal.SIGKILL:
         why = "it was killed, most likely because memory ran out: build again with more free memory"
     else:

@@ -103,8 +103,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A graph and the kernel choice of each lowered node, keyed by the node's first output. Created
-    once, and shared by lowering, launch counts, timing and printing."""
+    """A graph and the kernel choice of each lowered node, keyed by the node's first output."""
 
     graph: Graph
     target: Target

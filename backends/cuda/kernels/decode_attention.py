@@ -16,8 +16,9 @@ MAX_REDUCED = 1 << 17
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the launch shape; None if this kernel does not apply: to chunks, bidirectional media
-    blocks, and head dims that are not a multiple of an int8 cache's scale group."""
+    """Return the launch shape; None if this kernel does not apply: to several tokens per sequence,
+    bidirectional media blocks, and head dims that are not a multiple of an int8 cache's scale
+    group."""
     shape, cache = attention_shape(n), n.caches[0].type
     if shape is None or n.chunk or not is_row(n["q"].type):
         return None

@@ -3,7 +3,7 @@
 `block_m` chooses the inner loop. 1, for one row: multiply and add in fp32, one reduction at the
 end. 16 to 64, for as many rows: tensor cores, with the weight as the left operand, whose tile may
 be 64 rows and more while x has 16. More rows than `block_m` read the weight again. With `stages`
-above 1 the loads of that many steps are in flight at once, by asynchronous copies.
+above 1 the loads of later steps are in flight, by asynchronous copies.
 
 Tolerance. Every sum is in fp32 and rounded once. Its error, for k of some thousand, is within 1e-5
 of the rms of the sums, far below the rounding of bf16 (2^-9 relative), so a bf16 result is the
