@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class CaptureCache:
-    """CUDA graphs, step programs and decode loops that hold addresses of a session's caches; freed
-    with the session."""
+    """CUDA graphs, step programs and decode loops that hold addresses of a session's caches, and
+    the arenas of step programs; freed with the session."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[type, Hashable], Any] = {}

@@ -501,6 +501,13 @@ def test_a_mac_is_refused_before_a_compiler_is_called(monkeypatch: pytest.Monkey
         cpp_compiler()
 
 
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(MissingError, match=r"there is no no-such-compiler: install it .*set CXX"):
+        cpp_compiler()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_a_build_that_leaves_nothing(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

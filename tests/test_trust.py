@@ -220,11 +220,12 @@ def _other_name(m: dict[str, Any]) -> None:
 
 
 PROGRAMS: dict[str, tuple[Any, Any, str]] = {
-    "garbage": (lambda p: _programs(p)[0].write_bytes(b"x" * 999), None, "another segment"),
+    "garbage": (lambda p: _programs(p)[0].write_bytes(b"x" * 999), None, "is not the program"),
     "elsewhere": (None, _other_name, "no program '../../evil.pt2'"),
     "no programs": (_junk, None, r"\.pt2 cannot be loaded"),
     "fewer": (None, lambda m: m["compiled"]["prefill"].pop(), "are not those of its segments"),
-    "one row": (None, lambda m: m["limits"].update(max_batch=1), "another segment"),
+    "more": (None, lambda m: m["compiled"]["prefill"].append("0" * 24 + ".pt2"), "its segments"),
+    "one row": (None, lambda m: m["limits"].update(max_batch=1), "is not the program of"),
 }
 
 

@@ -80,14 +80,14 @@ def quantized_columns(x: torch.Tensor, by: torch.Tensor, grid: Grid, start: torc
 def added_products(total: torch.Tensor, x: torch.Tensor) -> None:
     """Add x^T x of inputs x [T, n] to the upper triangle of `total` f32[n, n] as `add_products`
     does; by the C kernel if it supports x, with sums that do not depend on the number of threads.
-    MemoryError if there is no memory for the kernel's packed copy of the inputs."""
+    MemoryError if the kernel, which packs a copy of the inputs, runs out of memory."""
     dtype = DTYPES.get(x.dtype)
     if dtype not in PANEL_DTYPES or not _has_kernel(dtype, GROUP) or x.stride(1) != 1:
         add_products(total, x)
         return
     sizes, threads = (*x.shape, x.stride(0)), torch.get_num_threads()
     if pyops.kernel("add_products")(x.data_ptr(), total.data_ptr(), dtype, *sizes, threads):
-        raise MemoryError(f"out of memory for x^T x: no room for a copy of x {list(x.shape)}")
+        raise MemoryError(f"out of memory for x^T x of x {list(x.shape)}")
 
 
 #: C implementations of quantisation at build on the CPU, and of its calibration sums

@@ -190,8 +190,8 @@ def check_program(path: Path, text: str) -> None:
         comment = file.read()
     if comment != expected:
         raise EngineError(
-            f"{path} was compiled from another segment than the one that ends with "
-            f"{first_node(text)}; build the engine again"
+            f"{path} is not the program of the segment that ends with {first_node(text)}; "
+            f"build the engine again"
         )
 
 

@@ -48,7 +48,7 @@ static void in_pairs(const bf16 *from, float *to, int64_t k) {
 /* Prefetch distance in bytes, over all weight rows of a pass: some CPUs' hardware prefetchers stop at every
  * page boundary. */
 #define AHEAD 8192
-/* Minimum weight rows of a unit of work. */
+/* Minimum weight rows of a unit of work (the last may have fewer). */
 #define PART_LEAST 32
 
 typedef struct {
@@ -84,7 +84,8 @@ static inline void read_ahead(const void *now, const int outs) {
 /* Dot products of one weight row with up to TOGETHER rows of x. */
 typedef float sums[TOGETHER];
 
-/* Writes the dot products of weight rows from o on with rows of x from r on to `out`. */
+/* Writes to `out` the dot products of the weight rows of a pass (o, o + beside, ..) with consecutive rows of x, the
+ * first of which is r. */
 typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
 
 /* Instances for 1 to TOGETHER rows of x, and for one or `outs` weight rows, with the counts as compile-time
@@ -129,7 +130,7 @@ static void *formed(product *p) {
     return form;
 }
 
-/* Multiplies `outs` weight rows from o on with `here` rows of x from r on. */
+/* Multiplies `outs` weight rows (o, o + beside, ..) with `here` rows of x from r on. */
 static void multiply_rows(const product *p, dot of, int outs, int64_t o, int64_t r, int64_t here) {
     sums out[SIDE];
     of(p, o, r, out);

@@ -1,6 +1,6 @@
-/* Integer GEMM of many rows of x, quantised to int8 per block of 32, with a tiled weight. After the words of
- * each block a panel stores the scale of x, or the scales of the weight. The same integer sums as integers.h with
- * one digit; scales are multiplied in another order. */
+/* Integer GEMM of many rows of x, quantised to int8 per block of 32, with a tiled weight. After the words of each
+ * block a panel stores corrections and the scale of x, or the scales (and minima) of the weight. Computes the same
+ * integer sums as integers.h does with one digit; scales are multiplied in another order. */
 #pragma once
 #include "digits.h"
 #include "many_rows.h"

@@ -1,4 +1,4 @@
-/* GEMV of a tiled weight with a few bf16 rows of x, on vector integer instructions (x as int8 digits, digits.h; fp8
+/* GEMV of a tiled weight with a few bf16 rows of x, on vector integer instructions (x as integers, digits.h; fp8
  * weights: on bf16 dot products). */
 #pragma once
 #include "amx.h"

@@ -3,9 +3,8 @@
 #include "dense.h"
 #include "attention.h"
 
-/* Maximum rows of x of the GEMV kernel, by dtype. EMULATED_ROWS: for bf16 on CPUs without bf16 instructions (speedup
- * over the faster of the BLAS library's bf16 and fp32 at 12288 x 1536: 2.7x at 8 rows, 1.3x at 16, 1.03x at 24, 0.88x
- * at 32). */
+/* Maximum rows of x of the GEMV kernel, by dtype. EMULATED_ROWS: for bf16 without AVX512-BF16 (speedup over the faster
+ * of the BLAS library's bf16 and fp32 at 12288 x 1536: 2.7x at 8 rows, 1.3x at 16, 1.03x at 24, 0.88x at 32). */
 #define BF16_ROWS TOGETHER
 #define EMULATED_ROWS 24
 #define F32_ROWS 4

@@ -61,7 +61,7 @@ enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };
  * queries at positions[batch, queries], over a cache k, v[slots, batch, kv_heads, width] of
  * written[batch] tokens. `dtype`: of q and out; `held`: of the cache; window 0: none. Scores and sums
  * are fp32; probabilities are rounded to bf16 if q and the cache are bf16, d is a multiple of 32 and the
- * CPU has bf16 instructions. Returns 0, or 1 if out of memory. */
+ * kernels use AVX512-BF16. Returns 0, or 1 if out of memory. */
 int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written, const void *k,
                 const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,

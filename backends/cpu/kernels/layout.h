@@ -100,8 +100,8 @@ static inline int strips_of(int form, int digits, int64_t rows) {
     return rows == 2 || form == INT5 || form == IQ4 || NONUNIFORM(form) ? 2 : strips_of_one();
 }
 
-/* Tiles per unit of work: a multiple of `runs`, the streams of a unit, so that they are of equal length and no tile
- * is multiplied twice. */
+/* Tiles per unit of work: a multiple of `runs`, the streams of a unit, so that they are of equal length. The last unit
+ * may have fewer tiles; one of them may then be multiplied twice. */
 static inline int64_t tiles_of_part(int64_t tiles, int64_t threads, int64_t runs) {
     int64_t part = (tiles + threads * PARTS - 1) / (threads * PARTS);
     return part > runs ? part - part % runs : runs;

@@ -7,9 +7,9 @@
 #define PANEL 256
 /* Distance, in rows of y, at which lines are prefetched before a store. */
 #define STORES_AHEAD 8
-/* UNIT_MAX: maximum rows of x per unit of work (fp32 panels; twice as many of narrower ones). UNIT_MIN: minimum when
- * units are split to occupy all threads. WIDTH_MAX: maximum columns of a unit; its strips share one read of a panel of
- * x from memory. */
+/* UNIT_MAX: maximum rows of x per unit of work (fp32 panels; twice as many of narrower ones), rounded up to whole
+ * panels. UNIT_MIN: units of more rows are halved if that occupies more threads. WIDTH_MAX: maximum columns of a unit;
+ * its strips share one read of a panel of x from memory. */
 enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
 
 /* A set of micro kernels and its panel layout. */
@@ -131,7 +131,7 @@ static int many_row_units(void *context, units *left) {
 }
 
 /* Sets the size of a unit and returns the number of units: halves first the strips, then the rows of a unit, until
- * there are PARTS units per thread. */
+ * there are PARTS units per thread or a unit has one strip and at most UNIT_MIN rows. */
 static int64_t divide(many_rows *p, int threads) {
     int64_t each = p->by->rows, most = p->upper ? UNIT_MAX : UNIT_MAX * least(2, p->by->values / p->by->x_words);
     int64_t turns = (p->rows + most - 1) / most;

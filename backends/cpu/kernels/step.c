@@ -1,6 +1,5 @@
-/* Interpreter of step programs: a decode step or prefill chunk as instructions over fixed addresses,
- * recorded by step_program.py. Rows are computed in fp32 and rounded where the definitions of the ops
- * round (g4ir/ops). */
+/* Interpreter of step programs: instructions over fixed addresses, recorded by step_program.py. Rows are
+ * computed in fp32; elementwise results are rounded where the definitions of the ops round (g4ir/ops). */
 #include "layout.h"
 #include "number.h"
 #include "system.h"
@@ -9,7 +8,8 @@
 #include <float.h>
 #include <math.h>
 
-/* PIECE: elements of a unit of work (by_pieces). SHARED: min elements of an instruction that threads share. */
+/* PIECE: elements of a unit of work (by_pieces). SHARED: min elements of a result that threads share by rows or
+ * pieces. */
 #define PIECE 2048
 #define SHARED 16384
 /* Max bytes of a weight to prefetch for each of the first two units of work. */
@@ -952,7 +952,7 @@ static int lora_high(void *context, units *left) {
             for (int64_t r = 0; r < rank && first < last; r++) {
                 float by = ((const float *)row(h, t))[p * rank + r];
                 const char *b = row(high, slot * rank + r);
-                if (by == 0) continue; /* beyond the rank of this adapter */
+                if (by == 0) continue; /* as beyond the rank of this adapter */
                 if (high->dtype == F32)
                     for (int64_t j = first; j < last; j++) out[j - from] += by * ((const float *)b)[j];
                 else

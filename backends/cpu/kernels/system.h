@@ -30,7 +30,7 @@ static inline void free_lines(void *at) { _aligned_free(at); }
 static inline void sleep_on(uint32_t *word, uint32_t value, int64_t most_ns) {
     WaitOnAddress(word, &value, sizeof value, most_ns ? (uint32_t)((most_ns + 999999) / 1000000) : UINT32_MAX);
 }
-/* Wakes at least `count` threads that sleep on a word. */
+/* Wakes `count` threads that sleep on a word, or all of them. */
 static inline void wake(uint32_t *word, int count) {
     count == 1 ? WakeByAddressSingle(word) : WakeByAddressAll(word);
 }
@@ -123,7 +123,8 @@ static inline run_clock own_run_clock(void) {
 }
 static inline int64_t ran_ns(run_clock clock) { return read_ns(clock); }
 
-/* With `there`, pins a thread to the CPU; else allows it the CPUs of the thread `like` except that one. */
+/* With `there`, pins a thread to the CPU; else allows it the CPUs of the thread `like`, without that one if there are
+ * others. */
 static inline void place_thread(int thread, int cpu, int there, int like) {
     cpu_set_t set;
     if (sched_getaffinity(like, sizeof set, &set)) return;

@@ -1,6 +1,6 @@
 /* A thread pool for the CPU kernels, used instead of OpenMP's. A parallel region never waits for a
- * worker that the system has not scheduled: running threads take the next unit of work, and a worker
- * that arrives late finds the region closed. */
+ * worker that has not joined it yet: running threads take the next unit of work, and a worker that
+ * arrives late finds the region closed. */
 #pragma once
 #include <stdint.h>
 
