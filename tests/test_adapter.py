@@ -255,7 +255,7 @@ def test_what_is_no_adapter(dense: Path, tmp_path: Path) -> None:
     assert Adapter.of(f"{folder}=5e-1") == Adapter(folder, 0.5)
     for given, words in (
         (tmp_path, "has no adapter_config.json; give the directory"),
-        (f"{folder}=much", "'much' is no scale; give DIR=0.5"),
+        (f"{folder}=much", "no such path, and 'much' is no scale; give DIR=0.5"),
         (f"{folder}=nan", "is no scale"),
     ):
         with pytest.raises(G4Error, match=words):

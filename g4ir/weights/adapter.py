@@ -70,7 +70,8 @@ class Adapter:
             except ValueError:
                 factor = math.nan
             if not math.isfinite(factor):
-                raise InputError(f"adapter {text}: {quoted(number)} is no scale; give DIR=0.5")
+                why = f"no such path, and {quoted(number)} is no scale"
+                raise InputError(f"adapter {text}: {why}; give DIR=0.5")
         if not (path / CONFIG).is_file():
             fix = "give the directory that PEFT's save_pretrained wrote"
             raise InputError(f"adapter {text}: {path} has no {CONFIG}; {fix}")

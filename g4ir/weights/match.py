@@ -11,6 +11,7 @@ from pathlib import Path
 
 from g4ir.model.names import DENSE, HEAD, ORDER, TOKEN_TABLE
 from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text_tensors
+from g4ir.spec.parts import FULL, SLIDING
 from g4ir.spec.record import Spec
 
 from . import tensorfile
@@ -155,13 +156,18 @@ class TensorMatch:
             return "a buffer that follows from the spec"
         return HEAD if name == self.head else None
 
+    @property
+    def _without_v(self) -> list[str]:
+        text = self.spec.text
+        return [kind for kind in (SLIDING, FULL) if getattr(text, kind).k_eq_v]
+
     def _unknown(self, name: str, header: Header, entry: Entry) -> Mismatch:
         bare = name.removeprefix(self.prefix)
         if ADAPTER.search(name):
             text, fix = "part of an adapter that is not merged", "adapter"
         elif MLX_EXPERTS in name:
             text, fix = "experts in MLX's layout", "mlx"
-        elif bare.endswith(V_PROJ) and (kind := _kind_of(self.spec, bare)):
+        elif bare.endswith(V_PROJ) and (kind := _kind_of(self.spec, bare)) in self._without_v:
             text = f"unknown: expected no v_proj ({kind}.k_eq_v is true)"
             text += f", found {quoted(type_text((header, entry)))}"
             fix = "k_eq_v"

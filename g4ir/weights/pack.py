@@ -331,7 +331,7 @@ def open_table(source: ParamSource, v: Value, placement: str, device: str) -> An
 
 
 def local_params(packing: Packing, share: Share) -> set[str]:
-    """Return the names of the sharded params: those computed from sharded weights."""
+    """Return the names of the params that differ between ranks."""
     recipes = ((name, packing.recipe(name)) for name in packing.program.params())
     return {name for name, recipe in recipes if any(share.cuts(v.name) for v in recipe.params)}
 
