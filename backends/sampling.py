@@ -2,9 +2,9 @@
 
 The order: biases, suppressed tokens and the logits mask; penalties; temperature; min_p; top_k;
 top_p; the draw. Reported log-probabilities are those of the raw logits. The draw's random number is
-a function of the sequence's seed and the token's index in the answer, so sampling depends neither
-on the rest of the batch, nor on speculative decoding, nor on whether the host or the device does
-it.
+a function of the sequence's seed and the token's index in the answer, so sampling from given logits
+depends (but for rounding) neither on the rest of the batch, nor on speculative decoding, nor on
+whether the host or the device does it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lowerings of a graph's nodes on a GPU: Triton kernels, and for nodes without one torch ops."""
+"""Lowerings of a graph's nodes on a GPU: kernels of the table (kernels/), else mostly torch ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode loop that samples on the device: one CUDA graph launch per step.
+"""Decode loop that samples on the device: a step is one CUDA graph launch, if it can be captured.
 
 A step reads and writes static tensors of the loop (tokens, lengths, active sequences, random
 numbers, sampling settings), so one captured step serves every length and every sequence. The host

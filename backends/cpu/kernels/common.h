@@ -20,7 +20,7 @@
 #else
 #define WIDE 16
 #endif
-/* Maximum rows of x per pass over the weight. */
+/* Maximum rows of x per pass of a GEMV over the weight. */
 #define TOGETHER 8
 /* Functions whose first arguments are compile-time constants at each call: inlined, so that loops unroll and
  * sums stay in registers. */

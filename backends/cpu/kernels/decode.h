@@ -1,4 +1,5 @@
-/* Dequantises rows of a weight in format FORM, bit-identical to g4ir/ops/quant.py. */
+/* Dequantises rows of a weight in format FORM, bit-identical to g4ir/ops/quant.py, except that NaN in fp8 becomes
+ * 480. */
 #pragma once
 #include "common.h"
 #include "layout.h"

@@ -58,8 +58,8 @@ extern const form_kernels *g4ir_forms[FORMS];
 enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };
 
 /* out[batch, queries, heads, d] = softmax(q k^T * scale) v with the mask of g4ir/ops/attention.py for
- * queries at positions[batch, queries], over a cache k, v[slots, batch, kv_heads, width] of
- * written[batch] tokens. `dtype`: of q and out; `held`: of the cache; window 0: none. Scores and sums
+ * queries at positions[batch, queries], over a cache k, v[slots, batch, kv_heads, width] to which
+ * written[batch] tokens were written. `dtype`: of q and out; `held`: of the cache; window 0: none. Scores and sums
  * are fp32; probabilities are rounded to bf16 if q and the cache are bf16, d is a multiple of 32 and the
  * kernels use AVX512-BF16. Returns 0, or 1 if out of memory. */
 int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written, const void *k,

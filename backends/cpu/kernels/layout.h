@@ -57,8 +57,8 @@ enum { NL3_HIGH = 32, NL4_BYTES = 68, NL3_BYTES = 52, NL2_BYTES = 36 };
      : (form) == NL2 ? NL2_BYTES : BLOCK)
 /* Minimum values per group (values that share a scale); group sizes are multiples of it. */
 #define SHARE_OF(form) ((form) == INT8 || (form) == FP8 ? HALF : BLOCKS_OF(form) * BLOCK)
-/* Order of values in unpacked words. EVEN_ODD, formats with two codes per byte: of every eight values the even ones,
- * then the odd ones. FOURTHS, formats with four: of every sixteen every fourth one. Others: as they are. */
+/* Order of values in unpacked words. EVEN_ODD, formats with two adjacent codes per byte: of every eight values the even
+ * ones, then the odd ones. FOURTHS, with four adjacent ones: of every sixteen every fourth one. Others: as they are. */
 #define FOURTHS(form) ((form) == INT2 || (form) == INT3)
 #define EVEN_ODD(form)                                                                          \
     ((form) == FP4 || (form) != INT8 && (form) != FP8 && !HALVES(form) && !FOURTHS(form) && !NONUNIFORM(form))

@@ -2,8 +2,8 @@
 
 A program handles one sequence, one KV head and one split of the visible keys; the query heads of
 the group (GQA) are the rows of its dot products, so that a key is read once. Splits are computed on
-the device from the number of tokens in the cache: one captured graph serves all lengths, and only
-visible slots are read. The last program to arrive (an atomic counter per sequence and KV head in
+the device from the number of tokens: one captured graph serves all lengths, and only visible slots
+are read. The last program to arrive (an atomic counter per sequence and KV head in
 `arrivals`, 0 before and after) reduces the partial results in the order of the splits.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
@@ -339,8 +339,8 @@ def decode_attention(
 ) -> Tensor:
     """Compute `attention` of each sequence's newest token over its KV cache: [B,1,nq,d].
 
-    q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    caches k, v [C,B,n,d] of equal strides, contiguous in the last dim, or quantised rows
+    q [B,1,nq,d]; end i64[B] tokens written to the cache, the query's among them: its position is
+    end - 1; caches k, v [C,B,n,d] of equal strides, contiguous in the last dim, or quantised rows
     (ops/kv_quant.py; int8: d a multiple of 32); arrivals: at least B * n elements of i64, 0 before
     and after. A sequence without tokens yields 0. splits: maximum programs per sequence and KV
     head, each but the last of at least block_n keys.

@@ -255,9 +255,9 @@ def prefill_attention(
     v [B,S,n,d] of the chunk.
 
     positions i64[B,S] are consecutive from positions[b, 0] >= 0 on: only the first of each sequence
-    is read. written i64[B]: tokens in the cache. Both caches have the same strides, and a
-    contiguous last dim. Tuning: `block_m` query rows (at least the group's heads, rounded up to a
-    power of two) and `block_n` keys of a tile, powers of two from 16.
+    is read. written i64[B]: tokens written to the cache so far. Both caches have the same strides,
+    and a contiguous last dim. Tuning: `block_m` query rows (at least the group's heads, rounded up
+    to a power of two) and `block_n` keys of a tile, powers of two from 16.
 
     With w [d], the weight of K's norm, compute `attention_latent` over one cache [C,B,n,d + 2p] and
     the chunk's rows [B,S,n,d + 2p]. K's unrotated dims, V * w, are not computed: a tile of V serves
