@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from g4ir import Engine, Graph, Program, Spec, build, build_graph, load_spec, run_passes
 from g4ir.backends import find_backend
+from g4ir.backends.cuda.device import COMPILER
 from g4ir.backends.cuda.schedule import dense_bytes, same_kernels, schedule
 from g4ir.backends.cuda.target import HOPPER
 from g4ir.backends.inductor.target import Target
@@ -560,6 +561,13 @@ def test_scratch_by_batch_size_is_that_of_every_batch_size(quant: str | None) ->
             kernels = [{k: c.kernel for k, c in s.choices.items()} for s in (one, other)]
             assert kernels[0] == kernels[1]
             assert dense_bytes(one) == dense_bytes(other)
+
+
+def test_a_build_notes_that_attention_uses_kernels_of_torch() -> None:
+    """An A100 has 163 KiB of shared memory per block, which is not enough."""
+    (note,) = COMPILER.notes(Target("cuda", "sm_80", 1))
+    assert "for GPUs with 227 KiB of shared memory" in note
+    assert not [*COMPILER.notes(Target("cuda", HOPPER, 1))]
 
 
 PUBLISHED = read_table("golden/published.yaml")
