@@ -41,7 +41,7 @@ def _post_norm(g: Graph, add: Node) -> Node:
     if post is None:
         raise NoMatch("neither operand is a norm with a weight")
     if len(g.readers(post.out)) > 1 or add["a"] == add["b"]:
-        raise NoMatch(f"{post.out} has another user")
+        raise NoMatch(f"{post.out} is used more than once")
     return post
 
 

@@ -40,7 +40,7 @@ class _Pair:
         of its node."""
         value = n[self.operand]
         if n.inputs.count(value) > 1:
-            raise NoMatch(f"{value} has another user")
+            raise NoMatch(f"{value} is used more than once")
         fused = self.joined(n, producer)
         parts = match_parts(g, fused)
         produced_at = positions[value.name]

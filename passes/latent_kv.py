@@ -43,7 +43,7 @@ OPTIONS = LatentOptions()
 
 
 def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -> Graph:
-    """Merge the caches of K and V in each layer that computes both from one projection."""
+    """Merge the caches of K and V in layers that compute both from one projection."""
     edits: list[tuple[list[Node], list[Node]]] = []
     replaced: dict[str, list[Node]] = {}
     written = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
@@ -129,7 +129,7 @@ def _match(g: Graph, writes: dict[str, Node], k: str, v: str) -> _Match:
         if state not in writes:
             raise NoMatch(f"%{state} is not written here")
     write_k, write_v = writes[k], writes[v]
-    apart = "K and V do not come from one projection"
+    apart = "K and V are not norms of one projection"
     value = produced_by(g, write_v["new"], "rms_norm", apart)
     key = producer_of(g, write_k["new"], "norm_rope", "rope")
     norm = producer_of(g, key["x"], "rms_norm") if key and key.op == "rope" else key
@@ -155,7 +155,7 @@ def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
     for w in writes:
         unexpected = [n for v in (w["cache"], w.out) for n in g.readers(v) if n not in expected]
         if unexpected or w["cache"] in g.results() or w.out in g.outputs:
-            raise NoMatch(f"{w['cache']} has another reader")
+            raise NoMatch(f"{w['cache']} has another reader, or is an output")
     for n in readers:
         after = {v == w.out for w, v in zip(writes, n.caches, strict=True)}
         chunk, _ = split_chunk(n.chunk, 2)
