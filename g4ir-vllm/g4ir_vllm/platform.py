@@ -1,8 +1,8 @@
 """vLLM's platform for g4ir engines: device properties, scheduler settings, and refused options.
 
 To vLLM's scheduler the KV cache has one block per slot of the engine, as long as the longest
-request. So an admitted request keeps its slot until it ends, none is preempted for lack of memory,
-and the cache usage in `/metrics` is the share of slots in use.
+request. So no request is preempted for lack of memory, and the cache usage in `/metrics` is the
+share of slots in use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda c: c.kv_transfer_config is not None or c.ec_transfer_config is not None,
         "leave --kv-transfer-config and --ec-transfer-config out",
     ),
-    "pooling": (lambda c: c.model_config.runner_type != "generate", "leave --runner out"),
+    "pooling": (
+        lambda c: c.model_config.runner_type != "generate",
+        "leave --runner and --convert out",
+    ),
     "embeddings as prompts": (
         lambda c: c.model_config.enable_prompt_embeds,
         "leave --enable-prompt-embeds out",

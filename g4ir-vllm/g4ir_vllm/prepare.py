@@ -103,8 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except G4Error as e:
         print(f"g4ir_vllm: error: {e}", file=sys.stderr)
         return e.exit_code
-    if not any((out / name).is_file() for name in COPIED[-1:]):
-        print("g4ir_vllm: the engine has no chat_template.jinja; chats need vLLM's --chat-template")
+    config = json.loads((out / TOKENIZER_CONFIG).read_text())
+    if not (config.get("chat_template") or (out / COPIED[-1]).is_file()):
+        print("g4ir_vllm: the engine has no chat template; chats need vLLM's --chat-template")
     print(f"g4ir_vllm: created {out}; serve it with: vllm serve {out}")
     return 0
 

@@ -121,7 +121,8 @@ class Runner:
         return finite
 
     def _leave(self) -> None:
-        """End the running prefill, complete or not; the prefix cache keeps its computed tokens."""
+        """End the running prefill, complete or not; the prefix cache may keep its computed
+        tokens."""
         if self._prompt:
             self._prompt[1].close()
             self._prompt = None

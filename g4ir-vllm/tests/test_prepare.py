@@ -12,7 +12,8 @@ import g4ir
 from g4ir.errors import EngineError, InputError
 from g4ir_vllm.config import EngineConfig, engine_folder
 from g4ir_vllm.prepare import main, prepare
-from tests.serve.running import MAX_SEQ
+from tests.engines import add_file
+from tests.serve.running import MAX_SEQ, chat_tokenizer
 
 
 def test_a_folder(engine_folder: Path, tmp_path: Path) -> None:
@@ -55,6 +56,19 @@ def test_the_command(
 ) -> None:
     out = tmp_path / "out"
     assert main([str(engine_folder), str(out)]) == 0
-    assert f"vllm serve {out}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"vllm serve {out}" in printed and "no chat template" not in printed
     assert main([str(engine_folder), str(out)]) == 2
     assert "not an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", ({}, {"chat_template": "{{ messages }}"}))
+def test_engines_without_a_template_file(
+    config: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = tmp_path / "engine"
+    g4ir.build("tiny-ple", engine, backend="reference", random_weights=0).close()
+    add_file(engine, "tokenizer.json", chat_tokenizer().to_str())
+    add_file(engine, "tokenizer_config.json", json.dumps(config))
+    assert main([str(engine), str(tmp_path / "out")]) == 0
+    assert ("the engine has no chat template" in capsys.readouterr().out) == (not config)
