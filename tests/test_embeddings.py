@@ -609,6 +609,13 @@ def test_embed_command_with_media(tmp_path: Path) -> None:
         assert message in refused("embed", tmp_path / "e", "--input", lines), message
 
 
+@pytest.mark.parametrize("phase", ("verify", "draft"))
+def test_phases_of_drafts(model: Any, phase: str) -> None:
+    for words in (("--variant", NAMES[0]), (model.path,)):
+        message = refused("show", *words, "--phase", phase)
+        assert " is an encoder" in message
+
+
 SMALL = {"image_budget": 70}
 
 
@@ -616,6 +623,9 @@ def test_refused_commands(model: Any, tmp_path: Path) -> None:
     file = tmp_path / "in.txt"
     file.write_text("ab\n\nw7\n")
     assert "in.txt: line 2 is empty" in refused("embed", model.path, "--input", file)
+    blank = tmp_path / "in.jsonl"
+    blank.write_text("\n\n")
+    assert "in.jsonl has no texts" in refused("embed", model.path, "--input", blank)
     assert "ends in .npy or .jsonl" in refused("embed", model.path, "--text", "a", "--out", "x.bin")
     file.write_text("ab\nw7 " + "ab " * 300)
     outcome = command("embed", model.path, "--input", file, "--out", tmp_path / "o.npy")

@@ -92,7 +92,7 @@ class Bench(Verb):
         if self.file and not self.file.absolute().parent.is_dir():
             raise InputError(f"--json {self.file}: its directory does not exist")
         if self.file and self.file.exists() and self.file.suffix != ".json":
-            raise InputError(f"--json {self.file}: exists and is not .json; put --json after MODEL")
+            raise InputError(f"--json {self.file}: exists; give FILE.json, or --json after MODEL")
         if self.plot:
             check_plot(self.plot)
         check_options(self.peer, self.rounds, self.warmup)

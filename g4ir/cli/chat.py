@@ -137,7 +137,8 @@ class Repl:
         self._leaves = False
 
     def run(self, lines: Lines) -> None:
-        """Process all lines; an error is reported, and the next line is processed."""
+        """Process all lines. An error in one is reported, and the next is processed, unless stdout
+        cannot be written or the engine has ended."""
         while not self._leaves:
             try:
                 text = read_message(lines, self._prompt())
@@ -195,7 +196,7 @@ class Repl:
             self._tell(f"{talking.DIM}{done}{talking.PLAIN}")
 
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
-        """Show an answer; Ctrl-C ends it."""
+        """Show an answer; at a terminal Ctrl-C ends it."""
         stop = {signal.SIGINT: lambda number, frame: self.talk.stop()} if self.terminal else {}
         with console.handled(stop):
             try:

@@ -36,9 +36,7 @@ class CompareFormats(Verb):
     """Compare weight formats of a model: size, quality on a text, and speed."""
 
     models: list[str] = argument(
-        f"{ANY_MODEL}: the baseline; others with the same tokenizer are further rows",
-        "MODEL",
-        "+",
+        f"{ANY_MODEL}: the baseline; others with the same tokenizer are further rows", "MODEL", "+"
     )
     quant: str | None = flag("weight formats of the first MODEL: int8,FILE.yaml, ..", None, "Q,..")
     text: list[str] = flag("UTF-8 text to score (default: a short sample)", (), "FILE")
@@ -96,7 +94,8 @@ class CompareFormats(Verb):
         """Return two engine directories of a format: with all_logits, for quality, and without, for
         speed."""
         options = replace(self.first_use.options, quant=quant, requantize=requantize)
-        use = replace(self.first_use, options=options)
+        explicit = self.first_use.explicit - (set() if quant else {"quant"})
+        use = replace(self.first_use, options=options, explicit=explicit)
         return use.engines([model], all_logits=True)[0], use.engines([model])[0]
 
 

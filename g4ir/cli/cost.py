@@ -28,7 +28,7 @@ from .verb import Count, Part, Verb, flag, flag_of, json_flag
 TOKENS = 1024
 NOTE = (
     "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
-    "are left out, since fused nodes keep them on the chip"
+    "are left out, as if they stayed on the chip"
 )
 #: formats with a smaller share of the weights' bytes are omitted
 LITTLE = 0.15

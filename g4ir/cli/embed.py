@@ -101,7 +101,7 @@ def read_texts(source: str) -> list[Any]:
     rows = enumerate(lines, 1)
     texts = [_text(f"{name}: line {i}", x, as_json) for i, x in rows if x.strip() or not as_json]
     if not texts:
-        raise InputError(f"{name} has no lines")
+        raise InputError(f"{name} has no texts")
     return texts
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from g4ir.artefact.directory import Artefact, refuse_options
-from g4ir.errors import InputError
+from g4ir.errors import InputError, SpecError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
@@ -35,7 +35,7 @@ OF_PART = {"vision": "image", "audio": "audio"}
 #: default draft tokens of a printed verification graph
 DRAFTED = 4
 #: graph of speculative decoding -> the option that builds it
-DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter default"}
+DRAFTING = {VERIFY: "--draft-tokens K", DRAFT: "--drafter DIR (`default` if one is shipped)"}
 
 
 #: values of --phase: graphs of the text model and of the draft model, and the names of towers
@@ -110,8 +110,7 @@ class NamedGraph(Part):
         after all passes or after that one."""
         if self.after is None and (engine := self.built):
             if self.options.skip:
-                reason = "an engine's graph is what was built"
-                raise InputError(f"--skip needs --after or --why: {reason}")
+                raise InputError("--skip needs --after or --why: an engine's graph is as built")
             return find_graph(engine.packing.program, self.graph_name, engine.spec)
         graph, skip = self.before_passes()
         if self.after == "none":
@@ -127,9 +126,8 @@ class NamedGraph(Part):
         spec, phase, built, c = self.spec, self.graph_name, self.built, self.config
         if built:
             find_graph(built.packing.program, phase, spec)
-        plain = plain_graph(
-            spec, phase, c.all_logits, c.dtype, c.media if built else None, c.drafter
-        )
+        media = c.media if built else None
+        plain = plain_graph(spec, phase, c.all_logits, c.dtype, media, c.drafter)
         graph = quantise(Program({phase: plain}), spec, c.quant, c.dtype).graphs[phase]
         if c.ranks > 1 or c.ep:
             graph = self._of_rank(graph)
@@ -137,14 +135,14 @@ class NamedGraph(Part):
 
     def _of_rank(self, graph: Graph) -> Graph:
         """Return the graph sharded for one rank; InputError (without an engine) for a graph that is
-        whole on every rank."""
+        replicated on every rank."""
         phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
         if self.graph_name in phases:
             return shard(graph, self.config.sharding)
         if self.built:
             return graph
-        reason = f"--phase {self.graph_name} is whole on every rank"
-        raise InputError(f"--tp: {reason}; sharded phases: {', '.join(phases)}")
+        reason = f"--phase {self.graph_name} is replicated on every rank: leave tp and ep out"
+        raise InputError(f"{reason}; sharded phases: {', '.join(phases)}")
 
 
 def plain_graph(
@@ -157,9 +155,14 @@ def plain_graph(
 ) -> Graph:
     """Return a graph before all passes: for a tower, the one of the largest size of `media` (None:
     of the variant's default size); for the draft model, the one of `drafter` (None: of the draft
-    model shipped for the variant). InputError if the variant has no such graph."""
+    model shipped for the variant). InputError or SpecError if there is no such graph."""
     if phase == DRAFT:
-        return build_draft(spec, drafter or shipped_drafter(spec), dtype)
+        try:
+            drafter = drafter or shipped_drafter(spec)
+        except SpecError:
+            why = f"{spec.name} {'is an encoder' if spec.embedding else 'has no shipped drafter'}"
+            raise InputError(f"--phase draft: {why}; give an engine with a drafter") from None
+        return build_draft(spec, drafter, dtype)
     if phase not in PARTS:
         return build_graph(spec, phase, all_logits, dtype, media, hidden=drafter is not None)
     can = supported_media(spec)
@@ -180,9 +183,9 @@ def find_graph(program: Program, phase: str, spec: Spec) -> Graph:
     sizes = [g for name, g in program.graphs.items() if name.startswith(f"{phase}_")]
     if phase in PARTS and sizes:
         return sizes[-1]
-    if phase not in DRAFTING:
+    if phase != DRAFT or spec.embedding:
         plain_graph(spec, phase)  # raises if the variant has none
-    names, fix = ", ".join(program.graphs), DRAFTING.get(phase, "--media all")
+    names, fix = ", ".join(program.graphs), DRAFTING.get(phase, "--media all (GGUF: --mmproj too)")
     raise InputError(f"--phase {phase}: this engine has {names}; build it with {fix}")
 
 

@@ -39,5 +39,5 @@ def _stated(word: str, model: Model) -> dict[str, str]:
         "takes": ", ".join(("text", *supported_media(spec))),
         "dtype": TORCH_NAMES[spec.dtype],
         "quantised": ", ".join(f"{n} {fmt}" for fmt, n in forms.items()) or "none",
-        "engine": "none: `run`, `chat` and `serve` build one on first use",
+        "engine": "none: verbs that run one build it on first use",
     }

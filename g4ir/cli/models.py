@@ -33,7 +33,8 @@ def any_spec(source: str) -> Spec:
 
 def named_model(word: str) -> Model:
     """Return an engine, or the description of a variant, a spec file, a GGUF file, a checkpoint
-    directory or a Hugging Face id in the local cache; reads headers, not weights."""
+    directory or a Hugging Face id (of a variant, or in the local cache); reads headers, not
+    weights."""
     folder = Path(word)
     nothing = folder.is_dir() and not (folder / CONFIG).is_file() and not [*folder.glob(f"*{GGUF}")]
     if is_engine(folder) or (nothing and not (folder / "snapshots").is_dir()):

@@ -31,7 +31,7 @@ MIN_GPU_BYTES = 1 << 20
 class PlanModels(Verb):
     """Print estimated memory and speed of models, and what fits on a GPU."""
 
-    models: list[str] = argument(f"{ANY_MODEL} (default: all published)", "MODEL", "*")
+    models: list[str] = argument(f"{ANY_MODEL} (default: published variants)", "MODEL", "*")
     source: Source
     ctx: Counts | None = flag("context lengths (default: 4K to 256K, if supported)", None, "4K,32K")
     batch: Counts | None = flag("batch sizes, such as 1,8 (default 1)", None, "N,..")

@@ -35,8 +35,7 @@ class Show(Verb):
     def __post_init__(self) -> None:
         if self.ops and (extra := sorted(self.explicit - {"ops", "json"})):
             flags = ["the engine" if n == "engine" else flag_of(n) for n in extra]
-            fix = f"leave out {', '.join(flags)}"
-            raise InputError(f"--ops shows the ops of every graph: {fix}")
+            raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(flags)}")
         if self.why is not None and self.graph.after is not None:
             raise InputError("give --why or --after, not both")
 

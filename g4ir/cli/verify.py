@@ -38,8 +38,7 @@ class Verify(OnEngine):
         if self.each_pass and self.text:
             raise InputError("--each-pass is for token ids: leave out --text")
         if self.each_pass and self.against is not None:
-            flag_text = f"leave out --against {self.against}"
-            raise InputError(f"--each-pass compares with the interpreter: {flag_text}")
+            raise InputError("--each-pass compares with the interpreter: leave out --against")
         if self.text and self.against is not None:
             raise InputError("--against is for token ids: with --text leave it out")
 
