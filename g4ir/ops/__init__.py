@@ -34,8 +34,8 @@ class _TypeBuilder:
 
 
 def with_infer(o: Op) -> Op:
-    """Return the op with `infer`, derived from `expand` if the class has none. Its errors name
-    every op from the fused one down to the one that refuses its operands."""
+    """Return the op with `infer`, derived from `expand` if the class has none. A ValueError of a
+    derived one begins with the op's name."""
     expand = o.expand
     if o.infer or not expand:
         return o

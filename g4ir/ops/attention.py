@@ -2,8 +2,8 @@
 
 A cache is `[C, B, n, d]`, slot-major: its first slots are contiguous, so a short context reads
 only a prefix. Position p is stored in slot p mod C: a sliding-window (ring) cache if C is the
-window, a linear one if C is at least the sequence length. A slot's position follows from the
-number of tokens written, so no mask is stored and the order of slots is free.
+window or a few slots more, a linear one if C is at least the sequence length. A slot's position
+follows from the number of tokens written, so no mask is stored and the order of slots is free.
 """
 
 from __future__ import annotations

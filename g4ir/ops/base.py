@@ -24,8 +24,9 @@ Other fields; `budget` and `samples` are required:
   updates       (result, input) pairs of indices: the result is the new contents of that cache
   cache_range   (first, last + 1): indices of the caches among an attention's inputs, or a function
                 of the attributes; the chunk that is not in them yet follows, and its block ids
-  glue          a view, a gather or a collective, which backends run between compiled regions
-  fold          whether it may run in the weight prologue, the graph that packs weights at build
+  glue          a view, a gather or a collective, which the torch backend runs between compiled
+                regions
+  fold          whether it may run in the weight prologue, the graph that packs weights
   budget        tolerance between two correct computations of it, with the reason (budgets.py)
   kind          the part of the model that it belongs to wherever it occurs, one of KINDS; by
                 default, the name of a node's first result decides
@@ -94,7 +95,7 @@ def _case(text: str, attrs: Mapping[str, Any]) -> Sample:
 
 @lru_cache(maxsize=4096)  # layers of a printed graph repeat each other's attributes
 def parse_attrs(text: str) -> tuple[tuple[str, Any], ...]:
-    """Parse `eps=1e-06, form='value'` into (name, value) pairs; ValueError or SyntaxError."""
+    """Parse `eps=1e-06, form='value'` into (name, value) pairs; raises as `ast.literal_eval`."""
     call = ast.parse(f"f({text})", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
         raise ValueError("not a list of keywords")
@@ -133,8 +134,8 @@ class Op:
         return tuple(p.name for p in self.parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def infer_types(self, types: Types, attrs: Mapping[str, Any]) -> Types:
-        """Return the result types as a tuple; ValueError for attributes or operands that do not
-        fit."""
+        """Return the result types as a tuple. Attributes or operands that do not fit raise the
+        errors that `infer` of ir/graph.py converts."""
         unknown = f"unknown; the op has {', '.join(self.attrs) or 'none'}"
         for name, value in attrs.items():
             kind = self.attrs.get(name)

@@ -184,7 +184,7 @@ def pack_codes(values: Any, fmt: str, integers: Any = None) -> Any:
 
 def integer_format(bits: int, width: int, group: int = 0) -> str:
     """Return the format of the fewest bits for integers of `bits` bits in rows of `width` values,
-    in groups of `group` that share a scale (0: the row)."""
+    in groups of `group` that share a scale (0: the row); int8 if no narrower one fits."""
     for name in ("int2", "int3", "int4", "int5", "int6"):
         layout = FORMATS[name].layout
         fits = name != "int6" or (group or width) % layout.values == 0
@@ -498,7 +498,8 @@ _EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
 _STARTS = (-8.0, -7.0, 7.4)
 #: the same with weighted errors: an extremum of small weight may be clipped, or get a small code
 _WEIGHTED_STARTS = tuple(-2.8 - 0.8 * i for i in range(12))
-#: number of values of a group that are first tested for a 4-bit grid
+#: number of leading values of a group that are tested first: they exclude most groups that are on
+#: no 4-bit grid
 _FIRST = 3
 #: largest relative error of a grid value after its scale and the value are rounded to bf16
 _NEAR = 2.0**-6
@@ -507,9 +508,9 @@ _NEAR = 2.0**-6
 def int4_scales(x: Any, dtype: Any, moments: Any = None) -> Any:
     """Return a scale [n, G] for each group of x [n, G, g].
 
-    If a scale reproduces a group bit for bit as bf16(code * scale), that scale; else the best of a
-    few candidates, each refined by least squares with fixed codes. With `moments` [G, g], more
-    candidates, judged by squared errors times moments.
+    If `grid_scales` finds one that reproduces the group, that scale; else the best of a few
+    candidates, refined by least squares with fixed codes. With `moments` [G, g], more candidates,
+    judged by squared errors times moments.
     """
     extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
     scales = _fit_scales(x, extreme, dtype)
@@ -520,8 +521,8 @@ def int4_scales(x: Any, dtype: Any, moments: Any = None) -> Any:
 
 
 def grid_scales(x: Any, extreme: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return whether each group of x [n, G, g] is exactly on a 4-bit grid, and the grid's scale (1
-    for groups that are on none, and for zeros)."""
+    """Return whether a scale was found with which each group of x [n, G, g] equals bf16(code *
+    scale) bit for bit, and that scale (1 if none was found, and for zeros)."""
     groups, ends = x.flatten(0, 1), extreme.flatten()
     on, scales = ends == 0, torch.ones_like(ends)
     tried = ends[:, None] / torch.tensor(_EXTREMES).to(ends)

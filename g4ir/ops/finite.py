@@ -30,7 +30,7 @@ def cast(value: torch.Tensor, dtype: str, tensor: str) -> torch.Tensor:
     """Return a weight in a dtype; WeightsError if an element overflows in a cast to float16, or is
     infinite before it."""
     result = value.to(torch_dtype(dtype))
-    if dtype == "f16" and value.dtype != result.dtype and bool(result.isinf().any()):
-        largest = f"{float(value.abs().max()):g} does not fit float16, which ends at 65504"
+    if dtype == "f16" and value.dtype != result.dtype and bool((over := result.isinf()).any()):
+        largest = f"{float(value[over].abs().max()):g} does not fit float16, which ends at 65504"
         raise WeightsError(f"{tensor}: {largest}; give --dtype bfloat16 (GGUF: BF16)")
     return result

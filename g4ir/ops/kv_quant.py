@@ -44,8 +44,8 @@ def quantized_type(t: Type, dtype: str) -> Type:
 
 
 def dequantized_type(t: Type, dtype: str) -> Type:
-    """Return the type of a cache or of rows after dequantisation to a dtype; unchanged if that
-    dtype is not wider, or if it is no type of a quantised cache (NARROW)."""
+    """Return the type of a cache or of rows after dequantisation to a dtype; `t` itself if it is
+    no type of a quantised cache (NARROW), or if that dtype is not wider."""
     if t.dtype not in NARROW or t.rank == 0 or not isinstance(t.shape[-1], int):
         return t
     narrower = ITEMSIZE[t.dtype] < ITEMSIZE[dtype]
@@ -110,9 +110,9 @@ def dequantize_rows(rows: Any, dtype: Any = None) -> Any:
 
 
 def to_comparable(value: Any) -> Any:
-    """Return a tensor in a form that can be compared by value: quantised KV cache rows (int8 or
-    float8_e4m3fn) dequantised to fp32, quantised weights in a dtype of floats as bytes, others
-    unchanged."""
+    """Return a tensor in a form that can be compared by value: int8 and float8_e4m3fn dequantised
+    to fp32 as KV cache rows (also if they are weights), quantised weights in other dtypes of floats
+    as bytes, others unchanged."""
     if value.is_floating_point() and not is_float(value):
         return value.view(torch.uint8)
     return dequantize_rows(value) if value.dtype in (torch.int8, torch.float8_e4m3fn) else value

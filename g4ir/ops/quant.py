@@ -53,8 +53,8 @@ class quantize:
     """codes, scales of a weight: `group` consecutive values share a scale; group 0: the row
 
     Scales are rounded to the dtype `scale` before codes are computed. A scale is the group's
-    absolute maximum divided by the largest code, except in int4, which takes the scale that
-    reproduces the weight exactly, if there is one (weights trained on that grid), else one of small
+    absolute maximum divided by the largest code, except in int4, which takes a scale that
+    reproduces the weight exactly, if it finds one (weights trained on that grid), else one of small
     squared error (codecs.py: `int4_scales`); in nl4, nl3 and nl2, which fit scales and shifts by
     least squares (grids.py); and in formats with minima, which fit scales and minima by least
     squares, then, with shared integers, round them to integers times the group's stored pair.
@@ -82,8 +82,8 @@ class quantize:
     def reference(
         w: Any, *, form: str, group: int, scale: str, moments: Any = None, fit: Any = fit_groups
     ) -> tuple[Any, Any]:
-        """`moments` [.., 1, K]: second moments of the inputs of a calibrated weight, by which
-        squared errors are weighted; for w [E, N, K] optionally per expert. `fit`: implementation of
+        """`moments` [.., 1, K]: second moments of the inputs of a calibrated weight, as in
+        `quantize_values`; for w [E, N, K] optionally per expert. `fit`: implementation of
         `fit_groups`."""
         if moments is not None and w.ndim > 2:
             pairs = zip(w, moments.expand(*w.shape[:-2], 1, -1), strict=True)

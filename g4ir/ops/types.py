@@ -135,7 +135,7 @@ def is_float(t: torch.Tensor) -> bool:
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the IR name of a torch dtype, or of any spelling (`bfloat16`, `bf16`)."""
+    """Return the IR name of a torch dtype or of its name (`bfloat16`, `bf16`); else ValueError."""
     text = str(dtype).removeprefix("torch.")
     for short, long in TORCH_NAMES.items():
         if text in (short, long):
