@@ -109,7 +109,7 @@ def elsewhere() -> str:
 
 
 def installed(library: Library) -> str:
-    """Return the installed version of a library; "" if it is not installed."""
+    """Return the version of a library; "" if it is not installed, or not supported."""
     with suppress(MissingError):
         return require_library(library).version
     return ""

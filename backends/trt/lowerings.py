@@ -170,8 +170,8 @@ class Gated(Operand):
 
 
 def linear_glu(net: Network, n: Node, x: Operand, w: Operand, *up: Operand) -> Any:
-    """Lower gate_up and activation; if gate_up's output may be large (MAX_GATED_BYTES), return a
-    `Gated` for the following matmul."""
+    """Lower gate_up and activation. If gate_up's output may be large (MAX_GATED_BYTES), and its
+    weight can have several readers, return a `Gated` for the following matmul."""
     chunk, width = net.limits.prefill_chunk, int(w.shape[-2])
     long = isinstance(x.shape[1], str) and chunk > GATED_ROWS
     nbytes = x.type.with_shape(net.limits.max_batch, chunk, width).nbytes()

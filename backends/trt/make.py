@@ -51,8 +51,8 @@ class Make:
         self.target, self.requested = self.host.target, self.settings["attention"]
 
     def run(self) -> dict[str, Any]:
-        """Write the plans; return the manifest's record. On failure TensorRT's log is kept next to
-        the engine's path, and named in the error."""
+        """Write the plans; return the manifest's record. On a G4Error TensorRT's log is kept next
+        to the engine's path, and named in the error."""
         self.log = logger(self.api.trt, self.task.folder / LOG)
         try:
             return self._write_plans()
@@ -109,8 +109,7 @@ class Make:
             self._note(note)
 
     def _memory(self) -> int | None:
-        """Return the device's memory in bytes; None if it is another machine's and --memory was not
-        given."""
+        """Return the device's memory in bytes; None for a build ahead of time without --memory."""
         here = not self.target.ahead_of_time
         return self.task.memory or (self.host.memory(self.task.device) if here else None)
 

@@ -210,8 +210,7 @@ class TrtSteps:
         if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
             inputs[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
         caches = {o: state.caches[i] for o, i in self.io.aliased.items()}
-        fix = "load the engine with cuda_graph=False to see the error itself"
-        self._execute(context, inputs, caches | outputs, fix)
+        self._execute(context, inputs, caches | outputs)
 
     def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
         key = batch, size
@@ -220,9 +219,7 @@ class TrtSteps:
         ids = torch.full(key, NO_BLOCK, device=self.device)
         return self.no_blocks.setdefault(key, ids) if size <= MAX_VERIFIED else ids
 
-    def _execute(
-        self, context: Any, inputs: Feeds, outputs: Feeds, fix: str = "build it again"
-    ) -> None:
+    def _execute(self, context: Any, inputs: Feeds, outputs: Feeds) -> None:
         contiguous = {name: inputs[name].contiguous() for name in self.io.inputs}
         with self.stream.handle() as stream:
             self._bind(context, contiguous, outputs)
@@ -233,7 +230,9 @@ class TrtSteps:
             ):
                 raise self._error("it allocates memory in a step, which cannot be recorded")
             if not context.execute_async_v3(stream):
-                raise self._error("a step failed", fix)
+                recording = self.stream.recording()
+                fix = ("load the engine with cuda_graph=False to see the error itself",)
+                raise self._error("a step failed", *(fix if recording else ()))
 
     def _bind(self, context: Any, inputs: Feeds, outputs: Feeds) -> None:
         for name, t in (*inputs.items(), *outputs.items()):
@@ -269,7 +268,7 @@ def lend(context: Any, scratch: torch.Tensor) -> None:
 
 class TrtRuntime(TrtSteps, Runtime):
     """A loaded engine of the TensorRT backend. `open_engine` opens the engines of towers and of a
-    draft step by name, on first use."""
+    draft step by name, on first use (that of a draft step, with several ranks, at `link`)."""
 
     def __init__(
         self,

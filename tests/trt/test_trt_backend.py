@@ -156,6 +156,12 @@ def test_what_steps_are_given(shared: Engine, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fake.IExecutionContext, "infer_shapes", failing)
     with pytest.raises(EngineError, match=r"shape inference fails for this step.*build it again"):
         shared.session(1).prefill(tokens(1, 3))
+    monkeypatch.setattr(made, "_bind", Mock())
+    monkeypatch.setattr(fake.IExecutionContext, "execute_async_v3", lambda *_: False)
+    for recording, fix in ((False, "build it again"), (True, "load .* cuda_graph=False")):
+        monkeypatch.setattr(fake.IExecutionContext, "capturing", recording)
+        with pytest.raises(EngineError, match=f"a step failed: .*; {fix}"):
+            made._execute(context, dict.fromkeys(made.io.inputs, room), {})
 
 
 def test_spans(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
