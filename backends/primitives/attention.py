@@ -150,8 +150,8 @@ def _last_seen(net: Network, positions: Value, block_ids: Value) -> Operand:
 
 
 def cached_rows(net: Network, n: Node, caches: tuple[Operand, ...]) -> list[Operand]:
-    """Return the parts of the KV caches [B,n,T,d] that an attention reads; they contain the chunk's
-    tokens too (graph.py)."""
+    """Return the parts of the KV caches [B,n,T,d] that an attention reads; a chunk is in them
+    already (graph.py)."""
     chunk, _ = split_chunk(n.chunk, len(n.caches))
     assert not chunk, f"{n.out} reads its chunk separately from its caches"
 

@@ -109,8 +109,8 @@ def chunked_attention(
 
 
 def _context(n: Node, t: int) -> torch.Tensor:
-    """Return i64[blocks, width]: the frames that some query of a block may attend to; those out of
-    range do not exist."""
+    """Return i64[blocks, width]: the frames of each block's context; those out of range do not
+    exist."""
     chunk, past = n.integer("chunk"), n.integer("left") - 1
     return steps(-(-t // chunk), chunk, -past, past + chunk + n.integer("right"))
 

@@ -1,6 +1,6 @@
 """Lowers ops to tensor primitives (rule N: docs/semantics.md); ops without an entry are lowered by
-their expansion. Rounds like the ops' references: each primitive rounds to its operands' dtype, and
-casts surround what a reference computes in fp32."""
+their expansion. Rounds like the ops' references, except in `linear_bias`: each primitive rounds to
+its operands' dtype, and casts surround what a reference computes in fp32."""
 
 from __future__ import annotations
 
@@ -161,9 +161,10 @@ LOWERINGS: Mapping[str, Lowering] = {
     "unstack_layers": _unstack_layers,
 }
 
-#: ops that no network contains: embedding tables are gathered outside, values that depend on
-#: weights only are computed at build, caches have the engine's dtype, activations are not
-#: quantised, and LoRA adapters are added to graphs after a build, which networks do not support
+#: ops without a lowering here: embedding tables are gathered outside (embed.onnx has lowerings of
+#: its own), values that depend on weights only are computed at build, caches have the engine's
+#: dtype, activations are not quantised, and LoRA adapters are added to graphs after a build, which
+#: networks do not support
 OUTSIDE = frozenset(
     {
         *("embedding", "embedding_quantized", "embedding_tiles", "relative_keys"),

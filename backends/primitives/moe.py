@@ -38,9 +38,9 @@ def experts(
     *,
     mode: str = "auto",
 ) -> Operand:
-    """Return the experts' weighted sum. In a chunk of one token the chosen experts' weights are
-    gathered, which moves their bytes three times; else all experts multiply all tokens. `mode`:
-    gather, all, or auto, by the chunk's size. `first`: index of this rank's first expert (expert
+    """Return the experts' weighted sum. `mode` gather: the chosen experts' weights are gathered,
+    which moves their bytes three times; all: all experts multiply all tokens; auto: gather for a
+    chunk of one token, else all. `first`: index of this rank's first expert (expert
     parallelism)."""
     e, act, both = net.e, n.word("act"), (gate_up, down)
     if first is not None:
