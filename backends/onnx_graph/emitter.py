@@ -1,8 +1,8 @@
 """Tensor primitives as ONNX nodes.
 
 Nodes are named by the IR value that they compute, then the operator: `L5.attn.q.rope/Mul_2`. A
-tensor that is an IR value has that value's name. Weights are external initialisers in the engine's
-safetensors files; the protobuf contains small constants only.
+tensor that is an IR value has that value's name, unless it is taken. Weights are external
+initialisers in the engine's safetensors files; the protobuf contains small constants only.
 """
 
 from __future__ import annotations
