@@ -75,8 +75,8 @@ def supported_media(spec: Spec) -> tuple[str, ...]:
 
 
 def check_media(media: Media, spec: Spec, max_lengths: int) -> None:
-    """Raise InputError for media that `find_media` would never return; `max_lengths`: maximum
-    number of audio lengths."""
+    """Raise InputError for media that do not fit the spec; `max_lengths`: maximum number of audio
+    lengths."""
     images = IMAGE in media.kinds
     allowed = {*BUDGETS, *([image_settings(spec).budget] if images else [])}
     rules = {
@@ -123,13 +123,16 @@ def check_supported(kind: str, media: Media, spec: Spec) -> None:
 
 def check_file(kind: str, path: str | Path) -> None:
     """Raise InputError unless the path is a regular file: a device or a pipe may be endless."""
+    problem = f"no such {kind} file"
     try:
-        is_file, exists = Path(path).is_file(), Path(path).exists()
-    except (OSError, ValueError):  # invalid file name, or no permission for the folder
-        is_file = exists = False
-    if not is_file:
-        problem = "is not a regular file" if exists else f"no such {kind} file"
-        raise InputError(f"{path}: {problem}")
+        if Path(path).is_file():
+            return
+        problem = "is not a regular file" if Path(path).exists() else problem
+    except PermissionError:
+        problem = "no permission to read its folder"
+    except (OSError, ValueError):  # invalid file name
+        pass
+    raise InputError(f"{path}: {problem}")
 
 
 def check_budget(budget: int | None, media: Media) -> None:
@@ -194,7 +197,7 @@ def find_media(
 
 
 def media_options(media: Media, spec: Spec) -> dict[str, Any]:
-    """Return the build options that result in these media."""
+    """Return the build options that result in these media, with default audio settings."""
     budgets, seconds = [b for b in media.budgets if b != media.default], []
     if media.lengths:
         audio = audio_settings(spec)
@@ -215,7 +218,7 @@ def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
     requested = {w.strip() for w in words if w.strip() and w.strip() != "none"}
     for word in sorted(requested):
         if word not in KINDS:
-            some = f"all, none, or some of {', '.join(KINDS)}"
+            some = f"some of {', '.join(KINDS)}, or all or none alone"
             raise InputError(f"--media {word[:40]!r}: expected {some}")
         if word not in can:
             raise InputError(f"--media {word}: {spec.name} takes {', '.join(can) or 'text alone'}")

@@ -32,8 +32,8 @@ DRAFTER = "drafter"
 
 
 def text_tensors(spec: Spec) -> Tensors:
-    """Return name -> shape of every used decoder tensor, in the graphs' order, without the text
-    prefix; of a draft model too, except those of part DRAFTER.
+    """Return name -> shape of every used tensor of the text model, in the graphs' order, without
+    the text prefix; of a draft model too, except those of part DRAFTER.
 
     K and V of KV-shared layers are not used (see `dead_tensors`). An untied head is
     `lm_head.weight`, whose full name is in `spec.prefixes.head`.
@@ -55,7 +55,7 @@ def dead_tensors(spec: Spec) -> Tensors:
 
 
 def part_tensors(spec: Spec) -> dict[str, Tensors]:
-    """Return part (a field of Prefixes) -> name -> shape, for all parts but the decoder.
+    """Return part (a field of Prefixes) -> name -> shape, for all parts but the text model.
 
     Names are the hub's, which for gemma4_unified differ from the reference's module names.
     """
@@ -67,7 +67,7 @@ def part_tensors(spec: Spec) -> dict[str, Tensors]:
 
 
 def tower_tensors(spec: Spec) -> Tensors:
-    """Return checkpoint name -> shape of every tensor outside the decoder."""
+    """Return checkpoint name -> shape of every tensor outside the text model."""
     out: Tensors = {}
     for part, tensors in part_tensors(spec).items():
         prefix = getattr(spec.prefixes, part)[0]

@@ -35,8 +35,8 @@ def build_program(
 ) -> Program:
     """Return the graphs of one engine: `embed` (token ids to embeddings), `prefill` and `decode`,
     or `encode` for an encoder; with `verifies` also `verify`, for draft tokens, and with a drafter
-    `draft`; with media also their towers, and `prefill_media` if the tokens of an image attend to
-    each other (`has_blocks`)."""
+    `draft`; with media also their towers, and for images or video `prefill_media` if their tokens
+    attend to each other (`has_blocks`)."""
     kind, hidden = dtype or spec.dtype, drafter is not None
     phases = (*complete_graphs(spec), *(p for p in PHASES[2:] if not spec.embedding))
     phases = (*phases, VERIFY) if verifies else phases
