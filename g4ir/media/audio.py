@@ -67,8 +67,8 @@ def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT)
     """Return the features of one audio clip.
 
     `too_long`: `cut` keeps the beginning, as the reference does, and warns; `refuse` raises.
-    InputError, naming the clip, for samples that are missing, not finite, too large or not floats,
-    for a rate out of range, and for clips too short for one soft token, or too long.
+    InputError, naming the clip, for samples that `to_mono` refuses or that are too large, for a
+    rate out of range, and for clips too short for one soft token, or too long.
     """
     if too_long not in (CUT, REFUSE):
         raise InputError(f"too_long {too_long!r}: expected {CUT} or {REFUSE}")
@@ -264,7 +264,7 @@ def read_audio(path: str | Path) -> Waveform:
     """Decode an audio file by soundfile: WAV, FLAC, OGG and MP3, as float32.
 
     InputError, naming the file, if it is missing, empty, not audio, corrupt, truncated, without
-    samples or too large; MissingError if soundfile is not installed.
+    samples, too large or of too many channels; MissingError if soundfile cannot be imported.
     """
     path = Path(path)
     with opened(path, "audio", MAX_BYTES, "send it in parts") as file:

@@ -36,7 +36,7 @@ def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO
 
 def library(name: str, message: str) -> Any:
     """Import a decoder; MissingError, with a `message` such as `PATH: audio needs soundfile`, if it
-    is not installed."""
+    cannot be imported."""
     try:
         importlib.import_module(name.partition(".")[0])
         return importlib.import_module(name)

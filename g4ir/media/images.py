@@ -123,8 +123,8 @@ def positions_of(grid: Grid, settings: ImageSettings) -> I64:
 
 def read_image(path: str | Path) -> U8:
     """Return the pixels of an image file, uint8 [H, W, 3]. InputError, naming the file, if it is
-    missing, empty, no image of FORMATS, corrupt, truncated or too large; MissingError if Pillow is
-    not installed."""
+    missing, empty, no image of FORMATS, corrupt, truncated, too large or of 32-bit pixels;
+    MissingError if Pillow cannot be imported."""
     with opened(Path(path), "image", MAX_BYTES, "send a smaller image") as file:
         return _decode(file, Path(path))
 

@@ -41,7 +41,7 @@ class Piece:
         return int(self.count.max())
 
     def take(self, t: Tensor, fill: int) -> Tensor:
-        """Return the piece of t [B, S] as [B, width]. After a sequence's last token it has t's
+        """Return the piece of t [B, S] as [B, width]. After a sequence's `count` tokens it has t's
         padding, or, if `at` is None, `fill`."""
         if self.at is not None:
             return t[:, self.at : self.at + self.width]

@@ -142,7 +142,7 @@ def mark(
     markers of a kind are replaced as it has media without a placeholder in the text; further ones
     stay text, which the note says; a marker after a backslash loses the backslash and stays text.
     The placeholders of kinds that have none in the text are put before it (after a spelled-out
-    `bos`). InputError if a kind has markers, but fewer than media.
+    `bos`). InputError if a kind has markers, but fewer than media without a placeholder.
     """
     holders = placeholders(tokens, supported)
     quotas = {

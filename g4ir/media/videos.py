@@ -53,7 +53,7 @@ class Footage:
     times: tuple[str, ...]  # of each frame, mm:ss
 
 
-#: limits, checked before decoding and again while frames are decoded: bytes of a file, pixels of a
+#: limits, checked before decoding, all but the first also during it: bytes of a file, pixels of a
 #: frame, frames of a file (nine hours at 30 per second), pixels of all frames (two hours of
 #: 1920x1080 at 30 per second)
 MAX_BYTES, MAX_PIXELS, MAX_FRAMES, MAX_DECODED = 1 << 32, 1 << 25, 1 << 20, 1 << 39
@@ -154,14 +154,14 @@ def prepare_video(
 ) -> Footage:
     """Return the patches of the sampled frames: as many as `frames_at` returns, evenly spread, or,
     with `by_time` and `fps`, those of `frames_by_time`. InputError, naming the video, for another
-    type or shape, a rate or `fps` that is no positive number, and numbers of frames as in
-    `sample_frames`."""
+    type or shape, a size that `fit_image` refuses, a rate or `fps` that is no positive number, and
+    a number of frames that the function refuses that selects them."""
     name, rate, total = video.name, video.rate, len(video.frames)
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
     seconds = [i / (rate or ASSUMED_RATE) for i in range(total)]
-    if by_time and fps and seconds:  # without a rate: as if its rate were `fps`, every frame
+    if by_time and fps and seconds:  # without a rate: as if its rate were `fps`
         indices = frames_by_time(fps if rate else ASSUMED_RATE, seconds, frames, name)
     else:
         indices = sample_frames(total, frames_at(fps, seconds, frames, name), name)
@@ -177,7 +177,7 @@ def _footage(
     max_tokens: int | None = None,
 ) -> Footage:
     """Prepare frame by frame, so that only one is in memory at full resolution. InputError for more
-    than `max_tokens` soft tokens in all."""
+    than `max_tokens` soft tokens in all, and for frames of different sizes."""
     grid: Grid | None = None
     for i, frame in enumerate(frames):
         check_limit()
@@ -222,8 +222,9 @@ def read_footage(
     full resolution.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
-    corrupt, truncated or too large, for more than `max_tokens` soft tokens, and for `frames` and
-    `fps` as in `prepare_video`; MissingError if av is not installed."""
+    corrupt, truncated, too large, of a codec without a decoder or shown at an oblique angle, for
+    more than `max_tokens` soft tokens, and for `frames` and `fps` as in `prepare_video`;
+    MissingError if av cannot be imported."""
     path = Path(path)
     sample = _sample(path, frames, fps, by_time)
     times = frame_times(sample.indices, sample.rate, sample.seconds)
