@@ -11,8 +11,8 @@ reference is no smaller, since the two round differently. The median row may be 
 far as the reference's median, and any row `WORST` times as far as its worst: in 16 bits near ties
 of a router flip, at other tokens in the engine than in the reference. A row that a fault changed is
 farther, and only few rows of a reference flip: hence `MAX_DISTANCE`, and the limit on the number of
-far rows. If float64 does not fit into memory, distances are measured from the reference itself,
-and the distance of its other mode sets the tolerance.
+far rows. If float64 does not fit into memory, distances are measured from transformers itself, and
+the distance of its other mode sets the tolerance; for the interpreter the tolerance is a cosine.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Tolerance:
 
     @property
     def gap(self) -> float:
-        """Difference of two logits, relative to the row's RMS, up to which their order may change
-        within the tolerance."""
+        """Difference of two logits, relative to the row's RMS, up to which another order of them
+        is accepted."""
         if self.rounding is not None:
             return 2 * self.rounding.row_limit
         if self.relative is not None:
@@ -128,8 +128,8 @@ class Tolerance:
 
 
 #: (dtype of the engine, reference: the interpreter or transformers) -> tolerance. fp32: rounding,
-#: and the difference between transformers' own modes. The cosine in 16 bits is for intermediate
-#: values and for two engines of different dtypes; logits have a measured tolerance
+#: and the difference between transformers' own modes. The cosine in 16 bits is for logits without a
+#: measured tolerance (`compare_rows`)
 TOLERANCES = {
     ("f32", "reference"): Tolerance(relative=1e-4),
     ("f32", "hf"): Tolerance(relative=4e-4),

@@ -3,7 +3,7 @@
 Tensors are positional, metadata is keyword. The name of a value is its identity and stays the same
 under passes. Caches are `state`: read as values, with `next` mapping those that are updated to
 their new values. Params are weights; nodes that depend on params alone form the weight prologue,
-which runs once at build, if their ops may `fold`.
+which runs once, at build (at load if weights are linked), if their ops may `fold`.
 """
 
 from __future__ import annotations
