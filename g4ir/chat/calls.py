@@ -136,8 +136,9 @@ class CallBody:
         return self.as_written(self.raw) if self._state == DEAD else self.json
 
     def close(self) -> bool:
-        """If the closing braces of all open objects precede the control token in the open string,
-        end the string before them and complete the JSON. Return whether they do."""
+        """If the open string's schema allows only strings, and its text before the control token
+        ends with the closers of all that is open (objects alone), end the string before them and
+        complete the JSON. Return whether this was done."""
         if self._state != TEXT or self._mark is None or not is_text(self._schema):
             return False
         text = "".join(self._raw)[: self._mark].rstrip()
@@ -335,7 +336,7 @@ def properties(schema: Schema | None, key: str = "properties") -> Mapping[str, A
 
 
 def kinds_of(schema: Schema) -> set[str]:
-    """Return the types that a schema allows, without null."""
+    """Return the types that a schema names, without null."""
     kinds = schema.get("type")
     listed = kinds if isinstance(kinds, list) else [kinds]
     return {k.lower() for k in listed if isinstance(k, str)} - {"null"}

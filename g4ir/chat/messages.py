@@ -280,15 +280,17 @@ def check_pairs(messages: Messages, may_wait: bool = False) -> list[Message]:
         calls = message.get("tool_calls") or []
         ids = [call["id"] for call in calls if call.get("id") is not None]
         if len(set(ids)) < len(ids):
-            raise InputError(f"messages[{i}].tool_calls: two calls have the same id")
+            twice = next(id for id in ids if ids.count(id) > 1)
+            problem = f"two calls have the id {shown(twice)}; give each its own"
+            raise InputError(f"messages[{i}].tool_calls: {problem}")
         waiting, caller = [] if message.get("tool_responses") else [*calls], i
     return waiting
 
 
 def _called(answer: Message, waiting: list[Message], where: str) -> Message:
     if not waiting:
-        problem = "a tool's message must follow the assistant's message whose call it answers"
-        cure = "add that message with its tool_calls, or remove this one"
+        problem = "a tool message needs a call without a result before it"
+        cure = "add the assistant's message with that call, or remove this one"
         raise InputError(f"{where}: {problem}; {cure}")
     call_id, name = answer.get("tool_call_id"), answer.get("name")
     if call_id is not None:

@@ -222,7 +222,8 @@ class Generation(Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox; filters, operators and calls are charged to the budget."""
+    """jinja2's immutable sandbox; filters, calls, and the operators whose values may be large are
+    charged to the budget."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 

@@ -1,6 +1,6 @@
 """Chat templates: a checkpoint's own, or a built-in one (*.jinja) of the variant's chat format.
 
-template = Template.open("checkpoint")        # its chat_template.jinja, else the built-in one
+template = Template.open("checkpoint")        # its own, else the built-in one
 text     = render(messages, tools, template, enable_thinking=True)
 prompt   = make_prompt(messages, tools, template)     # checked, and safe to be tokenised
 """
