@@ -49,7 +49,7 @@ def test_the_best_set_of_a_processor(name: str) -> None:
 
 
 def test_a_processor_without_any() -> None:
-    with pytest.raises(MissingError, match=r"amx, .*neon, of which this riscv64 CPU supports none"):
+    with pytest.raises(MissingError, match=r"amx, .*neon, none of which .* this riscv64 CPU"):
         select_set("riscv64", ())
     with pytest.raises(MissingError, match="--backend reference"):
         select_set("x86_64", ("ssse3",))

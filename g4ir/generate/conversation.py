@@ -185,7 +185,7 @@ class ChatSession:
 
     def set_thinking(self, on: bool, budget: int | None = None) -> None:
         """Turn reasoning on or off, with a token budget. InputError, without a change, if the
-        template has no reasoning."""
+        template refuses it."""
         self._check_template(self.tools, on)
         self.thinking = Thinking(on, budget)
 
@@ -240,7 +240,7 @@ class ChatSession:
                 conversation = an_object(value, "the file")
             if unknown := conversation.keys() - {"messages", "tools"}:
                 has = "a conversation has messages and tools"
-                raise InputError(f"{min(unknown)}: is not known; {has}")
+                raise InputError(f"{min(unknown)}: unknown key; {has}")
             messages: Any = conversation.get("messages")
             tools = conversation.get("tools")
             read = read_messages(messages)

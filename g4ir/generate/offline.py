@@ -38,7 +38,7 @@ RAW = (
 
 #: names of the sampling settings of a request or a flag, except `stop`
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
-#: requests admitted beyond the batch size, so that a free slot never waits for input
+#: requests admitted beyond the batch size, so that a free slot need not wait for input
 AHEAD = 2
 #: maximum requests per slot that are read and not yet returned: finished ones wait for the answers
 #: of earlier lines
@@ -266,7 +266,7 @@ class OfflineEngine:
     ) -> Result:
         """Generate one answer and return it. on_token: callback for each token, the stop token too.
         InputError or MissingError for media that cannot be read; CheckError if logits are NaN or
-        infinite. The engine stays usable after an error."""
+        infinite. The engine stays usable after these errors."""
         one = self._submit(request)
         for event in self.scheduler.run(one.handle):
             one.take(event)

@@ -234,7 +234,8 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def defer_signals(signals: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
-    """Context that defers signals to its end; a second one of the same kind is handled at once."""
+    """Context that defers signals that have a Python handler to its end; a second one of the same
+    kind is handled at once."""
     came: list[tuple[int, FrameType | None]] = []
     before = {s: h for s in signals if callable(h := signal.getsignal(s))}
 

@@ -67,13 +67,13 @@ def _new_path(parent: Path, prefix: str) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk on which a path is, or will be."""
+    """Return the free bytes of the disk of the nearest existing folder above a path."""
     above = (p for p in path.absolute().parents if p.is_dir())
     return shutil.disk_usage(next(above)).free
 
 
 def check_folder(path: Path) -> None:
-    """Raise InputError if a path is no directory and cannot be created as one."""
+    """Raise InputError if a path, or the nearest existing path above it, is no directory."""
     above = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not above.is_dir():
         raise InputError(f"{path}: {above} is no directory; choose another --out")

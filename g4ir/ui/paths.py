@@ -117,7 +117,8 @@ def variable(name: str, value: str) -> Iterator[None]:
 @contextmanager
 def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
     """Context that holds a lock between processes, of a `kind` of locks.py, on a file in a private
-    folder. Yields whether it was taken; None if the folder is not private or has no locks."""
+    folder. Yields whether it was taken; None if that is impossible, as in a folder that is not
+    private or has no locks."""
     acquired: bool | None = None
     with ExitStack() as opened:
         with suppress(OSError, TrustError):
@@ -134,7 +135,7 @@ def locked(folder: Path, name: str, kind: int) -> Iterator[bool | None]:
 @contextmanager
 def claimed(name: str, wait: bool) -> Iterator[bool]:
     """Context that holds a named lock between processes. Yields whether it was taken; `wait`: block
-    until it is. Without file locks it always yields True."""
+    until it is. If there can be no lock (`locked` yields None), it yields True."""
     kind = EXCLUSIVE | (0 if wait else AT_ONCE)
     with locked(state_root() / "claims", name, kind) as acquired:
         yield acquired is not False

@@ -101,8 +101,8 @@ def select_set(machine: str, flags: Collection[str], name: str = "") -> Instruct
     usable = [s for s in SETS if s.machine == machine and s.flags <= {*flags}]
     if not usable:
         raise MissingError(
-            f"the CPU kernels are compiled for {', '.join(s.name for s in SETS)}, of which this "
-            f"{machine} CPU supports none: use --backend reference"
+            f"the CPU kernels are compiled for {', '.join(s.name for s in SETS)}, none of which "
+            f"was detected on this {machine} CPU: use --backend reference"
         )
     for s in usable:
         if s.name == (name or s.name):
