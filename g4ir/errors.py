@@ -1,4 +1,5 @@
-"""Errors that a user can act on: each names the file, key, tensor or layer, and the fix."""
+"""Errors that a user can act on. After a colon a class lists what its messages name, if it
+applies."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class CheckError(G4Error):
 
 
 class RankError(G4Error):
-    """A rank of a tensor-parallel engine ended, or does not answer: which, if that is known."""
+    """A rank ended, or does not answer: which, if that is known."""
 
     exit_code = 4
 
