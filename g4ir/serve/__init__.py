@@ -1,4 +1,4 @@
-"""HTTP server: the endpoints and fields of the OpenAI, Anthropic and ollama APIs.
+"""HTTP server with endpoints and fields of the OpenAI, Anthropic and ollama APIs.
 
     body --request_schema--> fields --prompts--> chat.Prompt, then engine.Request
     Request --scheduler--> RequestHandle with its SequenceStates --prefill--> TokenBatch

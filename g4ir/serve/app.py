@@ -1,4 +1,4 @@
-"""The HTTP application: one coroutine per path, and streaming of answers."""
+"""The HTTP application: the coroutines of all paths, and streaming of answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ log = logging.getLogger(__name__)
 ALIVE_S, LOOK_S = 10.0, 1.0
 #: alias that accepts any model name
 ANY_NAME = "*"
-#: bodies of more than this many bytes are parsed one at a time, to bound memory
+#: prompts and inputs in bodies of more than this many bytes are parsed one at a time, to bound
+#: memory
 LARGE = 1 << 18
 Handler = Callable[[Request], Awaitable[Response]]
 #: returns a context manager that renames fields in errors to the client's protocol
@@ -421,11 +422,8 @@ class Server:
         """Return the embeddings of the inputs, or documents ranked by similarity to a query."""
         self._check_ready()
         if not (model := self.embeddings):
-            raise Refused(
-                400,
-                "this server has no embedding model: start it with --embed MODEL",
-                code="not_supported",
-            )
+            fix = "name an embedding model, or serve one too (--embed MODEL, or another MODEL)"
+            raise _other_kind(f"{self.name!r} generates text and embeds none; {fix}")
         if api.content_type != JSON:
             self._check_origin(request)
         raw = await self.gate.body(request, api.content_type)

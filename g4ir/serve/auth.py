@@ -115,7 +115,7 @@ def salt_of(key: bytes) -> str:
 
 def read_keys(path: str | Path) -> dict[bytes, KeyLimits]:
     """Read API keys and their limits per minute from a file, one per line: KEY [requests=N]
-    [tokens=N]. InputError gives the number of the wrong key, empty lines not counted."""
+    [tokens=N]. InputError if the file is wrong; it numbers the lines without the empty ones."""
     path, keys = Path(path), dict[bytes, KeyLimits]()
     try:
         lines = [line.split() for line in path.read_text().split("\n") if line.strip()]

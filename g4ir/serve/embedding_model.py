@@ -1,5 +1,6 @@
-"""The embedding model of a server: requests take turns, a chunk of texts each, in a thread of lower
-priority, so that a request of thousands of texts delays neither other requests nor answers."""
+"""The embedding model of a server: requests take turns in a thread, a chunk of texts each, so that
+one of thousands of texts does not hold up the others. On Linux the thread has a lower priority than
+the answers' threads."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from .media_queue import lower_thread, until_disconnect
 from .media_sources import MediaFolder, encode_media
 from .protocols.embeddings import SIZE, EmbeddingRequest
 
-#: texts that are tokenised in one turn
+#: maximum texts that are tokenised in one turn
 TOKENISED = 128
 
 

@@ -1,4 +1,4 @@
-"""Grammar-constrained decoding of JSON and tool calls: logits masks, by llguidance."""
+"""Grammar-constrained decoding: logits masks, by llguidance."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Mask:
     initial: Any
     named: str
     inside: bool = False
-    #: state of the grammar; None: the answer is not constrained yet, or no longer
+    #: state of the grammar; None before its first token and after its end
     matcher: Any = field(default=None, init=False)
     #: tokens of the answer that the mask has read
     read: int = field(default=0, init=False)
@@ -171,7 +171,7 @@ class Mask:
     def mask(self, generated: Sequence[int]) -> Any:
         """Return the mask of the next token after `generated`, all tokens of the answer so far:
         int32 [ceil(vocab / 32)], a bit per token, 1: allowed; None: all are allowed. InputError if
-        the grammar exceeds llguidance's limits."""
+        llguidance fails, as at its limits."""
         for token in generated[self.read :]:
             self._read(token)
         self.read = len(generated)

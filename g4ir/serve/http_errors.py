@@ -28,7 +28,7 @@ _FIELD = re.compile(r"(\w+)(?=[\[.: ])")
 
 @dataclass
 class Refused(Exception):
-    """An error response. `param`: the request's field at fault; None: it concerns no field."""
+    """An error response. `param`: the request's field at fault, or None."""
 
     status: int
     message: str
@@ -82,9 +82,10 @@ def refusal(
     hidden: Sequence[str] = (),
     wait_s: float = RETRY_S,
 ) -> Refused:
-    """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
-    `fields`: names that become `param` if the message begins with one; `hidden`: names and paths to
-    replace by "the engine" in messages; `wait_s`: seconds of Retry-After if the queue is full."""
+    """Map an exception to an HTTP error; a Refused is returned unchanged. Internal errors expose
+    only an id that is also logged. `fields`: names that become `param` if the message begins with
+    one; `hidden`: names and paths to replace by "the engine" in messages; `wait_s`: seconds of
+    Retry-After if the queue is full."""
     if isinstance(error, Refused):
         return error
     text = reduce(lambda t, name: t.replace(name, "the engine"), hidden, str(error))

@@ -1,8 +1,8 @@
 """Threads that decode and encode media, with a bounded queue before them.
 
 They have a low OS priority (on Linux), so that decode steps go first, and are separate from the
-threads of other requests. If the client disconnects, its request leaves the queue, or stops between
-two frames.
+threads of other requests. If the client disconnects, its request leaves the queue, or stops at the
+next `check_limit`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class MediaQueue:
-    """Bounded queue: at most `limit` requests with media wait or are processed. Images and audio do
-    not wait for videos."""
+    """Bounded queue: at most `limit` requests with media wait or are processed. Requests without
+    videos do not wait for those with videos."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.count = limit, 0

@@ -47,8 +47,7 @@ class MediaFolder:
 
     def read(self, url: str, where: str) -> bytes:
         """Return the bytes of a `file:` URL's file, at most `max_bytes` + 1 (so that the caller
-        sees that there are more); InputError for another URL, and for a file that is not below the
-        folder."""
+        sees that there are more); InputError for anything but a file below the folder."""
         try:
             parts = urlsplit(url) if url.isprintable() else urlsplit("")
         except ValueError:

@@ -1,10 +1,10 @@
 """Several models in one server: loaded on demand, unloaded least recently used first.
 
-Requests queue for their models and are served in order. A model that is not loaded is loaded if it
-fits; otherwise other models are unloaded until it does: idle ones before busy ones, which finish
-their requests first. No new request starts on these meanwhile, so the queue always progresses. A
-request that busy models block for `wait_s` seconds fails with an error that names the models that
-would fit.
+Requests queue, and those for one model are served in order. A model that is not loaded is loaded if
+it fits; otherwise other models are unloaded until it does: idle ones before busy ones, which finish
+their requests first. No new request starts on these meanwhile, so the queue always progresses. If
+busy models block the first request for a model that is not loaded for `wait_s` seconds, it fails
+with an error that names the models that would fit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PooledModel:
 @dataclass(eq=False)
 class Ticket:
     """A queued request. `blocked`: monotonic time since which only busy models prevent its model
-    from loading."""
+    from loading, if it is the first request that needs a model to be unloaded."""
 
     model: PooledModel
     granted: asyncio.Future[None]
@@ -65,8 +65,8 @@ class Ticket:
 class ModelPool:
     """The models of a server, the first one the default. `start`: returns a new worker for a model;
     `capacity`: bytes for all loaded models; `max_loaded`: their maximum number (None: no limit);
-    `max_waiting`: queued requests per model; `wait_s`: maximum seconds that busy models block a
-    request. Its methods run in the event loop."""
+    `max_waiting`: queued requests per model; `wait_s`: maximum seconds that busy models block the
+    first request that needs a model to be unloaded. Its methods run in the event loop."""
 
     models: Sequence[PooledModel]
     start: Callable[[PooledModel], WorkerHandle]
@@ -85,7 +85,7 @@ class ModelPool:
     @asynccontextmanager
     async def lease(self, model: PooledModel) -> AsyncIterator[WorkerHandle]:
         """Context in which a model stays loaded; loads it first. Refused if it cannot be loaded, if
-        busy models block it for `wait_s` seconds, or if too many requests are queued."""
+        busy models block it for too long (`wait_s`), or if too many requests are queued."""
         if model.advice:
             raise later(503, "does_not_fit", f"model: {model.advice}; {self._loaded()}", 60)
         if sum(t.model is model for t in self.line) >= self.max_waiting:
@@ -118,7 +118,8 @@ class ModelPool:
         self._serve_line()
 
     def _serve_line(self) -> None:
-        """Grant the tickets of loaded models, in order, and start to load and unload models."""
+        """Grant the tickets of models that stay loaded, in order, and start to load and unload
+        models."""
         for m in self.models:
             if m.state == READY and m.worker and not m.worker.alive and not m.active:
                 m.state, m.worker = UNLOADED, None

@@ -91,7 +91,8 @@ class Prompts:
         if "messages" not in fields:
             return None
         if not self.vocabulary.chats:
-            raise missing("messages", "this model's tokenizer has no turn tokens; give a prompt")
+            why = "this model's tokenizer has no turn tokens; give a prompt (/v1/completions)"
+            raise missing("messages", why)
         options = _template_options(fields)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
@@ -204,20 +205,19 @@ class Prompts:
             return checked_ids(prompt, self.engine.spec.text.vocab_size, "prompt")
 
     def _max_new(self, tokens: Sequence[int], fields: Fields) -> int:
-        """Return the maximum number of new tokens (at least 1); Refused if prompt and new tokens do
-        not fit the context."""
+        """Return the maximum number of new tokens (at least 1); Refused if the prompt is empty, or
+        if prompt and new tokens do not fit the context."""
         name, max_seq = "messages" if "messages" in fields else "prompt", self.engine.limits.max_seq
         count = max_new_tokens(fields)
-        count = max(max_seq + 1 - len(tokens), 1) if count is None else count
+        count = max(max_seq + 1 - len(tokens) if count is None else count, 1)
         if not tokens:
             raise bad(name, "is empty; give at least one token")
         if len(tokens) + count - 1 > max_seq:  # the last token is never written to the KV cache
-            new = f"{count} new tokens are requested" if count > 1 else "1 new token is requested"
-            new = "at least one is generated" if max_new_tokens(fields) is None else new
-            sizes = f"the prompt has {len(tokens)} tokens, and {new}"
+            new = f", and {count} new tokens are requested" if count > 1 else ""
+            sizes = f"the prompt has {len(tokens)} tokens{new}"
             message = f"{name}: {sizes}; the context has {max_seq} tokens"
             raise Refused(400, message, param=name, code="context_length_exceeded")
-        return max(count, 1)
+        return count
 
     def _sampling(self, fields: Fields, top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else the checkpoint's defaults. `top`:

@@ -1,5 +1,5 @@
 """Parses and checks bodies of requests by tables of fields. `null` means absent, unsupported fields
-are refused by name, unknown fields are ignored and logged once.
+are refused by name unless their value is neutral, unknown ones are ignored and logged at most once.
 
 `prompts` accepts only the fields of these tables, as `read_fields` returns them; other protocols'
 bodies are translated to the fields of CHAT or COMPLETIONS.
@@ -318,7 +318,7 @@ def _format(value: Any, name: str) -> Constraint | None:
         strict = isinstance(wrapper, dict) and wrapper.get("strict") is True
         schema = wrapper.get("schema", schema) if isinstance(wrapper, dict) else schema
         if not isinstance(schema, dict):
-            raise bad(name, "json_schema must be an object with a schema, which is an object")
+            raise bad(name, "the type json_schema needs a schema, which must be an object")
     schema = {"type": "object"} if schema is None else _schema(schema, name)
     return Constraint(name, JSON, schema, strict)
 
@@ -398,7 +398,7 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     _log_unknown(body.keys() - table.keys() - HARMLESS)
     content = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != content and body.get(n) is not None), None):
-        both = f"cannot be combined with {content}; give one of them"
+        both = f"cannot be combined with {content}; leave it out"
         alone = f"is not a field of this path, which takes {content}"
         either = table in (TOKENIZE, TOKENIZE_CHAT) and body.get(content) is not None
         raise bad(other, both if either else alone)
@@ -439,7 +439,8 @@ def _check_choice(fields: Fields) -> None:
     if forced and formed:
         raise bad(formed.field, "cannot be combined with a tool_choice that forces a call")
     if formed and fields.get("continue_final_message"):
-        raise bad(formed.field, "cannot be combined with continue_final_message")
+        why = "cannot be combined with continuing the last message (continue_final_message)"
+        raise bad(formed.field, why)
     if formed and formed.kind != JSON and tools and choice.mode != "none":
         raise bad(formed.field, 'cannot be combined with tools; give tool_choice "none"')
     for name in ("ignore_eos", "min_tokens"):

@@ -1,4 +1,4 @@
-"""A server of several models: forwards each request to the process that serves its model."""
+"""A server of several models: forwards requests to the processes that serve their models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .worker import SALT, SECRET
 HOST = "http://127.0.0.1"
 #: headers of a worker that are not forwarded
 NOT_RETURNED = {"connection", "transfer-encoding", "date", "x-request-id", "request-id"}
-#: metrics that the router exports itself
+#: metrics of a worker that are left out: the router's own cover them
 OWN_METRICS = re.compile(r"g4ir_(http_responses|build)")
 
 
@@ -138,8 +138,7 @@ class Router(Server):
             parse = partial(transcriptions.parse_multipart, raw, kind)
             body = await run_in_threadpool(parse if is_form else partial(schema.parsed, raw))
             name = ollama.model_of(body)
-        model, request.state.said["forwarded"] = self._named(name), True
-        stack = AsyncExitStack()
+        model, stack = self._named(name), AsyncExitStack()
         try:
             upstream = await until_disconnect(request, self._open(stack, model, request, path, raw))
         except BaseException:
@@ -157,9 +156,11 @@ class Router(Server):
         headers |= {k: request.headers[k] for k in ("content-type",) if k in request.headers}
         url, build = f"{HOST}:{worker.port}{path}", self._client.build_request
         call = build(request.method, url, headers=headers, content=raw)
+        request.state.said["forwarded"] = True
         try:
             upstream = await self._client.send(call, stream=True)
         except httpx.TransportError:
+            request.state.said["forwarded"] = False
             message = f"the process of model {model.name!r} ended; retry: the model is loaded again"
             raise later(503, "worker_ended", message) from None
         stack.push_async_callback(upstream.aclose)

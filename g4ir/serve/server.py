@@ -1,5 +1,4 @@
-"""The server process: listens while the engine loads (503 until then), and shuts down
-gracefully."""
+"""The server process: listens while the engine loads, and shuts down gracefully."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 LOADING_S = 5.0
 #: maximum seconds of a connection until the headers of its next request are complete
 HEAD_S = 10.0
-#: maximum bytes of a request's headers
+#: bytes received of a request after which its headers must be complete
 MAX_HEAD = 1 << 16
 #: listen backlog of connections
 BACKLOG = 128
@@ -99,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes; close the connection if the headers are too long."""
+        """Receive bytes; close the connection if MAX_HEAD bytes do not complete the headers."""
         super().data_received(data)
         self.head_bytes += len(data)
         if self.in_head and self.head_bytes > MAX_HEAD:
@@ -138,12 +137,14 @@ class ServerProcess(uvicorn.Server):
         super().__init__(config)
         #: (idle connection, its last request) -> time since which it is idle
         self._idle: dict[tuple[Any, Any], float] = {}
-        #: maximum connections; the other quarter of the files is for all else
+        #: with more connections idle ones are closed; the other quarter of the files is for all
+        #: else
         self.most_connections = open_files() * 3 // 4
         self.error: BaseException | None = None
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and log the address. InputError if it is in use or does not exist."""
+        """Listen, log the address, and start to load the engine. InputError if the server cannot
+        listen there."""
         logger = logging.getLogger("uvicorn.error")
         logger.disabled = True  # uvicorn would log the error that is raised here
         try:
@@ -165,8 +166,9 @@ class ServerProcess(uvicorn.Server):
         return InputError(f"cannot listen at {where}: {reason}; give {fix}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to shut down: on a signal, or if another rank has ended or does not
-        answer. Twice a second, close idle connections."""
+        """Return whether to exit: once the drain after a signal is over, if the engine could not be
+        loaded, or if another rank has ended or does not answer. Twice a second, close idle
+        connections."""
         if counter % 5 == 0:
             self._close_idle(time.monotonic())
         service = self.server.service
@@ -262,9 +264,9 @@ def check_engine(path: str | Path, trust: bool = False) -> None:
 def serve(
     server: Server, address: Address, loader: Callable[[], Engine], log: Callable[..., None]
 ) -> bool:
-    """Serve until a signal; raises the errors of loading and listening. Returns whether the engine
-    was not loaded yet: a thread that loads cannot be stopped, so the process should exit without
-    waiting for it."""
+    """Serve until a signal, or an error of listening, of loading or of another rank, which is
+    raised. Return whether the engine was not loaded yet: a thread that loads cannot be stopped, so
+    the process should exit without waiting for it."""
     process = ServerProcess(server, address, log, loader)
     try:
         process.run()

@@ -3,7 +3,7 @@
 The grammar is Lark text for llguidance. Keys are bare if they can be read back so, strings are
 enclosed in the delimiter token, and there is no white space: only numbers have several spellings.
 Schemas are read by `read_schema`, which drops unsupported constraints, or refuses a strict schema
-that has one. Undeclared keys are never generated if a schema declares keys; more than one member of
+that has one. If an enforced schema declares keys, no others are generated; more than one member of
 a `oneOf` may match.
 """
 

@@ -1,10 +1,10 @@
 """A process that serves one of several models at a local port, and the parent's handle of it.
 
 On Linux and macOS a fork server that has imported the libraries starts it, so a start costs no
-import. A process frees all its memory when it ends, and has a GIL of its own: loading delays no
-other model. Over a pipe the child sends, in JSON, its log, the tokens of each request, and its port
-or why loading failed; it ends when the parent asks it to, and when the parent has ended. Requests
-need the parent's secret.
+import. A process frees all its memory when it ends, and has a GIL of its own, so that loading does
+not block other models. Over a pipe the child sends, in JSON, its log, the tokens of each request,
+and its port or why loading failed; it ends when the parent asks it to, and when the parent has
+ended. Requests need the parent's secret.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class WorkerProcess(ServerProcess):
 
 
 def serve_model(server: Server, parent: Parent, loader: Callable[[], Engine]) -> None:
-    """Serve one model to the router until the parent or a signal ends it; then exit the process."""
+    """Serve one model to the router until the parent or a signal ends it, or loading fails; then
+    exit the process."""
     process = WorkerProcess(server, parent, loader)
     server.charge = lambda salt, tokens: parent.send(salt=salt, tokens=tokens)
     threading.Thread(target=process.watch, daemon=True).start()
@@ -116,7 +117,7 @@ def _context() -> Any:
 
 
 def warm_up() -> None:
-    """Start the fork server, so that the first model need not wait for it."""
+    """Start the fork server, if there is one, so that the first model need not wait for it."""
     process = _context().Process(target=int, daemon=True)
     process.start()
     process.join()
@@ -126,7 +127,7 @@ def warm_up() -> None:
 class WorkerHandle:
     """The parent's handle of a worker process. `main(pipe, *args)`: module-level function that runs
     in the process; `log`: callback with the process's log lines; `charge`: callback with the salt
-    of the key and the tokens of each request that the process has answered."""
+    of the key and the tokens of each request."""
 
     main: Callable[..., None]
     args: tuple[Any, ...]
@@ -145,7 +146,7 @@ class WorkerHandle:
 
     async def load(self) -> None:
         """Start the process, and wait until its model is loaded. EngineError if that fails, with
-        the child's error message."""
+        the child's error message if it sent one."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[int] = loop.create_future()
 

@@ -30,7 +30,7 @@ from g4ir.cli.serve import named_models
 from g4ir.errors import EngineError, InputError
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.pool import READY, UNLOADED, ModelPool, PooledModel
-from g4ir.serve.router import merged_metrics
+from g4ir.serve.router import Router, merged_metrics
 from tests.cases import TABLES
 from tests.serve.running import (
     LOADING,
@@ -152,6 +152,21 @@ def test_models_that_cannot_be_loaded() -> None:
             assert other is not worker and other.alive
 
     asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_the_router_logs_what_no_worker_answers() -> None:
+    lines, models = list[str](), pool(2, 1, 1, fails="b")
+    router = Router("a", log=lambda message, **values: lines.append(values["end"]), pool=models)
+
+    async def story() -> None:
+        app = httpx.ASGITransport(app=router.app())
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+            for model in "ab":
+                got = await client.post(CHAT, json={"model": model, "messages": []})
+                assert got.status_code == 503
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    assert lines == ["worker_ended", "not_loaded"]
 
 
 @pytest.mark.parametrize(("words", "result"), TABLES["server"]["models"])

@@ -7,7 +7,7 @@ const SAMPLING = [...NUMBERS, "stop_texts", "thinking_token_budget"];
 const OWN = ["system", "tools"]; // settings stored with a conversation
 const FIELDS = [...OWN, ...SAMPLING];
 const LOOK_MS = 2000;
-const TOO_LONG = /has (\d+) tokens, and (?:(\d+) new tokens?|at least one) .*?context has (\d+) tokens/;
+const TOO_LONG = /has (\d+) tokens(?:, and (\d+) new tokens are requested)?; the context has (\d+) tokens/;
 const MOST_TEXT = 1 << 20; // maximum bytes of a text file in a message
 const TEXTS = /\.(?:[cm]?ts|svg)$/; // text files whose MIME type is video or image
 
@@ -130,7 +130,7 @@ function inWords({ message }) {
   if (!found) return message;
   const [has, more, most] = found.slice(1).map((count) => Number(count ?? 1));
   return `Too long by ${(has + more - 1 - most).toLocaleString("en")} tokens: the context has ${most}. `
-    + `Shorten the message, begin a new chat, or start the server with --max-seq ${2 ** Math.ceil(Math.log2(has + more))}.`;
+    + `Shorten the message, begin a new chat, or serve an engine built with --max-seq ${2 ** Math.ceil(Math.log2(has + more))}.`;
 }
 
 function posted(value) {

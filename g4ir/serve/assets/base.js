@@ -60,7 +60,7 @@ function notice(message, acts = [], ms = 0) {
   if (ms) setTimeout(() => shown.remove(), ms);
 }
 
-// Copies a text, and confirms it on the button. Without TLS a remote page has no clipboard API: a
+// Copies a text, and shows the result on the button. Without TLS a remote page has no clipboard API: a
 // selection is copied instead.
 async function copy(source, given) {
   let done = true;

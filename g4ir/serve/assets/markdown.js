@@ -1,6 +1,6 @@
 "use strict";
 // Markdown as nodes: headings, lists, tables, quotes, rules, code, formulas, footnotes, emphasis,
-// links to http(s). Text becomes text nodes only: HTML is displayed as source.
+// links to http(s). Text becomes text nodes only: HTML other than <br> is displayed as source.
 
 const MOST_DEPTH = 8; // maximum nesting of quotes, lists and emphasis
 const MOST_COLUMNS = 64; // maximum columns of a table

@@ -60,7 +60,7 @@ function styled(c, font) {
   return String.fromCodePoint(letters + (c <= "Z" ? code - 65 : code - 71));
 }
 
-// Parses one formula; throws on unknown commands.
+// Parses one formula; throws if it cannot.
 class Formula {
   constructor(source, display) {
     const rows = source.replace(/\\\\\[[\d.]+[a-z]{2}\]/g, "\\\\"); // space after a row
@@ -250,7 +250,7 @@ const COMMANDS = {
 };
 for (const name of ["textbf", "textit", "textrm", "mbox", "textsf"]) COMMANDS[name] = COMMANDS.text;
 
-// Returns a formula's MathML element; null if it has an unknown command or is incomplete.
+// Returns a formula's MathML element; null if it cannot be parsed.
 function formulaNode(source, display) {
   try {
     const reader = new Formula(source.trim(), display);

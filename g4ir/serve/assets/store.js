@@ -38,7 +38,7 @@ function wrongMessage(given, first) {
   if (!known.includes(role)) return `.role: expected one of ${known.join(", ")}`;
   const good = isText(content) || (Array.isArray(content) ? content.every(isPart)
     : missing(content) && role === "assistant");
-  if (!good) return ".content: expected a text, or a list of parts with a type";
+  if (!good) return ".content: expected a text, or a list of text and media parts";
   if (!missing(given.reasoning_content) && !isText(given.reasoning_content)) {
     return ".reasoning_content: expected a text";
   }
@@ -181,7 +181,7 @@ class Kept {
   }
 }
 
-// In-memory fallback for browsers without storage.
+// In-memory store, used unless the browser's can be opened.
 class Held extends Map {
   async get(key) { return super.get(key); }
 

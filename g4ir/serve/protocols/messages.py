@@ -151,11 +151,13 @@ def _tool_choice(out: Translation, value: Any, name: str) -> None:
     out.body["tool_choice"] = choice
     if value.get("disable_parallel_tool_use") is not None:
         out.body["parallel_tool_calls"] = value["disable_parallel_tool_use"] is not True
+        out.names["parallel_tool_calls"] = name
 
 
 def _budget(out: Translation, value: Any, name: str) -> None:
     kind = kind_in(value, THINKING, name)
     out.body["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+    out.names["chat_template_kwargs"] = name
     if kind == "enabled":
         budget = schema.integer(0)(value.get("budget_tokens"), f"{name}.budget_tokens")
         out.body["thinking_token_budget"] = budget

@@ -155,7 +155,7 @@ def _think(out: Translation, value: Any, name: str) -> None:
     if isinstance(value, bool):
         out.body["chat_template_kwargs"] = {"enable_thinking": value}
     else:
-        out.body["reasoning_effort"] = value
+        out.body["reasoning_effort"], out.names["reasoning_effort"] = value, name
 
 
 CHANGES: Mapping[str, Change] = {

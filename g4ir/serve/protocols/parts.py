@@ -20,7 +20,7 @@ THOUGHT, CONTENT, CALL = "thought", "content", "call"
 
 
 class AnswerFormat(Protocol):
-    """Format of the answers to one request, complete or as the values of a stream."""
+    """Format of the answers to one request, complete or as the JSON values of a stream."""
 
     #: Content-Type of a stream
     content_type: str = "text/event-stream"

@@ -125,8 +125,8 @@ def _tools(out: Translation, value: Any, name: str) -> None:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
-    """Yield (tool, path) of all declared tools; those within a namespace get its name (key
-    `namespace`) and its description before their own."""
+    """Yield (tool, path) of the declared functions and custom tools; those within a namespace get
+    its name (key `namespace`) and its description before their own."""
     for i, tool in enumerate(schema.listed(schema.MAX_TOOLS)(value, name)):
         where = f"{name}[{i}]"
         kind = kind_in(tool, (*TOOLS, NAMESPACE, *IGNORED_TOOLS), where)
@@ -143,7 +143,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[Body, str]]:
 
 
 def _spaced(tool: Body, where: str) -> str:
-    """Return a tool's name, prefixed by its namespace."""
+    """Return a tool's name, prefixed by its namespace if it has one."""
     space = tool.get(NAMESPACE)
     name = text_in(tool, "name", where)
     return name if space is None else f"{text_in(tool, NAMESPACE, where)}.{name}"
@@ -183,6 +183,7 @@ def _text(out: Translation, value: Any, name: str) -> None:
     out.body["response_format"] = {"type": format.get("type"), "json_schema": fields}
     if value.get("verbosity") is not None:
         out.body["verbosity"] = value["verbosity"]
+        out.names["verbosity"] = f"{name}.verbosity"
 
 
 def _effort(out: Translation, value: Any, name: str) -> None:
