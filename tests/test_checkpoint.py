@@ -470,3 +470,10 @@ def test_random_checkpoint_fills_every_tensor(name: str) -> None:
         assert shape or values.sign() == bounds[tensor[-3:]], "a range that holds 0"
     with pytest.raises(WeightsError, match="no tensor"):
         source.tensor("nothing")
+
+
+@pytest.mark.parametrize("model", ["[]", '{"vocab": [["a", 0]]}', "null"])
+def test_a_tokenizer_without_a_table_of_ids(tmp_path: Path, model: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(f'{{"model": {model}}}')
+    assert find_origin(tmp_path).vocabulary() == {}

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from g4ir.ui.files import read_table
 
-from .reader import Count, Fraction, Index, Length, OneOf, Positive, Range, Shaped
+from .reader import MAX_INT, Count, Fraction, Index, Length, OneOf, Positive, Range, Shaped
 
 SLIDING, FULL = "sliding", "full"
 MAX_LAYERS = 1024
@@ -270,7 +270,7 @@ class Audio:
     #: frames per attention block
     attention_chunk_size: Count = 12
     #: 1 + the frames that a query sees to its left, itself included
-    attention_context_left: Count = 13
+    attention_context_left: Annotated[int, Range(2, MAX_INT)] = 13
     #: frames to the right of a block that are read for it; if any, a query sees one fewer to its
     #: right
     attention_context_right: Index = 0

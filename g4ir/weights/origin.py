@@ -91,8 +91,8 @@ class CheckpointDirectory:
 
     def vocabulary(self) -> Mapping[str, int]:
         """Return token text -> id; empty without a tokenizer.json that has such a table."""
-        model = json.loads(self.side_files().get(TOKENIZER, b"{}")).get("model", {})
-        vocabulary = model.get("vocab")
+        model = json.loads(self.side_files().get(TOKENIZER, b"{}")).get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
         return vocabulary if isinstance(vocabulary, dict) else {}
 
     def stated_at(self, name: str) -> Path:
