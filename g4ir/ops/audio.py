@@ -139,7 +139,7 @@ class relative_keys:
     """Keys of the relative positions count - 1 .. 0: sinusoids [count, hidden] times w^T (rule 35)
 
     The sinusoids have hidden / 2 timescales from 1 to 10000, sines before cosines; they are
-    computed in fp32 and rounded to w's dtype. Depends on a weight alone: folded at build.
+    computed in fp32 and rounded to w's dtype. Depends on a weight alone: in the weight prologue.
     """
 
     budget = Budget(1, 256, "sines and cosines rounded, then as linear")

@@ -20,7 +20,7 @@ traffic has the cost of its expansion, without the traffic of intermediate value
 
 Other fields; `budget` and `samples` are required:
   rows          indices of inputs that act token by token: token [b, s] of every output depends on
-                no other token of these inputs
+                no other token of these inputs (in attention: if there are no block ids)
   updates       (result, input) pairs of indices: the result is the new contents of that cache
   cache_range   (first, last + 1): indices of the caches among an attention's inputs, or a function
                 of the attributes; the chunk that is not in them yet follows, and its block ids

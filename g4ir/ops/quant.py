@@ -159,7 +159,7 @@ class dequantize:
 
 @op
 class dense:
-    """dequantize(codes, scales), folded at build, for matmuls without a quantised kernel"""
+    """dequantize(codes, scales), in the weight prologue, for matmuls without a quantised kernel"""
 
     budget = Budget(1, 0, "one product, rounded once")
 
@@ -173,8 +173,8 @@ class dense:
 @op
 class as_bytes:
     """int6, int3k and fp4 to int8 with a scale per 16 values, nl4, nl3 and nl2 with one per 32;
-    int5, int3, int2 and iq4 with the same scales; folded at build, for targets without these
-    formats"""
+    int5, int3, int2 and iq4 with the same scales; in the weight prologue, for targets without
+    these formats"""
 
     budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
 
