@@ -46,7 +46,7 @@ class KernelCache:
         others use shape-generic kernels: kernels specialised in the background would make results
         depend on timing."""
         trt = self.api.trt
-        self.progress(f"compiling kernels for this GPU: {label}")
+        self.progress(f"preparing kernels for this GPU: {label}")
         config = engine.create_runtime_config()
         managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         config.set_execution_context_allocation_strategy(managed)

@@ -247,7 +247,7 @@ def test_kernels_are_finished_once(tmp_path: Path) -> None:
     before = (tmp_path / FILE).stat().st_mtime_ns
     assert finished(tmp_path, told) == 0
     assert (tmp_path / FILE).stat().st_mtime_ns == before
-    assert {*told} == {"compiling kernels for this GPU: decode"}
+    assert {*told} == {"preparing kernels for this GPU: decode"}
 
 
 def _damaged(file: Path) -> None:
