@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from g4ir.errors import InputError, MissingError
+from g4ir.model.media import check_file
 
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 #: types of top-level elements that must be complete: of MP4 (three), AVI and WAV, Matroska
@@ -18,11 +19,10 @@ _MAX_ELEMENTS = 1 << 16  # elements to look at, so that the walk through a damag
 
 @contextmanager
 def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO]:
-    """Context with an open file. InputError if it is missing, empty, larger than `max_bytes`
-    (the message ends with `fix`) or cannot be read."""
+    """Context with an open file. InputError if it is missing, no regular file, empty, larger than
+    `max_bytes` (the message ends with `fix`) or cannot be read."""
+    check_file(kind, path)
     try:
-        if not path.is_file():
-            raise InputError(f"{path}: no such {kind} file")
         size = path.stat().st_size
         if size == 0:
             raise InputError(f"{path}: the file is empty")
