@@ -497,6 +497,8 @@ def test_footage_is_what_preparing_the_frames_gives(tmp_path: Path, ending: str)
     assert found.times == videos.frame_times((), None, video.seconds)
     with pytest.raises(InputError, match=r"5 frames of \d+ soft .*--max-seq 99; ask for few"):
         read_footage(path, SETTINGS, 5, max_tokens=99)
+    with pytest.raises(InputError, match=r"1 frames of \d+ soft .*--max-seq 9; build with"):
+        read_footage(path, SETTINGS, 1, max_tokens=9)
 
 
 def test_one_frame_at_a_time_is_held_in_full_resolution(tmp_path: Path) -> None:

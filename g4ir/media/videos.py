@@ -185,9 +185,11 @@ def _footage(
         if grid is None:
             grid = fitted
             if max_tokens is not None and len(times) * grid.soft_tokens > max_tokens:
+                fewer = grid.soft_tokens <= max_tokens
                 raise InputError(
                     f"{name}: {len(times)} frames of {grid.soft_tokens} soft tokens are more than "
-                    f"the engine's --max-seq {max_tokens}; ask for fewer frames"
+                    f"the engine's --max-seq {max_tokens}; "
+                    f"{'ask for fewer frames' if fewer else 'build with a larger one'}"
                 )
             patches = np.zeros((len(times), settings.rows, settings.cell**2 * CHANNELS), "f4")
         elif grid != fitted:
