@@ -38,13 +38,7 @@ from tokenizers.models import WordLevel
 
 import g4ir
 from g4ir import Engine, load_engine, load_spec
-from g4ir.artefact.directory import (
-    MANIFEST,
-    Manifest,
-    MergedWeights,
-    open_artefact,
-    read_manifest,
-)
+from g4ir.artefact.directory import MANIFEST, Manifest, MergedWeights, open_artefact, read_manifest
 from g4ir.backends.reference import ReferenceBackend
 from g4ir.builder.build import check_space, prepare, write_engine
 from g4ir.cli.build import _tell_notes

@@ -66,13 +66,7 @@ NARROW_LATENT = [
 
 BUDGETS = {
     "decode_attention": Budget(
-        samples=(*LENGTHS, *HEADS, *SIZES, *EDGE_CASES, *NARROW),
-        error=5e-6,
-        differ=None,
+        samples=(*LENGTHS, *HEADS, *SIZES, *EDGE_CASES, *NARROW), error=5e-6, differ=None
     ),
-    "decode_attention_latent": Budget(
-        samples=(*LATENT, *NARROW_LATENT),
-        error=5e-6,
-        differ=None,
-    ),
+    "decode_attention_latent": Budget(samples=(*LATENT, *NARROW_LATENT), error=5e-6, differ=None),
 }

@@ -38,11 +38,7 @@ CODED = [
     (2, 5, 256, M16, ("fp8", 128)),
     (4, 5, 40, M16, ("int4", 0)),
 ]
-CODED_GLU = [
-    (1, 5, 96, M1, INT4),
-    (16, 5, 96, M16, INT4),
-    (1, 5, 40, M1, FP8),
-]
+CODED_GLU = [(1, 5, 96, M1, INT4), (16, 5, 96, M16, INT4), (1, 5, 40, M1, FP8)]
 
 
 def _product(rows: int, n: int, k: int) -> tuple[str, ...]:

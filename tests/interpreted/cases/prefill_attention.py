@@ -61,14 +61,6 @@ LATENT = [
 ]
 
 BUDGETS = {
-    "prefill_attention": Budget(
-        samples=(*LISTS, *RINGS, *SHAPES, *REAL),
-        error=1e-5,
-        differ=None,
-    ),
-    "prefill_attention_latent": Budget(
-        samples=tuple(LATENT),
-        error=1e-5,
-        differ=None,
-    ),
+    "prefill_attention": Budget(samples=(*LISTS, *RINGS, *SHAPES, *REAL), error=1e-5, differ=None),
+    "prefill_attention_latent": Budget(samples=tuple(LATENT), error=1e-5, differ=None),
 }
