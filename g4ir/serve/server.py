@@ -253,8 +253,8 @@ class ServerProcess(uvicorn.Server):
 
 
 def check_engine(path: str | Path, trust: bool = False) -> None:
-    """Raise for an engine that cannot be served, before the server listens: the checks of loading
-    without the weight files' digests and the options of `load_engine`."""
+    """Raise for an engine that cannot be served: without a tokenizer, or by the checks of loading
+    other than those of the weight files' digests and of the options of `load_engine`."""
     artefact = open_artefact(Path(path))
     require_readable(artefact.manifest)
     check_runnable(artefact, trust)

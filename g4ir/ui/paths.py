@@ -29,8 +29,8 @@ GROUP_WORLD_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_root() -> Path:
-    """Return the cache folder: engines built on first use, compiled programs, prefix caches; losing
-    it costs only time."""
+    """Return the cache folder, with engines built on first use, prefix caches and other files whose
+    loss costs only time."""
     return _base(CACHE, ".cache") / "g4ir"
 
 

@@ -227,7 +227,7 @@ async function measure() {
   if (messages.length && room && used === undefined) {
     try {
       used = (await (await asked("tokenize", posted(asking()))).json()).count;
-    } catch { /* an invalid conversation: calls without results */ }
+    } catch { /* for example calls without results */ }
     if (messages !== state.messages) return;
   }
   const known = used !== undefined && room;
