@@ -228,7 +228,7 @@ def _with_recipe(
         why = "the checkpoint is quantised already"
         raise InputError(f"--bits {bits:g}: {why}; add --set requantize=on, or give its original")
     if dtype != OFF and not quant and bits is None:
-        why = "no weight is quantised, and only matmuls with quantised weights quantise their input"
+        why = "only matmuls with quantised weights quantise their input"
         fix = "give --quant int8, int4 or fp8 too"
         raise InputError(f"--quant-activations {dtype}: {why}; {fix}")
     return replace(config, quant=quant)

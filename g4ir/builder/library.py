@@ -132,8 +132,9 @@ def find_engine(
     """Return the engine directory of a model, building it first if it is not cached; a cached
     engine is locked as in use until the process ends. A path without a model is returned
     unchanged: loading it raises the error. MissingError for weights that are not in the hub's local
-    cache and may not be downloaded. `settled`: callback that completes the build options, which
-    have the checkpoint by then; `check`: callback that may refuse a model before it is built."""
+    cache and may not be downloaded. `settled`: callback that completes the build options; they have
+    the checkpoint, if there is one. `check`: callback that may refuse a model before it is
+    built."""
     if not isinstance(model, Spec) and is_engine(Path(origin.given_model(model))):
         changed = [*_changed_options(options), *(["revision"] if revision else [])]
         refuse_options(Path(model), [*map(flag_of, changed)])

@@ -201,7 +201,7 @@ def _drafter(
     random, path = o.random_weights is not None, Path(str(o.drafter))
     default, is_spec = o.drafter == resolve.DEFAULT, path.suffix in SUFFIXES
     if is_spec and not random and not dry:
-        fix = "give its checkpoint's directory, or --random-weights SEED"
+        fix = "give its checkpoint's directory, or --random-weights SEED for both models"
         raise InputError(f"--drafter {o.drafter}: a spec has no weights; {fix}")
     if random and not (is_spec or default):
         why = "with --random-weights the draft model's weights are random too"
