@@ -140,10 +140,11 @@ def find_draft_tokens(count: int | None, max_seq: int, drafter: bool = False) ->
     max_seq - 1 if less), else 0. InputError below 0, beyond MAX_DRAFT_TOKENS or max_seq - 1, and
     for 0 with a draft model."""
     limit = min(MAX_DRAFT_TOKENS, max_seq - 1)
+    if drafter and (count == 0 or not limit):
+        why = f"a draft model proposes at least 1, and less than --max-seq {max_seq}"
+        raise InputError(f"--draft-tokens {count or 0}: {why}; leave --drafter out")
     if count is None:
         return min(DRAFTED, limit) if drafter else 0
-    if drafter and count == 0:
-        raise InputError("--draft-tokens 0: a draft model proposes at least 1; leave --drafter out")
     if not 0 <= count <= limit:
         most = f"{limit} (at most {MAX_DRAFT_TOKENS}, less than the context length)"
         raise InputError(f"--draft-tokens {count}: expected 0 (no speculative decoding) to {most}")
