@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.artefact.directory import Artefact, open_artefact
+from g4ir.engine.embeddings import need_decoder
 from g4ir.engine.engine import TOKENIZER
 from g4ir.engine.prompts import read_defaults
 from g4ir.errors import EngineError, G4Error, InputError
@@ -34,11 +35,12 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 def prepare(engine: Path | str, out: Path | str) -> Path:
     """Create the folder `out` and return it. EngineError if the engine cannot be read or has no
-    tokenizer; InputError if `out` exists and is not an empty folder."""
+    tokenizer; InputError for an encoder, or if `out` exists and is not an empty folder."""
     folder, out = Path(engine).resolve(), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not an empty folder; name another one")
     artefact = open_artefact(folder)
+    need_decoder(artefact.spec, artefact.label)
     if not (folder / TOKENIZER).is_file():
         raise EngineError(
             f"{folder} has no {TOKENIZER}, which vLLM needs; build from a checkpoint with one"

@@ -44,6 +44,9 @@ def test_what_is_refused(engine_folder: Path, tmp_path: Path) -> None:
     g4ir.build("tiny-ple", tmp_path / "bare", backend="reference", random_weights=0).close()
     with pytest.raises(EngineError, match=r"tokenizer\.json"):
         prepare(tmp_path / "bare", tmp_path / "out")
+    g4ir.build("tiny-embedding", tmp_path / "e", backend="reference", random_weights=0).close()
+    with pytest.raises(InputError, match="is an encoder"):
+        prepare(tmp_path / "e", tmp_path / "out")
     with pytest.raises(EngineError, match="engine directory"):
         prepare(tmp_path, tmp_path / "out")
     with pytest.raises(InputError, match="not an empty folder"):
