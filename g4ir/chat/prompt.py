@@ -199,7 +199,7 @@ class Vocabulary:
             self.controls |= {full: self.controls[a] for full, a in named if a in self.controls}
         self._names = frozenset(self.controls)
         ends = (self.controls.get(text) for text in (row or rows[0])["ends"])
-        #: ids that end a model's turn
+        #: ids that end an answer
         self.ends = frozenset(i for i in ends if i is not None)
         self._alone: dict[int, str] = {}
 

@@ -108,7 +108,7 @@ class Reader:
         self._texts = defaultdict[str, list[str]](list)  # all text by kind
         self._new: list[Event] = []
         self._read: list[dict[str, Any]] = []
-        self._over = False  # whether the last token ended the turn
+        self._over = False  # whether the last token ended the answer
         self._answer: Answer | None = None
         # Parse the prompt's tail to get the initial state.
         marked = control.Lexer(prompt_tail).feed(prompt_tail)

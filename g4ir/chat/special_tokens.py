@@ -46,7 +46,7 @@ CONTROLS = (
     *dict.fromkeys(chain(*_flat(row["controls"] for row in CHAT_FORMATS.values()))),
     *PLACEHOLDERS.values(),
 )
-#: control tokens that end a model's turn
+#: control tokens that end an answer
 ENDS = _all("ends")
 #: header of reasoning, after CHANNEL
 THOUGHT = "thought\n"

@@ -152,7 +152,7 @@ class Server:
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     #: folders below which clients may load adapters
     adapter_folders: tuple[Path, ...] = ()
-    #: callback with the values of a log line for each request
+    #: callback with the values of a log line (see RequestLog)
     log: Callable[..., None] | None = None
     #: name of the embedding model, if there is one: an additional model, or the served model itself
     embedder: str | None = None

@@ -18,7 +18,7 @@ from .parts import CALL, THOUGHT, PartsFormat
 from .translation import TABLES, Body, Translation, kind_in, text_in, translated
 
 TABLE = TABLES["messages"]
-#: HTTP status -> error type; finish reason -> stop_reason; kind of part -> content block type
+#: HTTP status -> error type; finish reason -> stop_reason; kind of part -> new content block
 ERRORS: Mapping[int, str] = TABLE["errors"]
 REASONS: Mapping[str, str] = TABLE["reasons"]
 BLOCK_OF: Mapping[str, Body] = TABLE["blocks"]
