@@ -35,10 +35,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda c: c.kv_transfer_config is not None or c.ec_transfer_config is not None,
         "leave --kv-transfer-config and --ec-transfer-config out",
     ),
-    "pooling": (
-        lambda c: c.model_config.runner_type != "generate",
-        "leave --runner and --convert out",
-    ),
+    "pooling": (lambda c: c.model_config.runner_type != "generate", "leave --runner/--convert out"),
     "embeddings as prompts": (
         lambda c: c.model_config.enable_prompt_embeds,
         "leave --enable-prompt-embeds out",
