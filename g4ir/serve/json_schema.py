@@ -2,8 +2,8 @@
 
 llguidance reads and checks schemas. `read_schema` translates what llguidance lacks: OpenAPI's
 `nullable`, types in upper case, null keywords, and the formats of schemas.yaml. A constraint that
-a grammar cannot enforce is dropped and logged, or refused if the schema is strict. Types, declared
-names and `required` are always enforced: a schema without valid values is refused.
+a grammar cannot enforce is dropped and logged, or refused if the schema is strict. Types and
+`required` are never dropped: a schema without valid values is refused.
 """
 
 from __future__ import annotations
