@@ -245,7 +245,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "many": (wav_bytes(GOOD, channels=65), "65 channels, at most 64"),
     "wild rate": (wav_bytes(GOOD, rate=2**30), "sample rate 1073741824"),
     "no samples": (wav_bytes(b""), "no samples"),
-    "aiff": (b"FORM\0\0\3\x46AIFF" + GOOD, "not an audio file .*send WAV, FLAC, OGG or MP3"),
+    "aiff": (b"FORM\0\0\3\x46AIFF" + GOOD, "no supported audio .*send WAV, FLAC, OGG or MP3"),
     "nan": (wav_bytes(NAN, tag=3, bits=32), "sample 1 is nan"),
 }
 

@@ -263,15 +263,16 @@ def frozen(array: Any) -> Any:
 def read_audio(path: str | Path) -> Waveform:
     """Decode an audio file by soundfile: WAV, FLAC, OGG and MP3, as float32.
 
-    InputError, naming the file, if it is missing, empty, not audio, corrupt, truncated, without
-    samples, too large or of too many channels; MissingError if soundfile cannot be imported.
+    InputError, naming the file, if it is missing, empty, no supported audio, corrupt, truncated,
+    without samples, too large or of too many channels; MissingError if soundfile cannot be
+    imported.
     """
     path = Path(path)
     with opened(path, "audio", MAX_BYTES, "send it in parts") as file:
         head = file.read(4)
         if not MAGIC.match(head):  # libsndfile knows dozens more
             begins = f"it begins with {head!r}"
-            raise InputError(f"{path}: not an audio file ({begins}); send WAV, FLAC, OGG or MP3")
+            raise InputError(f"{path}: no supported audio ({begins}); send WAV, FLAC, OGG or MP3")
         if is_cut(file, path.stat().st_size):
             raise InputError(f"{path}: truncated: its header announces more than the file has")
         file.seek(0)

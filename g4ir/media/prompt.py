@@ -37,8 +37,8 @@ def marks(kind: str, tokens: Tokens) -> tuple[int | None, int | None]:
 
 
 def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
-    """Yield the expansion of a medium's single placeholder: token ids, and for a video the time
-    before each frame as text."""
+    """Yield the expansion of a medium's single placeholder: token ids, and before each frame of a
+    video its time as text, if there are times."""
     begin, end = marks(soft.kind, tokens)
     holder = placeholders(tokens)[soft.kind]
     for i, piece in enumerate(soft.pieces):

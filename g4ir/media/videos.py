@@ -357,9 +357,8 @@ def _opened(path: Path) -> Iterator[Any]:
     except Exception as e:  # decoders raise whatever a broken file leads them to
         if type(e) is MemoryError:  # not av's subclass: it means a wrong size in a damaged header
             raise
-        raise InputError(
-            f"{path}: no video, corrupt or truncated ({e}); send MP4, MOV, MKV, WebM, AVI or MPEG"
-        ) from e
+        why = f"no supported video, corrupt or truncated ({e})"
+        raise InputError(f"{path}: {why}; send MP4, MOV, MKV, WebM, AVI or MPEG") from e
 
 
 def _container(av: Any, file: BinaryIO) -> Any:
