@@ -24,7 +24,7 @@ from .experts import experts
 
 # --- attention in separate layers -------------------------------------------------------------
 
-#: bytes of an attention score: once in bf16 and once in fp32
+#: bytes of an attention score in a bf16 engine: once in bf16 and once in fp32
 BYTES_PER_SCORE = 6
 #: maximum bytes of scores at a time: queries are computed in blocks within this limit
 MAX_SCORE_BYTES = 2 << 30
