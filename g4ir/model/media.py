@@ -177,7 +177,8 @@ def find_media(
     """Return the media of a build. `kinds`: `all` of the variant, `none`, or some of KINDS;
     `budgets`: maximum soft tokens of images, first that of requests that choose none (None: the
     variant's); `seconds`: audio lengths to compile, of which a clip uses the shortest that is long
-    enough; `extractor`: the feature extractor config of a checkpoint.
+    enough (only the longest is compiled if frames are independent); `extractor`: the feature
+    extractor config of a checkpoint.
 
     InputError names what the variant does not support.
     """
