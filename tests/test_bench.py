@@ -483,11 +483,11 @@ def test_formats_of_a_checkpoint(tmp_path: Path, text_file: Path) -> None:
 
 
 def test_quant_is_for_the_first_model(tmp_path: Path) -> None:
-    """An engine as a further row has no --quant; here it refuses another flag of its build."""
+    """An engine as a further row has no --quant; here it refuses other flags of its build."""
     file = bare_file(tmp_path / "a.gguf", load_spec("tiny-moe"))
-    g4ir_.build("tiny-moe", tmp_path / "e", backend="reference", random_weights=0).close()
-    message = refused("compare", file, tmp_path / "e", "--backend", "reference", "--quant", "int4")
-    assert "/e is an engine, and --backend belongs to its build" in message
+    with g4ir_.build("tiny-moe", tmp_path / "e", backend="reference", random_weights=0) as e:
+        message = refused("compare", file, e.path, *BUILD, "--quant", "int4")
+    assert "/e is an engine, and --backend, --max-seq belong to its build" in message
 
 
 def test_a_quantised_file_and_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

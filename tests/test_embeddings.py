@@ -390,11 +390,10 @@ def test_models_of_the_other_kind(model: Any, tmp_path: Path) -> None:
     chat = build("tiny-moe", tmp_path / "chat", backend="reference")
     with chat, pytest.raises(InputError, match="generates text and is no embedding model"):
         chat.embed("a")
-    for options in ({"draft_tokens": 2}, {"kv_dtype": "int8"}, {"all_logits": True}, {"tp": 2}):
+    options = {"bits": 4.0, "draft_tokens": 2, "kv_dtype": "int8", "all_logits": True, "tp": 2}
+    for name, value in options.items():
         with pytest.raises(G4Error, match="encoder"):
-            build(NAMES[0], tmp_path / "e", **options)
-    with pytest.raises(InputError, match=r"is an encoder: .*; --bits 4\.0 does not apply to it"):
-        build(NAMES[0], tmp_path / "e", bits=4.0)
+            build(NAMES[0], tmp_path / "e", **{name: value})
 
 
 def test_an_embedding_that_is_not_finite(tmp_path: Path) -> None:
@@ -609,13 +608,6 @@ def test_embed_command_with_media(tmp_path: Path) -> None:
         assert message in refused("embed", tmp_path / "e", "--input", lines), message
 
 
-@pytest.mark.parametrize("phase", ("verify", "draft"))
-def test_phases_of_drafts(model: Any, phase: str) -> None:
-    for words in (("--variant", NAMES[0]), (model.path,)):
-        message = refused("show", *words, "--phase", phase)
-        assert " is an encoder" in message
-
-
 SMALL = {"image_budget": 70}
 
 
@@ -623,8 +615,9 @@ def test_refused_commands(model: Any, tmp_path: Path) -> None:
     file = tmp_path / "in.txt"
     file.write_text("ab\n\nw7\n")
     assert "in.txt: line 2 is empty" in refused("embed", model.path, "--input", file)
-    blank = tmp_path / "in.jsonl"
-    blank.write_text("\n\n")
+    for phase in ("verify", "draft"):
+        assert " is an encoder" in refused("show", model.path, "--phase", phase)
+    (blank := tmp_path / "in.jsonl").write_text("\n\n")
     assert "in.jsonl has no texts" in refused("embed", model.path, "--input", blank)
     assert "ends in .npy or .jsonl" in refused("embed", model.path, "--text", "a", "--out", "x.bin")
     file.write_text("ab\nw7 " + "ab " * 300)

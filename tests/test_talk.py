@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from g4ir import Engine, load_engine
 from g4ir.chat import Event, Reader, make_prompt
 from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END, TURN_END
-from g4ir.cli.chat import COMMANDS, from_pipe, read_message
+from g4ir.cli.chat import COMMANDS, Repl, from_pipe, read_message
 from g4ir.cli.talking import Screen, declare
 from g4ir.engine.prompts import Defaults
 from g4ir.engine.scheduler import Scheduler
@@ -110,6 +110,14 @@ def test_checkpoint_defaults(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
             found += [lines.request({"tokens": [2], **given}, "x").sampling]
             for sampling in found:
                 assert {k: getattr(sampling, k) for k in values} == values | given
+
+
+def test_a_retry_that_is_stopped(talk: ChatSession, monkeypatch: Any, capsys: Any) -> None:
+    dictate(monkeypatch.setattr, [WORDS, WORDS])
+    talk.say("hello")
+    spy(monkeypatch, ChatSession, "_request", ChatSession.stop)  # before the first token
+    Repl(talk, Screen(True)).command("/retry")
+    assert "the conversation is as before" in capsys.readouterr().out and len(talk.messages) == 2
 
 
 def test_cut_calls(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:

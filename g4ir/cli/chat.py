@@ -211,7 +211,7 @@ class Repl:
         if turn.full:
             self._tell("the context is full: /save FILE keeps the conversation, /clear begins anew")
         elif turn.nothing:
-            self._tell("no answer was generated: your message was removed")
+            self._tell("no answer was generated: the conversation is as before")
 
     def attach(self, kind: str, path: str) -> str:
         """Attach a media file to the next message; return a notice with its soft tokens."""
