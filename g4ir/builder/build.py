@@ -256,8 +256,8 @@ def _fitted(
     footprint: Footprint, o: BuildOptions, backend: Backend, dry: bool
 ) -> tuple[BuildConfig, str]:
     """Return the config and, if the engine does not fit its device, the reason (PlanError unless
-    `dry`). Unless its placement was requested, a per-layer embedding table that does not fit on
-    the device is memory-mapped. Without the device and --memory nothing is checked."""
+    `dry`). The per-layer embedding table is memory-mapped if not everything fits on the device,
+    unless its placement was requested. Without the device and --memory nothing is checked."""
     config = footprint.config
     if o.memory is None and not backend.has_device(config.device):
         return config, ""
