@@ -87,8 +87,8 @@ def _named(identity: list[int]) -> str:
 
 
 def _recall(kind: str, name: str) -> Any:
-    """Return the content of a record; None if there is none, or other users could have written
-    it."""
+    """Return the content of a record; None if it is missing or invalid, or other users could have
+    written it."""
     record = state_root() / kind / name
     with suppress(OSError, TrustError, ValueError):
         check_private(record.parent)

@@ -258,9 +258,7 @@ def open_artefact(path: Path, check_weights: bool = False, rank: int | None = No
     """Check an engine directory as far as that does not need its device: every field of the
     manifest, every file's digest (weight files on request), the graphs against the spec, the
     headers of packed params against the graphs. With `rank`, the digests of other ranks' files are
-    not checked.
-
-    Raises EngineError that names the file, the field, and the fix.
+    not checked. Raises EngineError.
     """
     with _errors(path):
         m = read_manifest(path, check_weights, rank)
@@ -324,7 +322,7 @@ def read_manifest(path: Path, check_weights: bool = False, rank: int | None = No
     values.pop("digest", None)
     # The full text is compared, white space included.
     if raw != manifest_text(values).encode():
-        raise _altered(file, "its digest does not match its content")
+        raise _altered(file, "it is not as this g4ir writes it, with a digest of its values")
     if values.get("format") != FORMAT:
         raise _altered(file, f"format {values.get('format')!r}, this g4ir reads {FORMAT}")
     with _errors(path):
@@ -364,7 +362,7 @@ def require_readable(m: Manifest) -> None:
         _manifest_of(values, where, m.config.spec, m.config.drafter)
     except SpecError as e:
         why = f"the engine could not be read again: {e}"
-        raise EngineError(f"{why}; give plain names to files and folders") from None
+        raise EngineError(f"{why}; give plain names to files, folders and tensors") from None
 
 
 def _manifest_of(
@@ -428,8 +426,10 @@ def _check_files(
             if stat.S_ISDIR(kind):
                 continue
             if not stat.S_ISREG(kind):
-                fix = "put the file itself there, or build the engine again"
-                raise EngineError(f"{label} is a link or not a regular file; {fix}")
+                named = any(f"{f}/".startswith(f"{at}/") for f in files)
+                fix = "put what belongs there itself" if named else "remove it"
+                problem = "is a link or not a regular file"
+                raise EngineError(f"{label} {problem}; {fix}, or build the engine again")
             if at not in (*files, MANIFEST):
                 foreign = f"{label} is not among the files of {MANIFEST}"
                 raise EngineError(f"{foreign}; remove it, or build the engine again")

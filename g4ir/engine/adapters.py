@@ -66,9 +66,9 @@ class Adapters:
             replaced = self._loaded.get(name)
             slot = next((i for i in range(self.slots.count) if not self._users[i]), None)
             if slot is None and replaced and self._users[replaced.slot] == 1:
-                slot = replaced.slot  # no request uses it
+                slot = replaced.slot  # no request or session uses it
             if slot is None:
-                names = ", ".join(sorted(self._loaded)) or "none, but requests still use some"
+                names = ", ".join(sorted(self._loaded)) or "none, but removed ones are in use"
                 fix = "unload one, let its requests end, or load the engine with more adapter_slots"
                 count = self.slots.count
                 raise InputError(

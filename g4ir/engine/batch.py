@@ -131,7 +131,7 @@ class Batch(Generic[T]):
         self._move(self._bucket_for(len(self.sequences)))
 
     def clear(self) -> None:
-        """Drop all sequences and sessions: a failed step left them undefined."""
+        """Drop all sequences and sessions."""
         for sequence in self.sequences:
             sequence.slot = -1
         self.slots = []

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 #: initial and minimum chunk size in tokens
 FIRST_TOKENS, FEWEST_TOKENS = 32, 16
-#: while requests wait, the bound is multiplied by QUEUED_FACTOR * (sequences that decode + requests
-#: that wait), at least by 1 and at most by MAX_QUEUED_FACTOR: large chunks take less time in total,
-#: steps of few sequences use the bandwidth poorly, and steps of many are long anyway
+#: while requests wait, the bound is multiplied by QUEUED_FACTOR * `queued_rows`, at least by 1 and
+#: at most by MAX_QUEUED_FACTOR: large chunks take less time in total, steps of few sequences use
+#: the bandwidth poorly, and steps of many are long anyway
 QUEUED_FACTOR, MAX_QUEUED_FACTOR = 0.25, 4.0
 #: fraction of the bound to aim for: steps vary
 AIM = 0.8

@@ -129,7 +129,8 @@ def _rows(
 
 
 def any_draft(running: Iterable[SequenceState], drafters: Drafters) -> bool:
-    """Whether any unpaused n-gram drafter has a proposal."""
+    """Whether an unpaused n-gram drafter has a proposal, for a sequence with more than one token
+    left."""
     each = ((drafters[s.slot], s) for s in running if s.slot in drafters and s.remaining > 1)
     return any(not d.pace.pause and d.propose(s.tokens, 1) for d, s in each)
 

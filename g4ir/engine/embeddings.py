@@ -1,8 +1,8 @@
 """Embeddings of texts, and of texts with media, by an encoder's engine.
 
-Texts are sorted by length and packed into chunks without padding: an encoder attends within each
-text (ops/encoder.py), so that matmuls run at the rate of a full chunk, and an embedding does not
-depend on its neighbours.
+Texts are sorted by length and packed into chunks without padding between them: an encoder attends
+within each text (ops/encoder.py), so that matmuls run at the rate of a full chunk, and an embedding
+does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from g4ir.backends.base import GraphRun
 from g4ir.chat.messages import Medium, read_part
 from g4ir.chat.prompt import text_ids
-from g4ir.errors import CheckError, EngineError, InputError
+from g4ir.errors import EngineError, InputError
 from g4ir.media.merge import merged
 from g4ir.media.prompt import expand_placeholders
 from g4ir.media.soft import Soft
 from g4ir.model.encoder import EMBEDDING, ENCODE
 from g4ir.model.media import check_supported, encode_options, placeholders
+from g4ir.ops.finite import not_finite
 from g4ir.spec.parts import FAMILIES, Variant
 from g4ir.spec.reader import did_you_mean, json_object
 from g4ir.spec.sentence_transformers import PROMPTS
@@ -169,8 +170,8 @@ class Embedder:
     ) -> list[EncoderTokens]:
         """Return each input's token ids, with `prompt` before the text and the tokenizer's start
         and end tokens around it, and its media's soft tokens. An input of token ids is used
-        as it is. InputError for an empty, invalid or too long input (`truncate` cuts it before the
-        end token, unless it has media); `first`: the first input's number in errors."""
+        as it is. InputError for an empty, invalid or too long input (`truncate` cuts it, a text
+        before its end token, unless it has media); `first`: the first input's number in errors."""
         spec, limit, kinds = self.engine.spec, self.engine.limits.max_seq, self.engine.media.kinds
         inputs = [self._read(t, first + i, truncate) for i, t in enumerate(texts)]
         strings = [prompt + s for s, _ in inputs if s is not None]
@@ -261,10 +262,8 @@ class Embedder:
             vectors = self._run([ids[row] for row in rows])
             if not bool(vectors.isfinite().all()):
                 row = rows[int((~vectors.isfinite().all(-1)).nonzero()[0, 0])]
-                why = "its embedding is NaN or infinite: a weight is, or a value overflowed"
-                raise CheckError(
-                    f"text {first + row} ({len(ids[row])} tokens): {why}; try --dtype float32"
-                )
+                name = f"text {first + row} ({len(ids[row])} tokens): its embedding"
+                raise not_finite(name, engine.dtype)
             yield rows, vectors
 
     @staticmethod

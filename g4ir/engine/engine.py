@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class Engine(EngineParts):
     """A loaded engine directory; a context manager that closes it."""
 
-    #: scheduler of the last `generate`, whose KV caches and recorded steps the next one reuses
+    #: scheduler of the last `generate`, for a next one with the same settings (`lent_scheduler`)
     _idle: Scheduler | None = field(default=None, init=False)
     _lending: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -68,8 +68,7 @@ class Engine(EngineParts):
         an invalid one, MissingError without the library."""
         path = self.path / TOKENIZER
         if not path.is_file():
-            why = f"{self.label} has no {TOKENIZER} (the checkpoint had none)"
-            raise EngineError(f"{why}: give token ids")
+            raise EngineError(f"{self.label} has no {TOKENIZER}: give token ids")
         return within_vocabulary(
             read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path
         )
@@ -105,7 +104,7 @@ class Engine(EngineParts):
         max_batch of them together. Tensors, arrays of integers and tuples are accepted too.
 
         An answer ends with a stop id, which is part of the result, or after max_new_tokens.
-        `stop_ids`: instead of the checkpoint's. `on_token(token)` is called with each token of a
+        `stop_ids`: instead of the engine's. `on_token(token)` is called with each token of a
         single prompt, `on_token(i, token)` with those of several, i being the prompt's index.
         Prompt i is sampled with seed + i. temperature 0: greedy. InputError for invalid arguments;
         CheckError if logits are NaN or infinite.
@@ -115,14 +114,14 @@ class Engine(EngineParts):
         soft token (media/prompt.py).
 
         With `chat` a prompt is the text of a user message, or a list of messages (OpenAI's format);
-        several prompts are a list of these. The checkpoint's template renders them, and the tokens
+        several prompts are a list of these. The chat template renders them, and the tokens
         that end a turn are stop ids too, unless `stop_ids` are passed. The result is token ids of
         the answer with its reasoning and tool calls, whose text `chat.Reader` parses.
 
         `draft`: source of draft tokens (speculative.py): none, ngram (the text itself), or mtp (the
         engine's draft model); at most `draft_tokens` at a time (default: what the engine was built
-        for). The result is that of decoding one token per step, unless two logits are nearly equal:
-        matmuls of several tokens may round differently (in tests, only bfloat16 results
+        for). The result is that of decoding one token per step, unless rounding decides a close
+        choice: matmuls of several tokens may round differently (in tests, only bfloat16 results
         differed). `tally`: stats to which this call's drafts are added. `adapter`: name of a loaded
         adapter (adapters.py).
         """
@@ -158,7 +157,7 @@ class Engine(EngineParts):
     ) -> Inspection:
         """Return the plan of `values`; its towers have run."""
         towers: Any = TowerValues(self, names)
-        prompts, _ = _prompts(tokens)
+        prompts, _ = _prompts(tokens, "encode it")
         if len(prompts) != 1 or not prompts[0]:
             raise InputError("values: expected one sequence of token ids that is not empty")
         items = list_media(self.media, self.spec, **media)
@@ -175,7 +174,8 @@ class Engine(EngineParts):
         prints, patterns such as `L*.out` (`*`: any characters but dots), and `L3.attn.probs`, the
         attention's probabilities [1, S, heads, S]. phase: prefill, decode (token by token), or
         verify. media: `images`, `videos`, `audio`, as in `generate`; names of towers' values begin
-        with `vision.` and `audio.`, and end with `[1]` for a second image, frame or clip. Names of
+        with `vision.` and `audio.`, and end with `[1]` for a second image, frame or clip; their
+        shapes are those in the tower. Names of
         the draft model's values begin with `draft.`; their shape is [1, steps, ...], with one step
         per draft token after the text. Raises InputError for a name that matches nothing, and for
         values that do not fit in memory.
@@ -219,9 +219,9 @@ class Engine(EngineParts):
 
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
-        """Context manager that lends the idle scheduler of the last `generate` if it has the config
-        that these arguments give, else a new one; after an error-free use it is kept for the next
-        call. `slots`: number of sequences of the call."""
+        """Context manager that lends the idle scheduler of the last `generate` if it fits these
+        arguments, else a new one; after an error-free use it is kept for the next call. `slots`:
+        maximum number of the call's sequences that run at once."""
         with self._lending:
             scheduler, self._idle = self._idle, None
         config = SchedulerConfig(
@@ -264,8 +264,11 @@ class Refusing:
             self.source.close()
 
 
-def _prompts(prompt: Any) -> tuple[list[list[int]], bool]:
-    """Return prompts as lists of ids, and whether `prompt` is a single one, not a list of them."""
+def _prompts(
+    prompt: Any, fix: str = "give chat=True for what a user says, or encode it"
+) -> tuple[list[list[int]], bool]:
+    """Return prompts as lists of ids, and whether `prompt` is a single one, not a list of them.
+    `fix`: of the error for a text."""
 
     def plain(x: Any) -> Any:
         if isinstance(x, torch.Tensor | np.ndarray | np.integer):
@@ -274,8 +277,8 @@ def _prompts(prompt: Any) -> tuple[list[list[int]], bool]:
 
     rows = plain(prompt)
     if isinstance(rows, str) or (isinstance(rows, list) and str in map(type, rows)):
-        fix = "give chat=True for what a user says, or encode it with the engine's tokenizer first"
-        raise InputError(f"prompt tokens: found text; {fix}: engine.tokenizer().encode(text).ids")
+        fix += " with the engine's tokenizer first: engine.tokenizer().encode(text).ids"
+        raise InputError(f"prompt tokens: found text; {fix}")
     if not isinstance(rows, list):
         raise InputError(f"prompt tokens: found {type(prompt).__name__}; expected a list of ids")
     many = {isinstance(x, list) for x in rows}

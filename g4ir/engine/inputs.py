@@ -20,7 +20,7 @@ from .parts import EngineParts
 
 @dataclass(frozen=True)
 class SessionInputs:
-    """Checks of one session's inputs; each InputError names the row, token or argument."""
+    """Checks of one session's inputs, which raise InputError."""
 
     engine: EngineParts
     batch: int
@@ -48,9 +48,9 @@ class SessionInputs:
         """Return the batch of one token per row, from int64 [batch]; rows that are not `active`
         (bool [batch]) have none."""
         tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
-        if tokens.shape != (self.batch,):
-            found = f"found shape {list(tokens.shape)}"
-            raise InputError(f"decode: expected tokens of shape [{self.batch}], {found}")
+        if tokens.shape != (self.batch,) or tokens.dtype != torch.int64:
+            found = f"found {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+            raise InputError(f"decode: expected int64 tokens [{self.batch}], {found}")
         if active is not None:
             lengths = _tensor(active, "decode: active")
             if lengths.shape != (self.batch,) or lengths.dtype != torch.bool:
@@ -171,5 +171,5 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
 def _integers(value: Any, name: str) -> torch.Tensor:
     t = _tensor(value, name)
     if t.numel() and (t.is_floating_point() or t.is_complex()):
-        raise InputError(f"{name}: expected whole numbers, found {t.tolist()}")
+        raise InputError(f"{name}: expected integers, found {t.tolist()}")
     return t.to(torch.int64)

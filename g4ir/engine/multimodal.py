@@ -185,8 +185,8 @@ def read_local(engine: EngineParts, medium: Medium, **settings: Any) -> Soft:
 
 
 def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) -> Soft:
-    """Encode a file's bytes to soft tokens, with the settings of `encode`; an InputError names the
-    part of the message."""
+    """Encode a file's bytes to soft tokens, with the settings of `encode`. Where an InputError
+    names the file, it names the part of the message instead."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "medium"
         path.write_bytes(raw)

@@ -40,8 +40,8 @@ from .session import Session, Snapshot
 #: min and max default size of the prefix cache, which may pass the max to hold MIN_PROMPTS prompts
 #: of LONG tokens, memory permitting: agents resend 10,000 to 20,000 tokens with each step
 MIN_BYTES, MAX_BYTES, MIN_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
-#: the part that two prompts share is cached if it is at least this many tokens longer than the
-#: longest cached prefix
+#: the part that a prompt shares with the one before is cached if it is at least this many tokens
+#: longer than the longest cached prefix
 MIN_FORK = 64
 #: (request, its prompt's keys in the prefix cache, slot of its adapter)
 Prompt = tuple[Request, Keys, int]
@@ -240,10 +240,10 @@ class Prefiller:
     ) -> Chunks:
         """Restore the longest cached prefix, and return an iterator that computes one chunk per
         value: None, and logits [1, vocab] with the last. until(start) returns where a chunk
-        should end; it may end sooner (--prefill-chunk, a mark, a block), later only to complete a
-        block that starts it (`piece_ends`). The iterator may be closed early: the next prompt can
-        reuse what was computed. After an exception call `drop_session`. on_logits: callback for
-        the logits of all tokens, at most CHUNK_LOGITS values per chunk."""
+        should end; it may end sooner (for example at a mark), later only to complete a block that
+        starts it (`piece_ends`). The iterator may be closed early: the next prompt can reuse what
+        was computed. After an exception call `drop_session`. on_logits: callback for the logits of
+        all computed tokens, at most CHUNK_LOGITS values per chunk."""
         keys = self.keys(request) if keys is None else keys
         prompt, marks = self._restore_prefix(request, keys, adapter_slot)
         return self._run_chunks(request, prompt, until, keys, marks, on_logits)
@@ -286,7 +286,7 @@ class Prefiller:
     ) -> tuple[torch.Tensor, list[int]]:
         """Prefill prompts without media, counted by `count_batchable`, one per row of an empty
         session. Return the logits of their last tokens, [rows, vocab], and the number of cached
-        tokens of each. A prompt is cut at its own marks only, as it would be alone."""
+        tokens of each. A prompt is cut only where it is to be cached itself."""
         num_cached, stops_by_row, logits = list[int](), list[list[int]](), dict[int, torch.Tensor]()
         for row, (request, keys, adapter_slot) in enumerate(prompts):
             marks = sorted(self._restore_prefix(request, keys, adapter_slot)[1])
@@ -352,7 +352,7 @@ class Prefiller:
 
     def _restore(self, request: Request, prompt: TokenBatch, keys: Keys, snapshot: Snapshot) -> int:
         """Restore a snapshot of these keys, without the prompt's last token; return the number of
-        tokens restored, 0 if the snapshot does not fit this engine."""
+        tokens restored, 0 if that is not possible."""
         length = prompt.boundary(min(len(keys), len(request.tokens) - 1))
         try:
             self.session.restore(snapshot)
@@ -370,7 +370,7 @@ class Prefiller:
             self._session = batch.release()
 
     def drop_session(self) -> None:
-        """Drop the session: a failed step left it undefined, or the batch has adopted it."""
+        """Drop the session, and what the next prompt could reuse of it."""
         self._session, self._reusable = None, ("", ())
 
     def close(self) -> None:

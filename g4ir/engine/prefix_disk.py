@@ -6,8 +6,8 @@ SCOPE is a digest of g4ir's version, engine, machine and salt (API key, adapter)
 number of a prefix's keys, one per token, KEYS a digest of them (token ids, digests of media).
 CONTENT is the SHA-256 of the file, which is checked when the file is mapped. A thread of low
 priority writes to a temporary file, which is renamed when complete. Processes share the folder: one
-at a time writes and evicts (a file lock), and reading needs no lock, since a removed file stays
-mapped.
+at a time writes and evicts (a file lock, if the file system has them), and reading needs no lock,
+since a removed file stays mapped.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ KEY_WIDTH = 17
 #: maximum bytes of a snapshot per token of its prompt: a larger one takes about as long to read as
 #: the tokens take to compute
 TOKEN_BYTES = 1 << 20
-#: bytes of snapshots that may wait to be written; beyond them the oldest are dropped
+#: bytes of snapshots that may wait to be written; beyond them the oldest are dropped, but never the
+#: newest
 PENDING_BYTES = 512 << 20
 #: maximum number of files that stay mapped; seconds after a folder's mtime during which its listing
 #: is not cached, since a further change within a clock tick leaves the mtime as it is
 MAPPED, TICK_S = 4, 0.1
-#: seconds that `close` waits for the writer
+#: max seconds that `close` waits for the writer
 CLOSE_S = 30.0
 #: tensor name of the hidden state, and prefix of the caches' names, in a file
 HIDDEN, CACHE = "hidden", "cache."
@@ -153,7 +154,7 @@ class PrefixDisk:
                 return self._mapped[path]
         try:
             snapshot = _read(path)
-        except FileNotFoundError:  # evicted by another process
+        except FileNotFoundError:  # removed since it was listed: evicted, or damaged
             return None
         except (OSError, WeightsError, ValueError, KeyError) as e:
             log.warning("prefix cache: %s cannot be used and is removed: %s", path, e)
@@ -201,7 +202,8 @@ class PrefixDisk:
 
     def _evict(self, size: int, alone: bool) -> None:
         """Remove the least recently used files until `size` more bytes fit into max_bytes; and, if
-        this process holds the lock (`alone`), the temporary files of killed processes."""
+        this process holds the lock (`alone`), files of other names: temporary ones of killed
+        processes."""
         files = list[tuple[float, int, Path]]()
         for path in self.root.glob("*/*"):
             with suppress(OSError):

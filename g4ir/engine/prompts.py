@@ -79,7 +79,7 @@ def read_defaults(
     """Read a generation_config.json; a missing file has no defaults. Ids outside the vocabulary can
     never be sampled and are dropped. `raw`: its content, if it does not come from `path` itself
     (GGUF); `stated`: its keys -> the keys in the file `path`, for errors. WeightsError names the
-    file and the key."""
+    file, and the key of a wrong value."""
     if raw is None and not path.is_file():
         return Defaults()
     values = parse_json(path, path.read_bytes() if raw is None else raw)

@@ -155,8 +155,8 @@ def lead(
     group: Group, path: str, digest: str, options: Mapping[str, Any], opens: Callable[[], Runtime]
 ) -> Any:
     """Load an engine on every rank, on this one with `opens`; return the runtime over all of them.
-    `digest`: of this rank's engine. EngineError if a rank cannot load it, or has another engine at
-    that path."""
+    `digest`: of this rank's engine. EngineError if another rank cannot load it, or has another
+    engine at that path."""
     with group.turn:
         number = next(group.numbers)
         group.send([None, LOAD, [path, dict(options)], number], {})

@@ -36,9 +36,9 @@ class Request:
     """`n` answers to one prompt, each of at most `max_new_tokens`.
 
     `soft`: soft tokens for the placeholders, as in `Session.prefill`. `marks`: prefix lengths at
-    which to cache the prompt, for other prompts with the same prefix and `salt`; without `reuse`
-    the prefix cache is neither read nor written. `prompt_logprobs`: number of most likely tokens to
-    report at each position of the prompt; turns `reuse` off.
+    which to cache the prompt, for other prompts with the same prefix, `salt` and adapter; without
+    `reuse` the prefix cache is neither read nor written. `prompt_logprobs`: number of most likely
+    tokens to report at each position of the prompt; turns `reuse` off.
     """
 
     tokens: tuple[int, ...]
@@ -67,7 +67,8 @@ class Counts:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decode rate, without the first token; None for fewer than two tokens."""
+        """Decode rate, without the first token; None before the end, and for fewer than two
+        tokens."""
         tokens, seconds = self.generated - 1, (self.total_s or 0.0) - (self.first_token_s or 0.0)
         return round(tokens / seconds, 3) if tokens > 0 and seconds > 0 else None
 
@@ -162,7 +163,7 @@ class RequestHandle:
 
     @property
     def started(self) -> bool:
-        """Whether it has left the queue."""
+        """Whether its prefill has started, or it has ended."""
         return self.state != QUEUED
 
     def age(self) -> float:

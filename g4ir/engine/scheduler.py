@@ -577,8 +577,8 @@ class Scheduler:
         return handle
 
     def _chunk_end(self, start: int) -> int:
-        """Return where a chunk from `start` should end. While sequences decode, chunks are shorter,
-        but may be a few tokens longer if that ends the prompt."""
+        """Return where a chunk from `start` should end. While sequences decode, `chunk_size` gives
+        its size, which MAX_LAST_CHUNK may multiply if that ends the prompt."""
         if not self.num_running or not self._prompt:
             return start + self.engine.limits.prefill_chunk
         remaining = len(self._prompt[0].keys) - start

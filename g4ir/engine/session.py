@@ -220,7 +220,8 @@ class Session:
         self.hidden = snapshot.hidden.copy(snapshot.length)
 
     def nbytes(self, num_tokens: int | None = None) -> int:
-        """Return the bytes of the KV cache, or of a snapshot whose longest row has num_tokens."""
+        """Return the bytes of the KV cache, or of its copy in a snapshot whose longest row has
+        num_tokens."""
         if num_tokens is None:
             return int(self.state.nbytes())
         return sum(t.nbytes for t in self.state.views(num_tokens).values()) if num_tokens else 0

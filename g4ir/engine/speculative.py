@@ -39,10 +39,11 @@ MEMORY = 0.7
 #: first and longest pause, in steps, after drafts that cost more than they saved; a pause lasts
 #: longer if the credit needs it
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
-#: plain steps that are measured before the first draft: the cost of drafts is relative to them
+#: plain steps per batch size that are measured before the first draft: the cost of drafts is
+#: relative to them
 PLAIN_STEPS = 3
-#: initial credit in steps, and the credit that each plain step earns: rejected drafts cost less
-#: than 3 % of the time of an answer of 32 or more tokens
+#: initial credit in steps, and the credit that each step earns: drafts that are all rejected cost
+#: less than 3 % of the time of an answer of 32 or more tokens
 CREDIT, CREDIT_PER_STEP = 0.4, 0.015
 
 
@@ -73,7 +74,7 @@ def resolve_draft(
     max_tokens = config.draft_tokens
     if source == NONE:
         if tokens is not None:
-            fix = f"give --draft {NGRAM} or {MTP}"
+            fix = f"leave it out, or give --draft {NGRAM} or {MTP}"
             raise InputError(f"--draft-tokens {tokens}: nothing is drafted; {fix}")
         return NO_DRAFT
     again = "build the engine again with"
@@ -134,14 +135,14 @@ class StepCosts:
         self._seconds: dict[tuple[int, int], deque[float]] = {}
 
     def add(self, batch: int, tokens: int, seconds: float) -> None:
-        """Record a step of `batch` sequences with `tokens` each."""
+        """Record a step of this batch size, with `tokens` per sequence."""
         if (batch, tokens) in self._seconds:
             self._seconds[batch, tokens].append(seconds)
         else:
             self._seconds[batch, tokens] = deque(maxlen=NEWEST)
 
     def is_measured(self, batch: int) -> bool:
-        """Whether enough plain steps of `batch` sequences are measured to compare drafts with."""
+        """Whether enough plain steps of this batch size are measured to compare drafts with."""
         return len(self._seconds.get((batch, 1), ())) >= PLAIN_STEPS
 
     def of(self, batch: int, max_tokens: int) -> list[float]:
@@ -183,8 +184,8 @@ class Pace:
 
     def count(self, costs: Sequence[float]) -> int:
         """Return the draft length that maximises tokens per cost, if each token is accepted with
-        the same probability; 0 during a pause, and if the credit does not cover a draft that is
-        rejected. costs: of steps of 1, 2, ... tokens."""
+        the same probability, among lengths up to `_count` whose rejection the credit covers; 0
+        during a pause, and if there is none. costs: of steps of 1, 2, ... tokens."""
         self._most_earned = max(CREDIT, costs[1] - 1)
         affordable = sum(cost - 1 <= self._credit for cost in costs[1 : self._count + 1])
         if not affordable:
@@ -238,7 +239,7 @@ class RowDrafts:
         self._followed = 0
 
     def count(self, max_tokens: int, batch: int) -> int:
-        """Return how many tokens to draft in a step of `batch` sequences, at most max_tokens; 0
+        """Return how many tokens to draft in a step of this batch size, at most max_tokens; 0
         until enough plain steps are measured."""
         if not self._costs.is_measured(batch):
             return 0
@@ -254,7 +255,7 @@ class RowDrafts:
                 entry.add(0, 1)
 
     def record(self, drafted: int, tokens: int, batch: int) -> None:
-        """Record a step of `batch` sequences: this one's draft tokens, and the tokens that it got
+        """Record a step of this batch size: the sequence's draft tokens, and the tokens that it got
         (accepted + 1)."""
         self.pace.record(drafted, tokens - 1, self._costs.of(batch, self.pace.max_tokens + 1))
         for entry in self._stats:

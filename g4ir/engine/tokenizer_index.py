@@ -1,10 +1,10 @@
 """An index of tokenizer.json, to encode short texts without parsing the file.
 
 The library `tokenizers` takes 0.4 s to parse a vocabulary of 262,144 tokens, and holds the GIL. BPE
-of one text uses few of them: every token of the result, and every intermediate merge, is a
-substring of the normalised text. So a tokenizer with only those tokens and the merges among them
-gives the same result, and is built in a millisecond. The index finds a text's substrings that are
-tokens: hashes of all tokens by length, in a memory-mapped file of the engine.
+of one text uses few of them: every token of the result but fallbacks, and every intermediate merge,
+is a substring of the normalised text. So a tokenizer with only those tokens, the fallbacks and the
+merges among them gives the same result, and is built in a millisecond. The index finds a text's
+substrings that are tokens: hashes of all tokens by length, in a memory-mapped file of the engine.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 def _merge_results(
     merges: Sequence[Any], vocab: Mapping[str, int], tokens: HashedTokens, fallbacks: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return each merge's result token, and the length of its left part in characters; None if the
-    result or an operand is not a token, or an operand is a byte-fallback or unknown token, which
-    stands for other characters than its string."""
+    """Return each merge's result token, and the length of its left part in characters; None if a
+    merge is invalid, its result or an operand is not a token, or an operand is a byte-fallback or
+    unknown token, which stands for other characters than its string."""
     kinds = {*map(type, merges)}
     if kinds == {str} and sum(m.count(" ") for m in merges) == len(merges):
         cuts = [m.index(" ") for m in merges]
@@ -183,7 +183,8 @@ class IndexedTokenizer:
     and texts of more than FEW characters in sum, open and use the full tokenizer."""
 
     def __init__(self, path: Path, open_full: Any) -> None:
-        """`open_full` returns the full tokenizer. EngineError for an invalid index file."""
+        """`open_full` returns the full tokenizer. EngineError or WeightsError for an invalid index
+        file."""
         from tokenizers import Tokenizer
 
         self._open_full, self._budget = open_full, FEW

@@ -34,7 +34,8 @@ from g4ir.ui.console import defer_signals
 log = logging.getLogger(__name__)
 #: default of `--set rank_timeout`
 TIMEOUT_S = 300.0
-#: timeout of a worker that waits for rank 0's next call, which may depend on a user
+#: timeout of a worker that waits for rank 0's next call, which may depend on a user, and of ranks
+#: that wait until all have loaded or built an engine
 FOREVER = timedelta(days=365)
 #: bytes of a call's first broadcast, enough for a decode step; longer calls need a second one
 FRAME = 1 << 15
@@ -312,9 +313,10 @@ def current() -> Group | None:
 @contextmanager
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     """Join the process group that torchrun started, for the duration of a context; ranks wait at
-    most `timeout_s` for each other, in the collectives of a step too (workers wait for the next
-    call without a limit). InputError without torchrun or with one process, for a wrong timeout, or
-    if joined already; MissingError if they cannot connect; RankError if one does not join."""
+    most `timeout_s` for each other, in the collectives of a step too (without a limit for the next
+    call, and while another loads or builds an engine). InputError without torchrun or with one
+    process, for a wrong timeout, or if joined already; MissingError if they cannot connect;
+    RankError if one does not join."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
@@ -333,8 +335,8 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
 
 
 def _connect(launch: RankLaunch, timeout_s: float) -> bool:
-    """Create torch's default group: gloo, and NCCL if this rank has a GPU; return whether it has
-    one."""
+    """Create torch's default group: gloo, and NCCL if torch has it and this rank a GPU; return
+    whether NCCL is in it."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -351,7 +353,9 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     except (dist.DistStoreError, dist.DistNetworkError) as e:
         why = f"not all ranks could join (timeout {timeout_s:g} s): {_first(e)}"
         raise RankError(f"{who}: {why}; start all ranks again") from e
-    except (RuntimeError, ValueError) as e:
+    except ValueError as e:  # a missing variable, such as MASTER_ADDR
+        raise InputError(f"{who}: {_first(e)}; start the ranks with torchrun") from e
+    except RuntimeError as e:
         why = f"{who}: the ranks cannot reach each other: {_first(e)}"
         fix = "GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
         raise MissingError(f"{why}; name a network interface that they share: {fix}") from e

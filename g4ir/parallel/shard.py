@@ -101,8 +101,9 @@ def _check_groups(n: Node, to: Sharding) -> None:
     part = to.part(HEAD if weight == TABLE else weight)
     if part is None or _divides(n, part, to.ranks):
         return
-    each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
-    problem = f"{weight} has rows of {n.out.type.shape[-1]} values in groups of {each}"
+    size = int(n.out.type.shape[-1])
+    each = size // int(n["scales"].type.shape[-1])
+    problem = f"{weight} has rows of {size} values in groups or blocks of {each} or more"
     fix = "or a quantisation config that leaves the weight out or has a scale for each row"
     cannot = f"which {to.ranks} ranks cannot share; take another number of ranks"
     raise InputError(f"--tp {to.ranks}: {problem}, {cannot}, {fix}")

@@ -144,8 +144,7 @@ class Sharding:
         return max(1, self.spec.layers()[layer].attention.num_key_value_heads // self.ranks)
 
     def check(self) -> None:
-        """Raise InputError, with the key and valid numbers of ranks, if the model cannot be
-        sharded."""
+        """Raise InputError if the model cannot be sharded like this."""
         if self.ranks < 1:
             raise InputError(f"--tp {self.ranks}: expected at least 1")
         if self.ep and self.ranks == 1:
@@ -186,11 +185,11 @@ class Share:
     rank: int
 
     def cuts(self, param: str) -> bool:
-        """Whether a param differs between ranks."""
+        """Whether a param may differ between ranks."""
         return self.sharding.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
     def cuts_rows(self, param: str, t: Type) -> bool:
-        """Whether each row of a param is split between ranks: its shard is along the last axis."""
+        """Whether a param is sharded along its last axis, that is, its rows are."""
         part = self._part(param)
         return part is not None and part.axis == len(t.shape) - 1
 
