@@ -31,7 +31,7 @@ from g4ir.backends.primitives import vision
 from g4ir.bench.runners import Workload, draw_tokens
 from g4ir.builder.build import prepare
 from g4ir.check.logits import verify_engine
-from g4ir.check.media import HEAD, check_media
+from g4ir.check.media import HEAD, MediaReport, check_media
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.tokens import random_ids
 from g4ir.errors import InputError, PlanError, SpecError, WeightsError
@@ -398,6 +398,7 @@ def test_report(engine: Engine) -> None:
     plain = json.loads(json.dumps(report.to_dict()))["media"]
     assert plain["ok"] is True and plain["failed"] is None
     assert plain["parts"][0]["name"] == "vision_70" and "image, 60 of 70" in towers[0].text()
+    assert "no medium fits into --max-seq and --prefill-chunk" in MediaReport((), ()).lines()[0]
 
 
 def test_tolerance_of_16_bits(tmp_path: Path) -> None:

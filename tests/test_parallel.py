@@ -651,10 +651,7 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"MASTER_ADDR expected.* start the ranks with torchrun"):
         join().__enter__()
     assert launched() == RankLaunch(0, 2, 0)
-    with (
-        pytest.raises(InputError, match="--set rank_timeout=0: expected seconds"),
-        join(timeout_s=0),
-    ):
+    with pytest.raises(InputError, match="--set rank_timeout=0: expected seconds"), join(0):
         pass
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     with pytest.raises(MissingError, match="this torch lacks gloo, which ranks need"), join():

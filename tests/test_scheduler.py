@@ -748,8 +748,7 @@ def test_chunks_shrink_to_the_bound_and_are_whole_alone(reader: Engine, clock: C
     streams = Streams(reader, clock, 100)
     for seed in range(3):
         streams.read(400, seed)
-    assert max(streams.gaps) <= 0.1
-    assert clock.sizes[1] == FIRST_TOKENS
+    assert max(streams.gaps) <= 0.1 and clock.sizes[1] == FIRST_TOKENS
     assert all(30 <= size <= 35 for size in clock.sizes[8:11])
     clock.token_s = 20e-3  # another process takes the cores
     streams.read(400, 5)

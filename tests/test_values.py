@@ -253,8 +253,7 @@ def test_the_report(tmp_path: Path, make_engine: Any, own_home: Any) -> None:
     assert [p["name"] for p in report["parts"]] == names and report["ok"]
     assert report["parts"][2]["data"]["kl"] > 0
     start = time.process_time()
-    assert command(*words).out.count("cached") == 3
-    assert time.process_time() - start < 6
+    assert command(*words).out.count("cached") == 3 and time.process_time() - start < 6
 
 
 def test_a_quantised_file_is_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def compare_formats(
             windows = [*reader.values(random_ids(engine, (count,)).tolist())]
         rows = _qualities(engine, formats, windows, load, progress)
         facts: Values = {"kind": "g4ir compare", "model_id": engine.spec.name}
-        facts |= {"env": environment(engine.device), "text": [*files] or SAMPLE.name}
+        facts |= {"env": environment(engine.device), "text": [*files] or [*notes, SAMPLE.name][0]}
     with closing(load(formats[0].timed)) as engine:
         w = plan_workload([engine.limits])
         w = replace(w, output_len=min(w.output_len, MAX_OUTPUT))

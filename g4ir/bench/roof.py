@@ -75,7 +75,7 @@ class Meter:
         return make(*shape, device=self.device)
 
     def measure(self) -> Rates:
-        """Measure the rates in a second or two; append them to `rates` and return them."""
+        """Measure the rates; append them to `rates` and return them."""
         source, target = self.buffer.chunk(2)
         passes = min(MAX_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
         read = min(

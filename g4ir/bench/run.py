@@ -108,8 +108,8 @@ def run_bench(
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
-    """Raise InputError for invalid options, and MissingError for a baseline that is not installed,
-    before an engine is loaded."""
+    """Raise InputError for invalid options, and MissingError for a baseline that is not
+    installed."""
     if rounds < 2:
         raise InputError(f"bench: --rounds {rounds}: expected at least 2, or there is no spread")
     if warmup < 0:
@@ -138,8 +138,8 @@ def _runners(
     progress: Progress,
 ) -> Iterator[BenchRunner]:
     """Yield each runner after its first request, in which a baseline compiles and CUDA graphs are
-    captured; the runner stores that request's time and peak memory. weights: the transformers model
-    and the GGUF file for llama.cpp; None for one that `peers` do not need."""
+    captured; the runner stores that request's time, and the peak memory until its end. weights: the
+    transformers model and the GGUF file for llama.cpp; None for one that `peers` do not need."""
     names, (model, file) = [e.name for e in engines], weights
     if len({*names}) < len(names):
         names = [f"{name} ({role})" for name, role in zip(names, ENGINE_ROLES)]
@@ -172,8 +172,9 @@ def shortened(w: Workload) -> Workload:
 def compare_outputs(
     engine: Engine, w: Workload, tokens: torch.Tensor, runners: Sequence[BenchRunner]
 ) -> list[Values]:
-    """Compare the outputs of each runner with those of the first transformers runner, or, if there
-    is none, of the interpreter on `engine`; return an `agreement` for each, with both roles."""
+    """Compare the outputs of each other runner with those of the first transformers runner, or, if
+    there is none, of the interpreter on `engine`; return an `agreement` for each, with both
+    roles."""
     base = next((r for r in runners if r.role in MODES), None) or reference_runner(engine, w.batch)
     tokens = tokens[:, : w.max_len]
     base.set_context(tokens[:, : w.context])

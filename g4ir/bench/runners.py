@@ -125,8 +125,8 @@ Rounds = Sequence[Sequence[RequestTiming]]
 class BenchRunner:
     """A batch of sequences of one engine or baseline, computed by `session`. role: its key in a
     report; label: its description; engine: None for a baseline; name: the engine's name in a
-    report. first_request_s, peak_memory (bytes by kind): of its first request; rounds: request
-    times of each round."""
+    report. first_request_s: seconds of its first request; peak_memory: peak bytes by kind until the
+    end of that; rounds: request times of each round."""
 
     engine: Engine | None = None
     name: str | None = None

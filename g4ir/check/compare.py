@@ -267,8 +267,9 @@ def joint_budget(ops: Iterable[str], dtype: str) -> float:
 
 
 def local_errors(got: Tensor, want: Tensor) -> Tensor:
-    """[..., n] -> f64[...]: largest difference in each row, relative to the larger of the expected
-    value and its row's RMS, but at least to 1e-3 of the whole tensor's RMS. NaN stays NaN."""
+    """[..., n] -> f64[...]: largest relative error in each row; the denominator is the maximum of
+    the absolute expected value, its row's RMS, and 1e-3 of the whole tensor's RMS. NaN stays
+    NaN."""
     size = want.shape[-1]
     rows = max(1, BLOCK // size)
     blocks, wants = (t.detach().reshape(-1, size).split(rows) for t in (got, want))

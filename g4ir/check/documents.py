@@ -56,8 +56,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         if self.max_seq < 2:
-            why = "was built with --max-seq 1; scoring needs at least 2"
-            raise InputError(f"{self.engine.label} {why}")
+            raise InputError("an engine was built with --max-seq 1; scoring needs at least 2")
 
     @cached_property
     def _codec(self) -> Codec:

@@ -34,7 +34,7 @@ from .tokens import chosen_tokens, random_ids, window_of
 
 Tensor = torch.Tensor
 Texts = Sequence[Sequence[int]]
-#: maximum total tokens of the random texts; some are longer than the window if the total permits
+#: maximum total tokens of the random texts; some are longer than the window if the limits permit
 MAX_TOKENS = 600
 #: tokens of text before a medium, and after it
 AROUND = 5
@@ -85,7 +85,7 @@ def chosen_texts(engine: Engine, tokens: Sequence[int] | None) -> list[list[int]
 
 def media_texts(engine: Engine) -> tuple[list[MediaText], list[Difference]]:
     """Return a text for each kind of media, with one medium, unless it is longer than max_seq; and
-    the first difference from the interpreter of each of the engine's towers that has one."""
+    the first difference from the interpreter of each compared tower that has one."""
     texts, first, ids = list[MediaText](), list[Difference](), placeholders(engine.spec.tokens)
     for item in smallest_items(engine, every=True):
         part, soft = compare_tower(engine, item)

@@ -155,7 +155,7 @@ def _with_inside(engine: Engine, peer: Peer, turns: Turns, report: VerifyReport)
     rounding = report.budget.rounding
     if rounding and not rounding.reason and visible and _has_routers(engine):
         return replace(report, near_ties=not report.rows_ok)
-    reason = "no intermediate value, only the logits"
+    reason = "no intermediate value that the backend exposes, only logits or greedy tokens"
     if not isinstance(peer, EnginePeer):
         reason = "none against the interpreter: transformers has another graph or other weights"
     return replace(report, first_difference=reason)
@@ -168,8 +168,8 @@ def _has_routers(engine: Engine) -> bool:
 
 def _inside(engine: Engine, peer: Peer, turns: Turns) -> tuple[str | None, bool]:
     """Return the first intermediate value that differs from the interpreter's (or is NaN or
-    infinite in it), in prefill chunks and decode steps, then in verification steps; and whether the
-    backend exposes the intermediate values of every graph."""
+    infinite in it), in prefill chunks and decode steps, then in verification steps; and, if none
+    does, whether the backend exposes the intermediate values of every graph that ran."""
     reference = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
     size = min(engine.limits.prefill_chunk, CHUNK)
     runs: list[list[Step]] = [[methodcaller("prefill", t[None]) for t in turns.chunks(size)]]

@@ -2,9 +2,9 @@
 
 The smallest tower of images or videos and the smallest of audio run once each, on an item with some
 padding. A prompt with the interpreter's soft tokens then goes through the text graphs, forced by
-the interpreter's values (compare.py), in chunks whose boundary would split the longest medium, then
-in decode steps. So a wrong tower and a wrong `prefill_media` fail separately. Pixels and samples
-are drawn from a fixed seed.
+the interpreter's values (compare.py), in chunks whose boundary may split a medium, then in decode
+steps. So a wrong tower and a wrong `prefill_media` fail separately. Pixels and samples are drawn
+from a fixed seed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Tensor = torch.Tensor
 PROMPT = "prompt"
 #: text tokens before the first medium of a prompt, and after each; decode steps at the end
 HEAD, BETWEEN, STEPS = 7, 4, 4
-#: a chunk has this many tokens more than the longest medium: fewer than HEAD, so that a chunk
-#: boundary would split the medium
+#: a chunk has this many tokens more than the longest medium, if prefill_chunk permits: fewer than
+#: HEAD, so that a chunk boundary would split that medium if it is the first
 MORE = 3
 
 
@@ -63,8 +63,8 @@ class MediaPart:
 
 @dataclass(frozen=True)
 class MediaReport:
-    """The towers and the prompt (none if max_seq is too small for one), and the graphs for media
-    that did not run."""
+    """The towers and the prompt (none if max_seq or prefill_chunk is too small for one), and the
+    graphs for media that did not run."""
 
     parts: tuple[MediaPart, ...]
     not_run: tuple[str, ...]
@@ -86,7 +86,8 @@ class MediaReport:
         """Return the lines of the report."""
         out = [p.text() for p in self.parts]
         if not any(p.name == PROMPT for p in self.parts):
-            out.append(f"  {PROMPT:12} not checked: --max-seq has no room for one with media")
+            why = "no medium fits into --max-seq and --prefill-chunk"
+            out.append(f"  {PROMPT:12} not checked: {why}")
         if self.not_run:
             out.append(f"  {'not checked':12} {', '.join(self.not_run)}")
         return out
@@ -160,7 +161,6 @@ def _plan_prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
     for i, soft in enumerate(media):
         at = HEAD + i * BETWEEN
         parts += [torch.full((soft.count,), ids[soft.kind]), text[at : at + BETWEEN]]
-    # A chunk of this size would end within the longest medium.
     chunk = min(limits.prefill_chunk, max(s.count for s in media) + MORE)
     return MediaPrompt(torch.cat(parts)[None], tuple(media), text[-STEPS:, None], chunk)
 

@@ -32,8 +32,8 @@ def verify_each_pass(
     """Run the engine's pipeline again, pass by pass, and compare each stage with the one before it,
     and the engine's backend with the last. Stops at the first stage that fails.
 
-    tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for a chunk
-    longer than the window after a shorter one, and single steps (up to max_seq).
+    tokens: ids to compare on, at least 2; default: drawn from a fixed seed, more than a window if
+    max_seq permits.
     checkpoint: the weights before packing, if the engine does not refer to them. Raises InputError
     for wrong arguments, PassError if a pass breaks its contract, CheckError if the earlier one of
     two stages has NaN or infinite values.

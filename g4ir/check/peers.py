@@ -57,7 +57,7 @@ class EnginePeer:
 
     def in_rounds(self, turns: Turns) -> Tensor:
         """Return the logits after each decode step at the end of the turns, computed by
-        verification steps in which half of the draft tokens are right and the others are
+        verification steps in which about half of the draft tokens are right and the others are
         rejected."""
         session, prompts = self.engine.session(), len(turns.sizes) - turns.steps
         rows = [step(session) for step in self.round_steps(turns)]

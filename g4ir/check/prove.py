@@ -42,7 +42,7 @@ from .tokens import STEPS, window_of
 Tensor = torch.Tensor
 #: parts of a document whose mean perplexity and divergence are reported
 BUCKETS = 10
-#: max KL divergence of a bucket from the interpreter, as a multiple of the first bucket's
+#: max KL divergence of a bucket or needle from the interpreter, as a multiple of the first bucket's
 GROWTH = 10.0
 #: max logits of the short text: 256 tokens with a vocabulary of 262,144
 LOGITS = 1 << 26
@@ -54,8 +54,8 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the report. ok: None if it was not run or not compared, with the reason in
-    `summary`; `data`: JSON values."""
+    """A part of the report. ok: None if it was not run, or has no verdict; `summary` says which;
+    `data`: JSON values."""
 
     engine: str
     name: str
@@ -221,7 +221,7 @@ def read_context(
     """Read a document; return perplexity by position, and whether a question at the end finds each
     needle. The interpreter reads it too, unless that would exceed the deadline: then nothing is
     compared.
-    OutOfTimeError if the deadline passes before the engine has read the document."""
+    OutOfTimeError if the deadline passes while the document is read."""
     sessions = [engine.session(), reference_engine(engine).session()]
     rows, done, start = list[Tensor](), 0, time.monotonic()
     for chunk in _scored(engine, sessions, text.ids):

@@ -35,9 +35,9 @@ from g4ir.weights.random import random_weights
 
 def reference_engine(engine: Engine, resident: bool = False, run: Run | None = None) -> Engine:
     """Return an engine that interprets the same text graphs, without towers. It reads the params
-    from the engine's files, or computes them from the linked checkpoint; with `resident` it uses
-    the tensors that the engine's runtime has in memory. `run`: callback that executes a node
-    (ignored with several ranks)."""
+    from the engine's files, or computes them from the linked checkpoint or the seed; with
+    `resident` it uses the tensors that the engine's runtime has in memory. `run`: callback that
+    executes a node (ignored with several ranks)."""
     return replace(engine, runtime=interpreted(engine, "resident" if resident else "stored", run))
 
 
@@ -113,7 +113,8 @@ def unquantised(
     source = original_weights(engine, checkpoint)
     try:
         if source is None or (source.forms and not dequantise):
-            yield "give --checkpoint DIR with the original weights, not quantised"
+            plain = "" if dequantise else ", not quantised"
+            yield f"give --checkpoint DIR with the original weights{plain}"
             return
         source = source.dequantised()
         packing = plain_packing(engine)

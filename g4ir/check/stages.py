@@ -1,8 +1,8 @@
 """The stages of a pipeline: the graphs after each pass, their params, and their runs.
 
-A step is one run of a graph. A text runs in prefill chunks, one of them longer than the window,
-then in decode steps; if the engine has the graphs, also in verification steps with some wrong draft
-tokens, and with blocks of bidirectional attention.
+A step is one run of a graph. A text, longer than the window if max_seq permits, runs in prefill
+chunks, then in decode steps; if the engine has the graphs, also in verification steps with some
+wrong draft tokens, and with blocks of bidirectional attention.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 #: phase -> dims of the embedding graph that the phase renames or fixes
 DIMS: Mapping[str, Mapping[str, int | str]] = {VERIFY: {"S": "M"}, ENCODE: {"B": 1}}
-#: decode steps at the end of the tokens, and tokens of the chunk before them
+#: max decode steps at the end of the tokens, and max tokens of the chunk before them
 STEPS, SHORT = 4, 3
 #: padding tokens at the end of each chunk of several tokens; a pass must not mistake the last of
 #: them for the last token
@@ -222,7 +222,7 @@ def stages_of(
 ) -> Iterator[Stage]:
     """Yield the stages: the model's graphs (unless each rank quantised its shard), with several
     ranks the sharded graphs, the graphs after each pass, then the engine's stored graphs if they
-    differ (built by an older version). Only `graphs` can be run."""
+    differ. Only `graphs` can be run."""
     config, is_unpacked = engine.config, weights.plain.unpacked is not None
     stored = partial(find_backend(config.backend).stored, device=config.device)
     plain = _model_program(engine)
@@ -371,7 +371,7 @@ class GraphStep:
 
     @property
     def texts(self) -> int:
-        """Number of texts in the chunk: more than one only for encoders."""
+        """Batch size of the step: max_batch for an encoder, else 1."""
         return len(self.inputs["ends"]) if "ends" in self.inputs else 1
 
     def feeds(self, device: str) -> dict[str, Tensor]:
@@ -436,8 +436,9 @@ def _draft_step(engine: Engine, at: int) -> GraphStep:
 
 
 def rounds_of(chunks: Sequence[GraphStep], width: int, max_seq: int) -> Iterator[GraphStep]:
-    """Yield the prefill chunks, then the last tokens in two verification steps of up to `width`
-    tokens, each ending with wrong draft tokens; the last token of the second is padding."""
+    """Yield the prefill chunks, then the last tokens in at most two verification steps of up to
+    `width` tokens, the last of which are wrong draft tokens if they fit; the last token of the
+    second step is padding if it has several."""
     prefill = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
     yield from chunks[:prefill]
     ids = torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks])

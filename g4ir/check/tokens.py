@@ -15,7 +15,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import placeholders
 
 SEED = 0
-#: single steps at the end of the tokens
+#: number of one-token decode steps at the end of the tokens (at most a third of them)
 STEPS = 24
 #: max total logits for a comparison at every position; beyond it only the logits at the end of each
 #: turn are compared
