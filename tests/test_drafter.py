@@ -492,8 +492,7 @@ def test_lookup_finds_the_longest_match(ids: list[int], count: int, cut: int) ->
     size, end = max(matches, default=(0, 0))
     behind = ids[end + 1 :]
     want = [behind[i % len(behind)] for i in range(count)] if size >= speculative.MIN_MATCH else []
-    assert text.propose(count) == want
-    assert NgramProposer(ids).propose(count) == want
+    assert text.propose(count) == NgramProposer(ids).propose(count) == want
 
 
 #: of steps that are not measured

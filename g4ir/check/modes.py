@@ -131,8 +131,8 @@ def with_drafts(base: Baseline) -> str | None:
     other = Baseline(base.engine, again[-len(base.prompt) :], base.limits)
     scheduler = Scheduler(base.engine, replace(ALONE, draft=SpeculativeConfig(NGRAM)))
     (answer,), (handle,) = answers(scheduler, [other.request(reuse=False)])
-    if not handle.tally.rounds:
-        return "-the n-gram proposer found no match"
+    if not handle.tally.drafted:
+        return "-no n-gram draft was verified"
     return other.wrong_answer(answer)
 
 
