@@ -133,7 +133,7 @@ def test_a_decision_that_cannot_be_kept_is_a_warning(
     assert "chmod go-w" in caplog.text
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     g4ir.build("tiny-dense", tmp_path / "e", **SMALL)
-    assert "loading this engine will need --trust" in caplog.text
+    assert "native code of this engine will need --trust" in caplog.text
 
 
 # --- the user's folders -----------------------------------------------------------------------

@@ -117,8 +117,8 @@ def record_built(manifest: Manifest, path: Path) -> bool:
     except (OSError, TrustError) as e:
         where = getattr(e, "filename", None) or state_root() / ENGINES
         why = f"{where}: {e.strerror}" if isinstance(e, OSError) else str(e)
-        asks = "loading this engine will need --trust, since the record that you built it cannot be"
-        log.warning(f"{asks} kept: %s", why)
+        asks = "native code of this engine will need --trust, since the record that you built it"
+        log.warning(f"{asks} cannot be kept: %s", why)
         return False
     return True
 

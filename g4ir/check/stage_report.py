@@ -85,7 +85,7 @@ class StageReport:
 
     def text(self) -> str:
         moved = [w for w in self.worst if w.error != 0]
-        result = f"{self.values} values" if self.values else "changes nothing"
+        result = f"{self.values} values" if self.values else "no value to compare"
         result = "rounds values by design: not compared" if self.meant else result
         result += "" if moved or not self.values else ", bit for bit"
         more = f", {self.excused} rows excused by near ties of a router" if self.excused else ""
