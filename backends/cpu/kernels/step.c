@@ -200,36 +200,39 @@ static void rms_norm(const running *a, int64_t from, int64_t to, float *scratch)
 /* x, other, y */
 static void add(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *other = a->of + 1, *y = a->of + 2;
-    float *one = scratch, *two = scratch + x->width;
+    const int64_t width = x->width;
+    float *one = scratch, *two = scratch + width;
     for (int64_t r = from; r < to; r++) {
-        read_numbers(row(x, r), x->dtype, one, x->width);
-        read_numbers(row(other, r), other->dtype, two, x->width);
-        for (int64_t j = 0; j < x->width; j++) one[j] += two[j];
-        write_numbers(row(y, r), y->dtype, one, x->width);
+        read_numbers(row(x, r), x->dtype, one, width);
+        read_numbers(row(other, r), other->dtype, two, width);
+        for (int64_t j = 0; j < width; j++) one[j] += two[j];
+        write_numbers(row(y, r), y->dtype, one, width);
     }
 }
 
 /* x, w (a scalar or one row), y */
 static void mul(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
-    float *one = scratch, *two = scratch + x->width;
+    const int64_t width = x->width;
+    float *one = scratch, *two = scratch + width;
     read_numbers(w->at, w->dtype, two, w->width);
-    for (int64_t j = w->width; j < x->width; j++) two[j] = two[0];
+    for (int64_t j = w->width; j < width; j++) two[j] = two[0];
     for (int64_t r = from; r < to; r++) {
-        read_numbers(row(x, r), x->dtype, one, x->width);
-        for (int64_t j = 0; j < x->width; j++) one[j] *= two[j];
-        write_numbers(row(y, r), y->dtype, one, x->width);
+        read_numbers(row(x, r), x->dtype, one, width);
+        for (int64_t j = 0; j < width; j++) one[j] *= two[j];
+        write_numbers(row(y, r), y->dtype, one, width);
     }
 }
 
 /* x, y; f: factor */
 static void scale(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
+    const int64_t width = x->width;
     float factor = a->i->f;
     for (int64_t r = from; r < to; r++) {
-        read_numbers(row(x, r), x->dtype, scratch, x->width);
-        for (int64_t j = 0; j < x->width; j++) scratch[j] *= factor;
-        write_numbers(row(y, r), y->dtype, scratch, x->width);
+        read_numbers(row(x, r), x->dtype, scratch, width);
+        for (int64_t j = 0; j < width; j++) scratch[j] *= factor;
+        write_numbers(row(y, r), y->dtype, scratch, width);
     }
 }
 
@@ -359,18 +362,18 @@ static void to_int8(const float *x, char *to, int64_t d) {
 static void narrow_row(const running *a, int64_t from, int64_t to, float *scratch) {
     const operand *x = a->of, *y = a->of + 1;
     const float most = 3.3895313892515355e38f;
+    const int64_t width = x->width, held = a->i->n[0];
     float *h = scratch;
     for (int64_t r = from; r < to; r++) {
-        read_numbers(row(x, r), x->dtype, h, x->width);
-        if (a->i->n[0] == ROWS_INT8) {
-            to_int8(h, row(y, r), x->width);
-            continue;
-        }
-        for (int64_t j = 0; j < x->width; j++)
-            if (a->i->n[0] == ROWS_FP8)
-                ((uint8_t *)row(y, r))[j] = to_fp8(h[j]);
-            else
-                ((bf16 *)row(y, r))[j] = narrow(h[j] > most ? most : h[j] < -most ? -most : h[j]);
+        char *codes = row(y, r);
+        read_numbers(row(x, r), x->dtype, h, width);
+        if (held == ROWS_INT8)
+            to_int8(h, codes, width);
+        else if (held == ROWS_FP8)
+            for (int64_t j = 0; j < width; j++) codes[j] = to_fp8(h[j]);
+        else
+            for (int64_t j = 0; j < width; j++)
+                ((bf16 *)codes)[j] = narrow(h[j] > most ? most : h[j] < -most ? -most : h[j]);
     }
 }
 
