@@ -528,7 +528,7 @@ def test_playlists_open_no_other_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(read_video("10:30.mp4").frames) == 3
     for name, text in TABLES["media"]["lists"].items():
         Path(name).write_text(text)
-        with pytest.raises(InputError, match=f"^{name}: no video.*send MP4"):
+        with pytest.raises(InputError, match=f"^{name}: no supported video.*send MP4"):
             read_video(name)
 
 
