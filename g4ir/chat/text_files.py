@@ -12,6 +12,8 @@ from .prompt import CHEAP
 
 #: bytes of a file that are read at a time
 READ = 1 << 16
+#: what a file is that is not UTF-8, or has NUL characters
+BINARY = "a binary file, or a text in another encoding"
 
 
 def check_files(paths: Iterable[str], flag: str) -> None:
@@ -42,7 +44,7 @@ def cut_blocks(texts: Iterable[str]) -> Iterator[str]:
 
 def read_text(path: Path) -> Iterator[str]:
     """Yield a file's text in pieces, without a byte order mark. InputError for bytes that are not
-    UTF-8, and for NUL, which no text has."""
+    UTF-8, and for NUL, which UTF-8 texts do not have."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as stream:
         while True:
@@ -51,10 +53,9 @@ def read_text(path: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as e:
-                why = "a binary file, or a text in another encoding"
-                raise InputError(f"{path}: not UTF-8 at byte {consumed + e.start}: {why}") from None
+                raise InputError(f"{path}: not UTF-8 at byte {consumed + e.start}: {BINARY}") from None
             if "\0" in text:
-                raise InputError(f"{path}: NUL among its characters: a binary file, not a text")
+                raise InputError(f"{path}: NUL among its characters: {BINARY}")
             yield text.removeprefix("\ufeff") if not read else text
             read += len(raw)
             if not raw:
