@@ -23,7 +23,7 @@ OPTIONS = {
 def instrument(kinds: str) -> None:
     """Have libraries of kernels compiled with sanitizers, at a level at which that takes a minute.
     Words that no instruction minds are not aligned."""
-    words = f"-fsanitize={kinds} -fno-sanitize-recover=all -fno-sanitize=alignment -g1"
+    words = f"-DSANITIZED -fsanitize={kinds} -fno-sanitize-recover=all -fno-sanitize=alignment -g1"
     library.KERNEL_FLAGS = ("-O1", *library.KERNEL_FLAGS[1:], *words.split())
     end, flags, libraries = library.LINKING["linux"]
     flags = (*(f for f in flags if f != "-s"), f"-fsanitize={kinds}")

@@ -238,9 +238,9 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exc
     temporary = Path(tempfile.gettempdir())
     failing(monkeypatch, error)
     for full, said in (
-        (lambda p: p == folder, f"most likely of {folder}; .*--out"),
-        (lambda p: p != folder, r"disk full .*TORCHINDUCTOR_CACHE_DIR"),
-        (lambda p: p == temporary, r"disk full .*TMPDIR"),
+        (lambda p: p == folder, f"most likely that of {folder}; .*--out"),
+        (lambda p: p != folder, r"a disk or quota is full, .*TORCHINDUCTOR_CACHE_DIR"),
+        (lambda p: p == temporary, r"a disk or quota is full, .*TMPDIR"),
     ):
         disk = lambda p, full=full: usage._replace(free=int(not full(p)))  # noqa: E731
         monkeypatch.setattr(shutil, "disk_usage", disk)

@@ -361,7 +361,7 @@ def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "is_file", is_file)
-    with pytest.raises(InputError, match=r"a.png: no permission to read its folder"):
+    with pytest.raises(InputError, match=r"a.png: no permission to look it up"):
         check_file("image", "a.png")
 
 

@@ -648,7 +648,7 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     set_launch(monkeypatch, "0", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(InputError, match=r"MASTER_ADDR expected.* start the ranks with torchrun"):
+    with pytest.raises(InputError, match=r"MASTER_ADDR expected.* correct it, or start the ranks"):
         join().__enter__()
     assert launched() == RankLaunch(0, 2, 0)
     with pytest.raises(InputError, match="--set rank_timeout=0: expected seconds"), join(0):

@@ -108,7 +108,7 @@ def without_space(error: Exception, path: Path) -> LowerError | None:
     }
     folder = min(advice, key=lambda p: shutil.disk_usage(p).free)
     return LowerError(
-        f"torch: disk full or quota exceeded, most likely of {folder}; make room, or "
+        f"torch: a disk or quota is full, most likely that of {folder}; make room, or "
         f"{advice[folder]}"
     )
 

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except G4Error as e:
         print(f"g4ir_vllm: error: {e}", file=sys.stderr)
         return e.exit_code
-    config = json.loads((out / TOKENIZER_CONFIG).read_text())
+    config = json.loads((out / TOKENIZER_CONFIG).read_bytes())
     if not (config.get("chat_template") or (out / COPIED[-1]).is_file()):
         print("g4ir_vllm: the engine has no chat template; chats need vLLM's --chat-template")
     print(f"g4ir_vllm: created {out}; serve it with: vllm serve {out}")

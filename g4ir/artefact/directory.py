@@ -322,7 +322,7 @@ def read_manifest(path: Path, check_weights: bool = False, rank: int | None = No
     values.pop("digest", None)
     # The full text is compared, white space included.
     if raw != manifest_text(values).encode():
-        raise _altered(file, "it is not as this g4ir writes it, with a digest of its values")
+        raise _altered(file, "changed since g4ir wrote it, or written by another version")
     if values.get("format") != FORMAT:
         raise _altered(file, f"format {values.get('format')!r}, this g4ir reads {FORMAT}")
     with _errors(path):
@@ -426,8 +426,8 @@ def _check_files(
             if stat.S_ISDIR(kind):
                 continue
             if not stat.S_ISREG(kind):
-                named = any(f"{f}/".startswith(f"{at}/") for f in files)
-                fix = "put what belongs there itself" if named else "remove it"
+                named = any(f"{f}/".startswith(f"{at}/") for f in (*files, MANIFEST))
+                fix = "put the file or folder itself there" if named else "remove it"
                 problem = "is a link or not a regular file"
                 raise EngineError(f"{label} {problem}; {fix}, or build the engine again")
             if at not in (*files, MANIFEST):

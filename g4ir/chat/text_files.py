@@ -53,7 +53,8 @@ def read_text(path: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as e:
-                raise InputError(f"{path}: not UTF-8 at byte {consumed + e.start}: {BINARY}") from None
+                at = consumed + e.start
+                raise InputError(f"{path}: not UTF-8 at byte {at}: {BINARY}") from None
             if "\0" in text:
                 raise InputError(f"{path}: NUL among its characters: {BINARY}")
             yield text.removeprefix("\ufeff") if not read else text

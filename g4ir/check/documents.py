@@ -56,7 +56,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         if self.max_seq < 2:
-            raise InputError("an engine was built with --max-seq 1; scoring needs at least 2")
+            raise InputError("an engine has --max-seq 1: build it again with 2 or more for scores")
 
     @cached_property
     def _codec(self) -> Codec:

@@ -164,8 +164,8 @@ class Draft(Part, title="speculative decoding"):
                 raise InputError(f"--draft {self.draft}: expected one of {', '.join(DRAFTS)}")
             return
         if self.draft_tokens:
-            flag_text = f"--draft-tokens {self.draft_tokens}"
-            raise InputError(f"{flag_text}: nothing is drafted; give --draft ngram or mtp")
+            fix = "leave it out, or give --draft ngram or mtp"
+            raise InputError(f"--draft-tokens {self.draft_tokens}: nothing is drafted; {fix}")
 
     def check(self, label: str, config: BuildConfig) -> None:
         """Raise InputError if an engine of this config does not support these flags; `label`: its

@@ -175,10 +175,9 @@ class Engine(EngineParts):
         attention's probabilities [1, S, heads, S]. phase: prefill, decode (token by token), or
         verify. media: `images`, `videos`, `audio`, as in `generate`; names of towers' values begin
         with `vision.` and `audio.`, and end with `[1]` for a second image, frame or clip; their
-        shapes are those in the tower. Names of
-        the draft model's values begin with `draft.`; their shape is [1, steps, ...], with one step
-        per draft token after the text. Raises InputError for a name that matches nothing, and for
-        values that do not fit in memory.
+        shapes are those in the tower. Names of the draft model's values begin with `draft.`; their
+        shape is [1, steps, ...], with one step per draft token after the text. Raises InputError
+        for a name that matches nothing, and for values that do not fit in memory.
         """
         return compute_values(self.inspect(tokens, names, phase, **media))
 

@@ -129,7 +129,7 @@ def check_file(kind: str, path: str | Path) -> None:
             return
         problem = "is not a regular file" if Path(path).exists() else problem
     except PermissionError:
-        problem = "no permission to read its folder"
+        problem = "no permission to look it up"
     except (OSError, ValueError):  # invalid file name
         pass
     raise InputError(f"{path}: {problem}")

@@ -1,11 +1,10 @@
 """Tolerances between two computations of one op on the same inputs.
 
 The error of a value is relative to the larger of the value and its row's RMS (near zero, to 1e-3
-of the tensor's RMS). Two correct
-computations differ in two ways. A result may be rounded to the model's dtype in the other
-direction: one unit in the last place, and about sqrt(n) units after n successive roundings. A sum
-may be reordered: its terms are fp32 or wider, and n of them in two orders differ by about sqrt(n)
-fp32 units of their RMS, a few times that at worst.
+of the tensor's RMS). Two correct computations differ in two ways. A result may be rounded to the
+model's dtype in the other direction: one unit in the last place, and about sqrt(n) units after n
+successive roundings. A sum may be reordered: its terms are fp32 or wider, and n of them in two
+orders differ by about sqrt(n) fp32 units of their RMS, a few times that at worst.
 """
 
 from __future__ import annotations

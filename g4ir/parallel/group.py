@@ -354,7 +354,7 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
         why = f"not all ranks could join (timeout {timeout_s:g} s): {_first(e)}"
         raise RankError(f"{who}: {why}; start all ranks again") from e
     except ValueError as e:  # a missing variable, such as MASTER_ADDR
-        raise InputError(f"{who}: {_first(e)}; start the ranks with torchrun") from e
+        raise InputError(f"{who}: {_first(e)}; correct it, or start the ranks with torchrun") from e
     except RuntimeError as e:
         why = f"{who}: the ranks cannot reach each other: {_first(e)}"
         fix = "GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"

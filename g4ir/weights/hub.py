@@ -136,5 +136,5 @@ def _errors(hub_id: str, revision: str) -> Iterator[Any]:
         cause = e.__cause__ or e
         first = (str(cause).splitlines() or [type(cause).__name__])[0]
         fix = "try again: complete files are kept"
-        problem = f"{hub_id}: download from {endpoint} failed ({first})"
+        problem = f"{hub_id}: request to {endpoint} failed ({first})"
         raise MissingError(f"{problem}; {fix}") from None
