@@ -96,16 +96,16 @@ def test_tiles_are_undone(form: str, lead: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("rows", [9, 130, 515])
 @pytest.mark.parametrize("form", CODED)
 def test_panels_of_tiles(form: str, rows: int, dtype: torch.dtype) -> None:
-    """Prompts: units of rows, and rows that fill no panel."""
+    """Prompts: units of rows, and rows that fill no panel; the largest integers and codes."""
     w, x = torch.randn(80, 512).to(dtype), torch.randn(1, rows, 512).to(dtype)
+    x[:, :2], w[:16], w[16:32] = 253 * torch.tensor([[1.0], [-1.0]]), 1, -1
     group = max(size for size in CODED[form] if not size or 512 % size == 0)
     codes, scales = QUANTIZE(w, form=form, group=group, scale="f32")
     want = x[0].double() @ dequantize_codes(codes, scales.double(), dtype).t()
     *_, weight = layouts(codes, scales)
     assert takes_gemm(x, *weight[:2], False)
     got = by_steps("linear", x, weight, phase="prefill")
-    budget = 2 * BUDGET[dtype] * want.abs().max()
-    assert (got[0].double() - want).abs().max() <= budget
+    assert ((got[0].double() - want).abs().amax(1) <= 2 * BUDGET[dtype] * want.abs().amax(1)).all()
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -263,7 +263,7 @@ def test_prompts_on_other_cpus(other_cpu: None, form: str) -> None:
 
 
 INTEGERS = {*CODED} - {"fp8"}
-WITHOUT_INTEGERS, WITH_FP8 = {"v2", "neon"}, {"avx512_bf16", "amx"}
+WITHOUT_INTEGERS, WITH_FP8 = {"neon"}, {"avx512_bf16", "amx"}
 
 
 @pytest.mark.parametrize("isa_set", SETS, ids=lambda s: s.name)

@@ -29,7 +29,7 @@ KERNEL_FORMATS = {
     "nl2": "NL2",
 }
 #: sets of ISA extensions, each sufficient for integer dot products with tiles
-_EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"}, {"asimddp"})
+_EXTENSIONS = ({"ssse3"}, {"asimddp"})
 #: format with other requirements -> its sets
 _FORMAT_EXTENSIONS = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 

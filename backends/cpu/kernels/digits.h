@@ -1,5 +1,5 @@
-/* Converts rows of x to integers, for tiled weights on CPUs with integer dot products (VNNI, AVX2, dotprod): 15 bits
- * (two 8-bit digits) times a power-of-two scale per block of 32, exact for values above 1/128 of the block's maximum.
+/* Converts rows of x to integers, for tiled weights on CPUs with integer dot products (VNNI, AVX2, SSSE3, dotprod): 15
+ * bits (two 8-bit digits) times a power-of-two scale per block of 32, exact for values above 1/128 of the block's maximum.
  * With one digit (int8) the values equal those of the op fake_quantize. With integers a block of a weight row (or half
  * block, in formats with a scale for each) needs one floating-point multiply-add, one more for a minimum, and no
  * horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in bf16. */
@@ -11,17 +11,17 @@
 #define FP8_TILES
 #endif
 /* Whether the CPU lacks instructions for dot products of four bytes. */
-#if WIDE == 32 && !defined(__AVXVNNI__)
+#if WIDE < 64 && !defined(__AVXVNNI__) && !defined(__ARM_FEATURE_DOTPROD)
 #define NO_DOT_PRODUCTS 1
 #else
 #define NO_DOT_PRODUCTS 0
 #endif
-/* IN_16_BITS: whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2
- * accumulates without saturation. SUMS_IN_16_BITS: formats that need no int16, since 16 bits hold a block's sums of
- * products of bytes: codes below 16, or below 32 (fp4: up to 24) with sums per half block. Codes of 5 and 6 bits would
+/* IN_16_BITS: whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2 and SSE
+ * accumulate without saturation. SUMS_IN_16_BITS: formats that need no int16 on AVX2, since 16 bits hold a block's sums
+ * of products of bytes: codes below 16, or below 32 (fp4: up to 24) with sums per half block. Codes of 5 and 6 bits would
  * need more partial sums, which is slower from four rows on. */
 #define SUMS_IN_16_BITS(form)                                                                   \
-    (NO_DOT_PRODUCTS && ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || FOURTHS(form) ||\
+    (NO_DOT_PRODUCTS && WIDE == 32 && ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || FOURTHS(form) ||\
                          HALVES(form) && (form) != INT6))
 #define IN_16_BITS(form) (NO_DOT_PRODUCTS && !SUMS_IN_16_BITS(form) || (form) == FP8)
 
@@ -39,6 +39,11 @@ typedef struct {
     int32_t less[2], both;
     float unit, sum; /* scale of the integers; sum of the values */
 } digits;
+
+/* Index in `pairs` of the pair of values for bytes 0 and 2 of word j, or with `odd` for bytes 1 and 3. */
+static inline int pair_at(int form, int j, int odd) {
+    return FOURTHS(form) ? j / 4 * 8 + odd * 4 + j % 4 : 2 * j + odd;
+}
 
 #ifdef FP8_TILES
 /* Lookup tables e4m3 (without sign) -> bf16: upper and lower bytes. */
@@ -59,6 +64,7 @@ static inline row_words listed(const uint8_t *table, row_words codes) {
 #endif
 
 #define EVERY_OTHER 0x00ff00ffu
+typedef uint16_t word_halves __attribute__((vector_size(WIDE)));
 /* Expands the four codes of a word to the operands of the dot product: bytes, or two pairs of 16 bits. */
 static inline void factors_of(const int form, row_words codes, row_words *to) {
     to[0] = codes;
@@ -67,8 +73,8 @@ static inline void factors_of(const int form, row_words codes, row_words *to) {
 #ifdef FP8_TILES
     lower = listed(fp8_lower, codes), upper = listed(fp8_upper, codes) | (codes & 0x80808080u);
 #endif
-#if WIDE == 32
-    to[0] = codes & EVERY_OTHER, to[1] = (row_words)_mm256_srli_epi16((__m256i)codes, 8);
+#if NO_DOT_PRODUCTS
+    to[0] = codes & EVERY_OTHER, to[1] = (row_words)((word_halves)codes >> 8);
     return;
 #endif
     to[0] = (lower & EVERY_OTHER) | (upper & EVERY_OTHER) << 8;
@@ -105,11 +111,14 @@ ALWAYS add_word(const int form, const int vectors, const int parts, row_words (*
         ADD_PRODUCTS("vpdpbusd", all[0], factors[0][0], d->high + j);
         if (parts == 2) ADD_PRODUCTS("vpdpbusd", all[1], factors[0][0], d->low + j);
     }
-#elif WIDE == 16
+#elif defined(__ARM_NEON)
     row_sums *all = sum[0][r];
     int8x16_t codes = (int8x16_t)factors[0][0];
     all[0] = (row_sums)vdotq_s32((int32x4_t)all[0], codes, (int8x16_t)vdupq_n_s32(d->high[j]));
     if (parts == 2) all[1] = (row_sums)vdotq_s32((int32x4_t)all[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
+#elif WIDE == 16
+    UNROLLED for (int i = 0; i < 2; i++)
+        sum[0][r][0] += (row_sums)_mm_madd_epi16((__m128i)factors[0][i], _mm_set1_epi32(d->pairs[pair_at(form, j, i)]));
 #else
     const int pairs = IN_16_BITS(form), words = pairs ? 2 : parts;
     UNROLLED for (int i = 0; i < words; i++) {
@@ -279,6 +288,14 @@ static inline void integers_of_block(int parts, int form, int pairs, const bf16 
         sums[h] = _mm_cvtsi128_si32(_mm_hadd_epi32(fours, fours));
     }
     set_sums(form, sums, to);
+    if (pairs && FOURTHS(form)) {
+        UNROLLED for (int h = 0; h < 2; h++) {
+            __m128i low = _mm256_castsi256_si128(all[h]), high = _mm256_extracti128_si256(all[h], 1);
+            _mm_storeu_si128((__m128i *)to->pairs + 2 * h, _mm_unpacklo_epi16(low, high));
+            _mm_storeu_si128((__m128i *)to->pairs + 2 * h + 1, _mm_unpackhi_epi16(low, high));
+        }
+        return;
+    }
     if (pairs) {
         __m128i order = EVEN_ODD(form) ? _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, 2, 3, 10, 11, 6, 7, 14, 15)
                                        : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
@@ -297,12 +314,9 @@ static inline void integers_of_block(int parts, int form, int pairs, const bf16 
     _mm256_storeu_si256((__m256i *)to->high, bytes[0]);
     _mm256_storeu_si256((__m256i *)to->low, bytes[1]);
 }
-
-static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
-    integers_of_block(parts, form, IN_16_BITS(form), x, to);
-}
 #else
-static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
+/* The same without AVX2. */
+static inline void integers_of_block(int parts, int form, int pairs, const bf16 *x, digits *to) {
     uint16_t top = 0;
     for (int j = 0; j < BLOCK; j++) {
         uint16_t size = x[j] & 0x7fff;
@@ -317,21 +331,30 @@ static inline void block_digits(int parts, int form, const bf16 *x, digits *to) 
     for (int j = 0; j < BLOCK; j++)
         all[j] = (int32_t)rintf(parts == 1 ? widen(x[j]) / to->unit : widen(x[j]) * times);
     for (int j = 0; j < BLOCK; j++) sums[j / HALF] += all[j];
-    int8_t *high = (int8_t *)to->high, *low = (int8_t *)to->low;
-    for (int j = 0; j < BLOCK; j++) { /* code j is byte j % 4 of word j / 4 */
-        int of = value_at(form, j);
-        high[j] = parts == 1 ? all[of] : (all[of] + 128) >> 8, low[j] = (int8_t)all[of];
-    }
     set_sums(form, sums, to);
+    int8_t *high = (int8_t *)to->high, *low = (int8_t *)to->low;
+    for (int j = 0; j < BLOCK; j++) { /* value value_at(j) is for byte j % 4 of word j / 4 */
+        int value = all[value_at(form, j)];
+        if (pairs)
+            ((int16_t *)(to->pairs + pair_at(form, j / 4, j % 2)))[j % 4 / 2] = value;
+        else
+            high[j] = parts == 1 ? value : (value + 128) >> 8, low[j] = (int8_t)value;
+    }
 }
 #endif
 
-/* Quantises a block to one digit: as bytes, or with `pairs` (AVX2) as pairs of 16 bits. */
-static inline void quantize_block(int form, int pairs, const bf16 *x, digits *to) {
-#if WIDE == 32
-    integers_of_block(1, form, pairs, x, to);
+#if WIDE < 64
+static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
+    integers_of_block(parts, form, IN_16_BITS(form), x, to);
+}
+#endif
+
+/* Converts a block to one digit or two, as bytes, or with `pairs` (not on AVX-512) as pairs of 16 bits. */
+static inline void quantize_block(int parts, int form, int pairs, const bf16 *x, digits *to) {
+#if WIDE == 64
+    block_digits(parts, form, x, to);
 #else
-    block_digits(1, form, x, to);
+    integers_of_block(parts, form, pairs, x, to);
 #endif
 }
 #endif

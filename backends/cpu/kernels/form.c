@@ -13,17 +13,17 @@
 #endif
 #include "floats.h"
 #include "integers.h"
-#include "gemm_int8.h"
+#include "gemm_integers.h"
 #ifdef AT_O2
 #pragma GCC pop_options
 #endif
 
-/* Maximum rows of x for which codes are used directly (GEMV), without dequantising to panels (GEMM). More for integer
- * kernels on x86-64 without AMX, where this was measured: a decode step of 9, 16, 24 and 32 sequences takes 0.45, 0.63,
- * 0.73 and 0.89 of the time of the GEMM on Zen 4, and 0.45, 0.53, 0.63 and 0.73 restricted to AVX2 (Gemma 3 270M
- * Q4_K_M). */
+/* Maximum rows of x for which codes are used directly (GEMV), without unpacking to panels (GEMM). More for integer
+ * kernels of AVX2 and AVX-512 without AMX: 9, 16 and 32 rows take 0.75, 0.83 and 0.86 of the time of the integer GEMM
+ * with AVX-512 VNNI; with AVX2 0.78, 0.85 and 0.88 for int8, but 1.0, 1.12 and 1.17 for uint4, whose rows then keep the
+ * bits that they have alone. With SSE4 1.4 to 1.7 (2048 x 2048, Zen 4). */
 #define CODED_FLOAT_ROWS 8
-#if defined(__x86_64__) && !defined(__AMX_INT8__)
+#if defined(__x86_64__) && WIDE > 16 && !defined(__AMX_INT8__)
 #define CODED_ROWS 32
 #else
 #define CODED_ROWS CODED_FLOAT_ROWS
@@ -57,12 +57,16 @@ static int takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n,
     return rows >= 1 && n >= 1 && n % TILE == 0 && k >= 1 && k % BLOCK == 0;
 }
 
-static int gemm_rounded(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
-                      int rounded, void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups,
-                      int threads) {
+/* For bf16 rows of x. Blocks with two scales take fp32 panels. */
+static int gemm_integers(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
+                         int rounded, void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups,
+                         int threads) {
     coded p = weight(codes, scales, scales_dtype, n, k, groups);
     p.x = x, p.y = y, p.dtype = dtype, p.rows = rows;
-    return multiply_int8_panels(&p, threads);
+    if (p.each % BLOCK)
+        return g4ir_panels[F32].gemm[FORM](codes, form, scales, scales_dtype, x, 0, y, dtype, rows, n, k, groups,
+                                           threads);
+    return multiply_integer_panels(&p, rounded, threads);
 }
 
 typedef struct {
@@ -97,6 +101,7 @@ static int decode(const void *codes, int form, int tiles, const void *scales, in
 }
 
 __attribute__((constructor)) static void add_form(void) {
-    static const form_kernels own = {takes_codes, linear_coded, takes_gemm, gemm_rounded, decode};
+    static const form_kernels own = {takes_codes, linear_coded, takes_gemm, gemm_integers, decode};
     g4ir_forms[FORM] = &own;
+    if (EXACT_INTEGERS(FORM) && !bf16_pays()) g4ir_panels[BF16].gemm[FORM] = gemm_integers;
 }

@@ -5,6 +5,19 @@
 #pragma once
 #include "amx_registers.h"
 
+/* Whether bf16 x uses bf16 panels. On Intel CPUs vdpbf16ps issues at half the rate of fp32 FMAs: without AMX, fp32
+ * panels are 1.6 times as fast (240 against 150 GFLOP/s on two threads). */
+static int bf16_pays(void) {
+#if defined(__AMX_BF16__)
+    return 1;
+#elif defined(__AVX512BF16__)
+    __builtin_cpu_init();
+    return !__builtin_cpu_is("intel");
+#else
+    return 0;
+#endif
+}
+
 /* LANE: lanes of a vector. ROWS: rows of C per micro kernel. VECTORS_MAX: maximum vectors per row of C. DEPTH: words
  * along k of a row of A that are contiguous (k is padded to a multiple). */
 #if defined(PANELS_BF16) && defined(__AMX_BF16__)

@@ -34,7 +34,8 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
 
-/* The same for more rows of x and a tiled weight, which may be rounded to bf16 if x is bf16. g4ir_takes_gemm returns
+/* The same for more rows of x and a tiled weight; if x is bf16, the weight may be rounded to bf16, or x be converted to
+ * 15-bit integers (digits.h). g4ir_takes_gemm returns
  * whether these sizes are supported. */
 int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups);
 int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, int rounded,

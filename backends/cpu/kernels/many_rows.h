@@ -1,4 +1,4 @@
-/* Blocked GEMM of many rows of x with a weight of any format, on the micro kernels of gemm.h or gemm_int8.h. x is
+/* Blocked GEMM of many rows of x with a weight of any format, on the micro kernels of gemm.h or gemm_integers.h. x is
  * packed once; the weight is packed a panel at a time, which stays in L1 for all rows of a unit of work. */
 #pragma once
 #include "gemm.h"

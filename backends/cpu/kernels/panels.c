@@ -1,5 +1,6 @@
 /* GEMM and prefill attention on packed panels (gemm.h) of bf16 (PANELS_BF16) or fp32; weights are quantised in FORM,
- * or dense if FORM is not defined. Where bf16 panels do not pay, fp32 panels serve both dtypes. */
+ * or dense if FORM is not defined. Where bf16 panels do not pay, fp32 panels serve both dtypes, except for
+ * formats that the GEMM multiplies as integers (form.c). */
 #include "gemm.h"
 
 #ifdef FORM
@@ -13,22 +14,11 @@
 #include "prefill_attention.h"
 #endif
 
-/* Whether bf16 x uses bf16 panels. On Intel CPUs vdpbf16ps issues at half the rate of fp32 FMAs: without AMX, fp32
- * panels are 1.6 times as fast (240 against 150 GFLOP/s on two threads). */
-static int bf16_pays(void) {
-#if defined(__AMX_BF16__)
-    return 1;
-#elif defined(__AVX512BF16__)
-    __builtin_cpu_init();
-    return !__builtin_cpu_is("intel");
-#else
-    return 0;
-#endif
-}
-
 __attribute__((constructor)) static void add_panels(void) {
 #ifdef PANELS_BF16
     int first = BF16, end = bf16_pays() ? F32 : BF16;
+#elif defined(FORM)
+    int first = bf16_pays() || EXACT_INTEGERS(FORM) ? F32 : BF16, end = F32 + 1;
 #else
     int first = bf16_pays() ? F32 : BF16, end = F32 + 1;
 #endif

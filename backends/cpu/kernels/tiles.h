@@ -67,10 +67,6 @@ static const void *tile_of_rows(const coded *p, int64_t tile, uint8_t *to) {
 
 /* Prefetch distance in bytes (to L2), mostly with one or two streams: hardware prefetchers cover four. */
 #define TILE_AHEAD 4096
-/* Whether the kernels of integers.h are compiled: they need AVX2, AVX-512 VNNI or NEON's dotprod. */
-#if WIDE > 16 || defined(__ARM_FEATURE_DOTPROD)
-#define INTEGERS
-#endif
 #define WORDS (WIDE / 4)
 typedef uint32_t row_words __attribute__((vector_size(WIDE)));
 typedef uint32_t any_row_words __attribute__((vector_size(WIDE), aligned(4), may_alias));
@@ -80,7 +76,11 @@ typedef float any_row_floats __attribute__((vector_size(WIDE), aligned(4), may_a
 
 
 /* Whether codes are signed: NEON's dot product is signed x signed; x86's takes unsigned codes. */
-#define WITH_SIGN (WIDE == 16)
+#ifdef __ARM_NEON
+#define WITH_SIGN 1
+#else
+#define WITH_SIGN 0
+#endif
 
 static inline row_words words_at(const uint8_t *tile, int64_t word) {
     return *(const any_row_words *)(tile + word * TILE * 4);
