@@ -16,14 +16,23 @@
 #else
 #define NO_DOT_PRODUCTS 0
 #endif
-/* IN_16_BITS: whether x is stored as pairs of 16 bits: bf16 for fp8 weights, or int16, whose products AVX2 and SSE
- * accumulate without saturation. SUMS_IN_16_BITS: formats that need no int16 on AVX2, since 16 bits hold a block's sums
- * of products of bytes: codes below 16, or below 32 (fp4: up to 24) with sums per half block. Codes of 5 and 6 bits would
- * need more partial sums, which is slower from four rows on. */
+/* How integers of x are stored. BYTES: one digit; DIGITS: two; PAIRS: as pairs of 16 bits, in bf16 for fp8 weights, else
+ * int16, whose products AVX2 and SSE accumulate without saturation. */
+enum { PAIRS, BYTES, DIGITS };
+/* Formats that need no int16 on AVX2, since 16 bits hold a block's sums of products of bytes: codes below 16, or below
+ * 32 (fp4: up to 24) with sums per half block. Codes of 5 and 6 bits would need more partial sums, which is slower from
+ * four rows on. */
 #define SUMS_IN_16_BITS(form)                                                                   \
     (NO_DOT_PRODUCTS && WIDE == 32 && ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || FOURTHS(form) ||\
                          HALVES(form) && (form) != INT6))
-#define IN_16_BITS(form) (NO_DOT_PRODUCTS && !SUMS_IN_16_BITS(form) || (form) == FP8)
+/* How a pass over `rows` rows of x stores them. For formats that need no int16, pairs take half as many sums as two
+ * digits, but more instructions to unpack codes: with four and eight rows 0.83 of the time for int4, 0.9 for two and
+ * three bits, 0.97 for uint4; with one row 1.15 (Zen 4). */
+#define PAIRS_FROM(form) ((form) == INT4 || (form) == UINT4 || (form) == MIN4 || (form) == FP4 ? 3 : 2)
+static inline int stored_as(int form, int parts, int64_t rows) {
+    if (form == FP8 || NO_DOT_PRODUCTS && !SUMS_IN_16_BITS(form)) return PAIRS;
+    return SUMS_IN_16_BITS(form) && parts == 2 && rows >= PAIRS_FROM(form) ? PAIRS : parts;
+}
 
 /* A block of a row of x, permuted to the order of the weight's words. Its values are (256 high + low) * unit (one
  * digit: high * unit), or pairs * unit: the first pair for bytes 0 and 2 of a word, the second for bytes 1 and 3.
@@ -66,9 +75,9 @@ static inline row_words listed(const uint8_t *table, row_words codes) {
 #define EVERY_OTHER 0x00ff00ffu
 typedef uint16_t word_halves __attribute__((vector_size(WIDE)));
 /* Expands the four codes of a word to the operands of the dot product: bytes, or two pairs of 16 bits. */
-static inline void factors_of(const int form, row_words codes, row_words *to) {
+static inline void factors_of(const int as, row_words codes, row_words *to) {
     to[0] = codes;
-    if (!IN_16_BITS(form)) return;
+    if (as != PAIRS) return;
     row_words lower = codes, upper = {0};
 #ifdef FP8_TILES
     lower = listed(fp8_lower, codes), upper = listed(fp8_upper, codes) | (codes & 0x80808080u);
@@ -100,7 +109,7 @@ static inline __m256i word_of_x(const int32_t *word) {
 #endif
 
 /* Accumulates the products of word j of a block of each vector with that of row r of x. */
-ALWAYS add_word(const int form, const int vectors, const int parts, row_words (*factors)[2], const digits *d,
+ALWAYS add_word(const int form, const int vectors, const int as, row_words (*factors)[2], const digits *d,
                 int j, row_sums (*sum)[TOGETHER][3], int r) {
 #if WIDE == 64
     row_sums *all = sum[0][r];
@@ -109,20 +118,20 @@ ALWAYS add_word(const int form, const int vectors, const int parts, row_words (*
         ADD_PRODUCTS("vdpbf16ps", all[1], factors[0][1], d->pairs + 2 * j + 1);
     } else {
         ADD_PRODUCTS("vpdpbusd", all[0], factors[0][0], d->high + j);
-        if (parts == 2) ADD_PRODUCTS("vpdpbusd", all[1], factors[0][0], d->low + j);
+        if (as == DIGITS) ADD_PRODUCTS("vpdpbusd", all[1], factors[0][0], d->low + j);
     }
 #elif defined(__ARM_NEON)
     row_sums *all = sum[0][r];
     int8x16_t codes = (int8x16_t)factors[0][0];
     all[0] = (row_sums)vdotq_s32((int32x4_t)all[0], codes, (int8x16_t)vdupq_n_s32(d->high[j]));
-    if (parts == 2) all[1] = (row_sums)vdotq_s32((int32x4_t)all[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
+    if (as == DIGITS) all[1] = (row_sums)vdotq_s32((int32x4_t)all[1], codes, (int8x16_t)vdupq_n_s32(d->low[j]));
 #elif WIDE == 16
     UNROLLED for (int i = 0; i < 2; i++)
         sum[0][r][0] += (row_sums)_mm_madd_epi16((__m128i)factors[0][i], _mm_set1_epi32(d->pairs[pair_at(form, j, i)]));
 #else
-    const int pairs = IN_16_BITS(form), words = pairs ? 2 : parts;
+    const int pairs = as == PAIRS, words = pairs ? 2 : as;
     UNROLLED for (int i = 0; i < words; i++) {
-        __m256i x = word_of_x(pairs ? d->pairs + 2 * j + i : (i ? d->low : d->high) + j);
+        __m256i x = word_of_x(pairs ? d->pairs + pair_at(form, j, i) : (i ? d->low : d->high) + j);
         UNROLLED for (int v = 0; v < vectors; v++) {
             row_sums *to = &sum[v][r][pairs ? 0 : i];
             __m256i codes = (__m256i)factors[v][pairs ? i : 0];
@@ -139,21 +148,21 @@ ALWAYS add_word(const int form, const int vectors, const int parts, row_words (*
 }
 
 /* Initialises the partial sums with the bias correction `less`; total_of combines them to one fp32 sum per lane. */
-static inline void start_sums(const int form, const int parts, int32_t less, row_sums *sum) {
+static inline void start_sums(const int as, int32_t less, row_sums *sum) {
     sum[0] = sum[1] = sum[2] = (row_sums){0};
-    sum[SUMS_IN_16_BITS(form) ? 2 : parts == 2 && !IN_16_BITS(form)] += less;
+    sum[as == PAIRS ? 0 : NO_DOT_PRODUCTS ? 2 : as == DIGITS] += less;
 }
 
-static inline row_floats total_of(const int form, const int parts, const row_sums *sum) {
+static inline row_floats total_of(const int form, const int as, const row_sums *sum) {
     if (form == FP8) return (row_floats)sum[0] + (row_floats)sum[1];
-#if WIDE == 32
-    if (SUMS_IN_16_BITS(form)) {
-        __m256i all = _mm256_madd_epi16((__m256i)sum[0], _mm256_set1_epi16(parts == 2 ? 256 : 1));
-        if (parts == 2) all = _mm256_add_epi32(all, _mm256_madd_epi16((__m256i)sum[1], _mm256_set1_epi16(1)));
+#if WIDE == 32 && NO_DOT_PRODUCTS
+    if (as != PAIRS) {
+        __m256i all = _mm256_madd_epi16((__m256i)sum[0], _mm256_set1_epi16(as == DIGITS ? 256 : 1));
+        if (as == DIGITS) all = _mm256_add_epi32(all, _mm256_madd_epi16((__m256i)sum[1], _mm256_set1_epi16(1)));
         return __builtin_convertvector((row_sums)all + sum[2], row_floats);
     }
 #endif
-    row_sums all = parts == 2 && !IN_16_BITS(form) ? (sum[0] << 8) + sum[1] : sum[0];
+    row_sums all = as == DIGITS ? (sum[0] << 8) + sum[1] : sum[0];
     return __builtin_convertvector(all, row_floats);
 }
 
@@ -340,12 +349,6 @@ static inline void integers_of_block(int parts, int form, int pairs, const bf16 
         else
             high[j] = parts == 1 ? value : (value + 128) >> 8, low[j] = (int8_t)value;
     }
-}
-#endif
-
-#if WIDE < 64
-static inline void block_digits(int parts, int form, const bf16 *x, digits *to) {
-    integers_of_block(parts, form, IN_16_BITS(form), x, to);
 }
 #endif
 

@@ -20,7 +20,7 @@
 
 /* Maximum rows of x for which codes are used directly (GEMV), without unpacking to panels (GEMM). More for integer
  * kernels of AVX2 and AVX-512 without AMX: 9, 16 and 32 rows take 0.75, 0.83 and 0.86 of the time of the integer GEMM
- * with AVX-512 VNNI; with AVX2 0.78, 0.85 and 0.88 for int8, but 1.0, 1.12 and 1.17 for uint4, whose rows then keep the
+ * with AVX-512 VNNI; with AVX2 0.78, 0.85 and 0.88 for int8 and int4, but 1.0, 1.12 and 1.17 for uint4, whose rows then keep the
  * bits that they have alone. With SSE4 1.4 to 1.7 (2048 x 2048, Zen 4). */
 #define CODED_FLOAT_ROWS 8
 #if defined(__x86_64__) && WIDE > 16 && !defined(__AMX_INT8__)

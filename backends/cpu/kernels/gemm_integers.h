@@ -8,10 +8,8 @@
 #ifdef INTEGERS
 #define HAS_INT8_PANELS (FORM != FP8)
 
-/* How panels store integers. BYTES: x as one digit; DIGITS: as two, the high ones of a block first; PAIRS: x and codes
- * as 16 bits, codes without bias. CPUs without dot products of bytes multiply pairs where products of bytes would
- * overflow sums of 16 bits, for codes of 8 bits, or where two digits would take as many instructions. */
-enum { BYTES, DIGITS, PAIRS };
+/* How panels store integers (digits.h). Of DIGITS the high ones of a block come first; of PAIRS codes have 16 bits too,
+ * without bias. */
 #define EXACT (NO_DOT_PRODUCTS ? PAIRS : DIGITS)
 #define ROUNDED                                                                                 \
     (NO_DOT_PRODUCTS && (WIDE == 16 || FORM == INT8 || FORM == IQ4 || NONUNIFORM(FORM)) ? PAIRS : BYTES)

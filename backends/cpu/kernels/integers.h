@@ -18,12 +18,12 @@
 #define EACH_ROW UNROLLED for (int r = 0; r < rows; r++)
 
 /* Accumulates the products of word j of block b of the codes at byte offset `at` with block i of each row of x. */
-ALWAYS word_product(const int form, const int rows, const int vectors, const int parts, int b, int j,
+ALWAYS word_product(const int form, const int rows, const int vectors, const int as, int b, int j,
                     int64_t at, const strip *of, const digits *const *x, int64_t i,
                     row_sums (*made)[TOGETHER][3]) {
     row_words factors[VECTORS_MOST][2];
-    EACH_VECTOR factors_of(form, code_word(form, of[v].codes + at, b, j), factors[v]);
-    EACH_ROW add_word(form, vectors, parts, factors, x[r] + i, j, made, r);
+    EACH_VECTOR factors_of(as, code_word(form, of[v].codes + at, b, j), factors[v]);
+    EACH_ROW add_word(form, vectors, as, factors, x[r] + i, j, made, r);
 #if WIDE == 32 /* keeps compilers from loading all words first, to more registers than there are; of INT2 and INT3 four
                 * words come from one load */
     if (!FOURTHS(form)) __asm__ volatile("" ::: "memory");
@@ -31,7 +31,7 @@ ALWAYS word_product(const int form, const int rows, const int vectors, const int
 }
 
 /* Multiplies block b of the codes at byte offset `at` with block i of each row of x; `of`: strips of one tile. */
-ALWAYS block_product(const int form, const int rows, const int vectors, const int parts, int b, int64_t at,
+ALWAYS block_product(const int form, const int rows, const int vectors, const int as, int b, int64_t at,
                      const strip *of, const row_floats *scale, const row_floats *least,
                      const digits *const *x, int64_t i, row_floats (*sum)[TOGETHER]) {
     const int halves = 1 + HALVES(form), minima = MINIMA(form);
@@ -46,22 +46,22 @@ ALWAYS block_product(const int form, const int rows, const int vectors, const in
         row_sums made[VECTORS_MOST][TOGETHER][3];
         EACH_ROW {
             int32_t less = minima ? 0 : halves == 2 ? x[r][i].less[h] : x[r][i].both;
-            EACH_VECTOR start_sums(form, parts, less, made[v][r]);
+            EACH_VECTOR start_sums(as, less, made[v][r]);
         }
         /* written out: GCC at -O2 does not unroll a loop of this size */
 #define WORD(J)                                                                                 \
-    if (halves == 1 || (J) / 4 == h) word_product(form, rows, vectors, parts, b, J, at, of, x, i, made)
+    if (halves == 1 || (J) / 4 == h) word_product(form, rows, vectors, as, b, J, at, of, x, i, made)
         WORD(0); WORD(1); WORD(2); WORD(3); WORD(4); WORD(5); WORD(6); WORD(7);
         EACH_ROW {
             row_floats unit = all_rows(x[r][i].unit);
             EACH_VECTOR sum[v][r] =
-                multiply_add(total_of(form, parts, made[v][r]), factor[v][h] * unit, sum[v][r]);
+                multiply_add(total_of(form, as, made[v][r]), factor[v][h] * unit, sum[v][r]);
         }
     }
 }
 
 /* Multiplies strips with `rows` rows of x; each `vectors` consecutive strips belong to one tile. */
-ALWAYS tile_product(const int form, const int rows, const int strips, const int vectors, const int parts,
+ALWAYS tile_product(const int form, const int rows, const int strips, const int vectors, const int as,
                     const coded *p, const strip *of, const digits *const *x) {
     const int dtype = p->scales_dtype;
     const int together = BLOCKS_OF(form), minima = MINIMA(form);
@@ -81,7 +81,7 @@ ALWAYS tile_product(const int form, const int rows, const int strips, const int 
             if (strips / vectors < STRIPS_MOST || SUMS_IN_16_BITS(form))
                 UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
                     __builtin_prefetch(of[s].codes + at + j * LINE + TILE_AHEAD, 0, 2);
-            block_product(form, rows, vectors, parts, b, at, of + s, scale + s, least + s, x, i + b, sum + s);
+            block_product(form, rows, vectors, as, b, at, of + s, scale + s, least + s, x, i + b, sum + s);
         }
     }
     EACH_STRIP UNROLLED for (int r = 0; r < rows; r++)
@@ -98,7 +98,8 @@ typedef void tile_dot(const coded *p, const int64_t *tiles, const digits *const 
 ALWAYS strip_products(const int rows, const int tiles_at_once, const int parts, const coded *p,
                       const int64_t *tiles, const digits *const *x, const int8_t *a, float *out) {
     const int amx = on_amx(FORM, parts, rows), each = amx ? rows : ROWS_AT_ONCE(rows);
-    const int sums = each * (IN_16_BITS(FORM) ? 1 : parts), sums_most = SUPER(FORM) ? 2 : 4;
+    const int as = stored_as(FORM, parts, rows), sums = each * (1 + (as == DIGITS));
+    const int sums_most = SUPER(FORM) ? 2 : 4;
     const int vectors = sums <= sums_most ? VECTORS_MOST : 1;
     const int strips = tiles_at_once * vectors;
     for (int lane = 0; lane < TILE; lane += vectors * WORDS)
@@ -109,7 +110,7 @@ ALWAYS strip_products(const int rows, const int tiles_at_once, const int parts, 
             if (amx)
                 amx_product(FORM, rows, parts, p, of, x, a);
             else
-                tile_product(FORM, each, strips, vectors, parts, p, of, x + r);
+                tile_product(FORM, each, strips, vectors, as, p, of, x + r);
         }
 }
 #define TILE_DOT(PARTS, ROWS)                                                                   \
@@ -158,8 +159,9 @@ static int tile_units(void *context, units *left) {
     int64_t of_a = amx ? blocks * tall * m->parts * BLOCK : 0;
     digits *form = take_lines(bytes + (of_a + LINE - 1) / LINE * LINE);
     if (!form) return 1;
+    const int as = stored_as(FORM, m->parts, m->together); /* of fewer rows in the last pass too */
     for (int64_t i = 0; i < p->rows * blocks; i++)
-        block_digits(m->parts, FORM, (const bf16 *)p->x + i * BLOCK, form + i);
+        quantize_block(m->parts, FORM, as == PAIRS, (const bf16 *)p->x + i * BLOCK, form + i);
     int8_t *a = (int8_t *)form + bytes;
     if (amx) set_amx(tall * m->parts), rows_of_a(m, form, tall, a); /* with AMX one pass has all rows */
     for (int64_t u; (u = take_unit(left)) >= 0;) {
