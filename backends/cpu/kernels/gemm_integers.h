@@ -1,5 +1,5 @@
-/* Integer GEMM of many rows of x with a tiled weight. Blocks of 32 values of x become 15-bit integers, or are quantised to
- * int8 (`rounded`). After the words of each block a panel stores corrections and the scale of x, or the scales (and
+/* Integer GEMM of many rows of x with a tiled weight. Blocks of 32 values of x become 15-bit integers, or are quantised
+ * to int8 (`rounded`). After the words of each block a panel stores corrections and the scale of x, or the scales (and
  * minima) of the weight. Sums of integers equal those of integers.h; scales are multiplied in another order. */
 #pragma once
 #include "digits.h"
@@ -34,14 +34,17 @@ enum { ROWS_MOST = 4, INTEGER_VECTORS = 4 };
 enum { ROWS_MOST = 6, INTEGER_VECTORS = 2 };
 #endif
 
+#ifdef __ARM_NEON
+/* Adds to each lane of sums I of vector V the dot product of its integers with those of the word of row I, of four. */
+#define ADD_ROW(SUM, V, I)                                                                      \
+    SUM[I][V] = (row_sums)vdotq_laneq_s32((int32x4_t)SUM[I][V], (int8x16_t)codes[V], vld1q_s8((const int8_t *)x), I)
+#else
 /* Adds to each lane the dot product of its integers with those of a word of x. Sums are int32; of BYTES without dot
  * products a lane has two int16 sums (in_32_bits adds them). */
 static inline row_sums add_integers(const int as, row_sums sum, row_words codes, int32_t x) {
 #if WIDE == 64
     return (row_sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
-#elif defined(__ARM_NEON)
-    return (row_sums)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(x));
-#elif !NO_DOT_PRODUCTS
+#elif WIDE == 32 && !NO_DOT_PRODUCTS
     return (row_sums)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
 #elif WIDE == 32
     __m256i all = _mm256_set1_epi32(x);
@@ -51,6 +54,7 @@ static inline row_sums add_integers(const int as, row_sums sum, row_words codes,
     return sum + (row_sums)_mm_madd_epi16((__m128i)codes, _mm_set1_epi32(x));
 #endif
 }
+#endif
 
 static inline row_sums in_32_bits(const int as, row_sums sum) {
 #if WIDE == 32 && NO_DOT_PRODUCTS
@@ -85,14 +89,22 @@ ALWAYS integer_kernel(const int as, const int vectors, const int by_panel, int64
                 EACH_TOTAL part[i][v] = (row_sums){0};
                 for (int d = 0; d < 1 + (as == DIGITS); d++) {
                     if (d) EACH_TOTAL part[i][v] <<= 8;
+                    __asm__ volatile("" ::: "memory"); /* codes are loaded again for the second digit, not kept */
                     UNROLLED for (int t = j; t < j + WORDS_SUMMED(as); t++) {
+                        const int32_t *x = a + (d * words + t) * rows;
                         row_words codes[INTEGER_VECTORS];
                         UNROLLED for (int v = 0; v < vectors; v++)
                             codes[v] = *(const any_row_words *)(b + t * stride + v * WORDS);
-                        EACH_TOTAL {
-                            part[i][v] = add_integers(as, part[i][v], codes[v], a[(d * words + t) * rows + i]);
-                            __asm__("" : "+" IN_VECTOR (part[i][v])); /* no reordering, no spills */
+#ifdef __ARM_NEON
+                        UNROLLED for (int v = 0; v < vectors; v++) {
+                            ADD_ROW(part, v, 0); ADD_ROW(part, v, 1); ADD_ROW(part, v, 2); ADD_ROW(part, v, 3);
                         }
+#else
+                        EACH_TOTAL {
+                            part[i][v] = add_integers(as, part[i][v], codes[v], x[i]);
+                            __asm__("" : "+v"(part[i][v])); /* no reordering, no spills */
+                        }
+#endif
                     }
                 }
                 EACH_TOTAL {
