@@ -311,7 +311,7 @@ def test_what_isa_says_the_kernels_do(form: str) -> None:
 
 @pytest.mark.parametrize("form", CODED)
 def test_tiles_on_other_cpus(other_cpu: str, form: str) -> None:
-    """Sums of integers are equal bit for bit, but for bf16's of fp8; others round."""
+    """Equal bit for bit where integers are summed, but for fp8 and SSE (v2), which has no FMA."""
     test_what_isa_says_the_kernels_do(form)
     g = torch.Generator().manual_seed(len(form))
     x, w = torch.randn(8, 1024, generator=g).bfloat16(), torch.randn(48, 1024, generator=g)
@@ -331,7 +331,7 @@ def test_tiles_on_other_cpus(other_cpu: str, form: str) -> None:
         patch.setattr(pyops, "_kernels", {})
         pyops.load_kernels()
         best, integers = made(), integers and isa.multiplies_integers(form)
-    near = 0 if integers and form != "fp8" else 2**-7
+    near = 0 if integers and form != "fp8" and other_cpu != "v2" else 2**-7
     for one, two in zip(best, other, strict=True):
         assert (one - two).abs().amax() <= near * one.abs().amax()
 

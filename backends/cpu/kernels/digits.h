@@ -1,8 +1,8 @@
 /* Converts rows of x to integers, for tiled weights on CPUs with integer dot products (VNNI, AVX2, SSSE3, dotprod): 15
  * bits (two 8-bit digits) times a power-of-two scale per block of 32, exact for values above 1/128 of the block's
- * maximum. With one digit (int8) the values equal those of the op fake_quantize. With integers a block of a weight row (or half
- * block, in formats with a scale for each) needs one floating-point multiply-add, one more for a minimum, and no
- * horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in bf16. */
+ * maximum. With one digit (int8) the values equal those of the op fake_quantize. With integers a block of a weight row
+ * (or half block, in formats with a scale for each) needs one floating-point multiply-add, one more for a minimum, and
+ * no horizontal sum. fp8 codes are expanded to bf16 and multiplied with x in bf16. */
 #pragma once
 #include "tiles.h"
 
@@ -16,7 +16,7 @@
 #else
 #define NO_DOT_PRODUCTS 0
 #endif
-/* How integers of x are stored. BYTES: one digit; DIGITS: two; PAIRS: pairs of 16 bits, in bf16 for fp8 weights, else in
+/* How integers of x are stored. BYTES: one digit; DIGITS: two; PAIRS: pairs of 16 bits: bf16 for fp8 weights, else
  * int16, whose products AVX2 and SSE accumulate without saturation. */
 enum { PAIRS, BYTES, DIGITS };
 /* Formats that need no int16 on AVX2, since 16 bits hold a block's sums of products of bytes: codes below 16, or below

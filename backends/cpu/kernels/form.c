@@ -20,8 +20,8 @@
 
 /* Maximum rows of x for which codes are used directly (GEMV), without unpacking to panels (GEMM). More for integer
  * kernels of AVX2 and AVX-512 without AMX: 9, 16 and 32 rows take 0.75, 0.83 and 0.86 of the time of the integer GEMM
- * with AVX-512 VNNI; with AVX2 0.78, 0.85 and 0.88 for int8 and int4, but 1.0, 1.12 and 1.17 for uint4, whose rows then keep the
- * bits that they have alone. With SSE4 1.4 to 1.7 (2048 x 2048, Zen 4). */
+ * with AVX-512 VNNI; with AVX2 0.78, 0.85 and 0.88 for int8 and int4, but 1.0, 1.12 and 1.17 for uint4, whose rows then
+ * keep the bits that they have alone. With SSE4 1.4 to 1.7 (2048 x 2048, Zen 4). */
 #define CODED_FLOAT_ROWS 8
 #if defined(__x86_64__) && WIDE > 16 && !defined(__AMX_INT8__)
 #define CODED_ROWS 32
@@ -50,14 +50,14 @@ static int linear_coded(const void *codes, int form, int tiles, const void *scal
 
 static int takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups) {
     const int scales = 1 + MINIMA(FORM);
-    if (rounded && !(dtype == BF16 && HAS_INT8_PANELS && groups >= scales && groups % scales == 0 &&
+    if (rounded && !(dtype == BF16 && HAS_INTEGER_PANELS && groups >= scales && groups % scales == 0 &&
                      k % (groups / scales * BLOCK) == 0))
         return 0;
     if (dtype != BF16 && dtype != F32) return 0;
     return rows >= 1 && n >= 1 && n % TILE == 0 && k >= 1 && k % BLOCK == 0;
 }
 
-/* For bf16 rows of x. Blocks with two scales take fp32 panels. */
+/* For bf16 rows of x. Groups that are no multiple of BLOCK take fp32 panels. */
 static int gemm_integers(const void *codes, int form, const void *scales, int scales_dtype, const void *x,
                          int rounded, void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups,
                          int threads) {

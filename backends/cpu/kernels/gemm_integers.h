@@ -6,7 +6,7 @@
 #include "many_rows.h"
 
 #ifdef INTEGERS
-#define HAS_INT8_PANELS (FORM != FP8)
+#define HAS_INTEGER_PANELS (FORM != FP8)
 
 /* How panels store integers (digits.h). Of DIGITS the high ones of a block come first; of PAIRS codes have 16 bits too,
  * without bias. */
@@ -35,7 +35,7 @@ enum { ROWS_MOST = 6, INTEGER_VECTORS = 2 };
 #endif
 
 #ifdef __ARM_NEON
-/* Adds to each lane of sums I of vector V the dot product of its integers with those of the word of row I, of four. */
+/* Adds to SUM[I][V] the products of the codes of vector V with word I of x, which has a word of each of four rows. */
 #define ADD_ROW(SUM, V, I)                                                                      \
     SUM[I][V] = (row_sums)vdotq_laneq_s32((int32x4_t)SUM[I][V], (int8x16_t)codes[V], vld1q_s8((const int8_t *)x), I)
 #else
@@ -250,6 +250,6 @@ static int multiply_integer_panels(const coded *p, int rounded, int threads) {
     return multiply_many_rows(&m, threads);
 }
 #else
-#define HAS_INT8_PANELS 0
+#define HAS_INTEGER_PANELS 0
 static int multiply_integer_panels(const coded *p, int rounded, int threads) { return 1; }
 #endif

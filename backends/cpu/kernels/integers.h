@@ -159,7 +159,7 @@ static int tile_units(void *context, units *left) {
     int64_t of_a = amx ? blocks * tall * m->parts * BLOCK : 0;
     digits *form = take_lines(bytes + (of_a + LINE - 1) / LINE * LINE);
     if (!form) return 1;
-    const int as = stored_as(FORM, m->parts, m->together); /* of fewer rows in the last pass too */
+    const int as = stored_as(FORM, m->parts, m->together); /* a last pass of several has at least four rows */
     for (int64_t i = 0; i < p->rows * blocks; i++)
         quantize_block(m->parts, FORM, as == PAIRS, (const bf16 *)p->x + i * BLOCK, form + i);
     int8_t *a = (int8_t *)form + bytes;

@@ -75,7 +75,7 @@ int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, i
 int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, int rounded,
               void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
     if (!of_form(form)) return NO_FORM;
-    __typeof__(g4ir_gemm) *multiply = rounded ? of_form(form)->gemm_rounded : g4ir_panels[dtype].gemm[form];
+    __typeof__(g4ir_gemm) *multiply = rounded ? of_form(form)->gemm_integers : g4ir_panels[dtype].gemm[form];
     return multiply(codes, form, scales, scales_dtype, x, rounded, y, dtype, rows, n, k, groups,
                                threads);
 }

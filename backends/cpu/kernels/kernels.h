@@ -35,8 +35,7 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                       int64_t k, int64_t groups, int threads);
 
 /* The same for more rows of x and a tiled weight; if x is bf16, the weight may be rounded to bf16, or x be converted to
- * 15-bit integers (digits.h). g4ir_takes_gemm returns
- * whether these sizes are supported. */
+ * 15-bit integers (digits.h). g4ir_takes_gemm returns whether these sizes are supported. */
 int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups);
 int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, int rounded,
               void *y, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
@@ -50,7 +49,7 @@ typedef struct {
     __typeof__(g4ir_takes_codes) *takes_codes;
     __typeof__(g4ir_linear_coded) *linear_coded;
     __typeof__(g4ir_takes_gemm) *takes_gemm;
-    __typeof__(g4ir_gemm) *gemm_rounded;
+    __typeof__(g4ir_gemm) *gemm_integers;
     __typeof__(g4ir_decode) *decode;
 } form_kernels;
 extern const form_kernels *g4ir_forms[FORMS];

@@ -7,7 +7,7 @@
 #define PANEL 256
 /* Distance, in rows of y, at which lines are prefetched before a store. */
 #define STORES_AHEAD 8
-/* UNIT_MAX: maximum rows of x per unit of work (fp32 panels; twice as many of narrower ones), rounded up to whole
+/* UNIT_MAX: maximum rows of x per unit of work (twice as many of bf16 panels and of BYTES), rounded up to whole
  * panels. UNIT_MIN: units of more rows are halved if that occupies more threads. WIDTH_MAX: maximum columns of a unit;
  * its strips share one read of a panel of x from memory. */
 enum { UNIT_MAX = 256, UNIT_MIN = 64, WIDTH_MAX = 256 };
