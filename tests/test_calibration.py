@@ -8,9 +8,9 @@ import json
 import math
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from g4ir.builder import bits as bits_module
 from g4ir.builder import calibration
 from g4ir.builder.bits import Measured, choose
 from g4ir.builder.build import prepare
-from g4ir.builder.calibration import InputProducts, Stages, calibrate
+from g4ir.builder.calibration import Matmuls, Stages, calibrate
 from g4ir.check.hf import hf_model
 from g4ir.errors import G4Error, InputError
 from g4ir.ir.names import layer_of
@@ -57,15 +57,12 @@ def made(w: torch.Tensor, group: int, moments: torch.Tensor | None) -> torch.Ten
     return dequantize_codes(*parts, torch.float32)
 
 
-def column_weights(size: int, random: torch.Generator) -> torch.Tensor:
-    return torch.randn(1, size, generator=random).pow(4) + 1e-3
-
-
 @given(st.integers(0, 10**6), st.sampled_from([16, 32, 96]), st.floats(0, 30))
 def test_no_group_gets_worse(seed: int, group: int, outlier: float) -> None:
     """By the weighted error of each group, zeros and outliers among them."""
     random = torch.Generator().manual_seed(seed)
-    w, moments = torch.randn(7, 96, generator=random), column_weights(96, random)
+    w, moments = (torch.randn(n, 96, generator=random) for n in (7, 1))
+    moments = moments.pow(4) + 1e-3
     w[2, :32] = 0
     w[:, 5] *= outlier
     w[3] = torch.randint(-8, 8, (96,), generator=random)  # as trained for 4 bits: no error at all
@@ -75,17 +72,6 @@ def test_no_group_gets_worse(seed: int, group: int, outlier: float) -> None:
         for m in (moments, None)
     ]
     assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all())
-
-
-def test_weighted_error_is_less() -> None:
-    """And each expert's by its own moments."""
-    random = torch.Generator().manual_seed(0)
-    w = torch.randn(3, 64, 512, generator=random)
-    moments = torch.stack([column_weights(512, random) for _ in w])
-    found, plain = (((made(w, 32, m) - w).square() * moments).sum((1, 2)) for m in (moments, None))
-    assert bool((found < 0.9 * plain).all())
-    alone = torch.stack([made(e, 32, m) for e, m in zip(w, moments)])
-    assert torch.equal(made(w, 32, moments), alone)
 
 
 @pytest.mark.parametrize("form", ["int4", "nl3"])
@@ -105,16 +91,45 @@ def test_errors_of_correlated_inputs(form: str, monkeypatch: pytest.MonkeyPatch)
         for kernels in (compensation.Kernels(), KERNELS)
     )
     assert error(by_kernel) == pytest.approx(error(descended), rel=0.01)
-    monkeypatch.setattr(compensation, "COLUMNS", 100)
-    parts = x.T @ x, compensation.column_parts(x)
-    apart = compensation.Inputs(parts[1].mT @ parts[1])
-    assert torch.equal(apart.products[1], parts[0][64:128, 64:128])
-    in_parts = compensation.calibrated(w, apart, scheme, "bf16")
     original = compensation._pass_over
     monkeypatch.setattr(compensation, "_pass_over", lambda *a: a[2] and original(*a))
     passed_on = compensation.calibrated(w, inputs, scheme, "bf16")
     assert error(descended) < 0.97 * error(passed_on) < 0.8 * error(nearest)
-    assert error(descended) < error(in_parts) < error(nearest)
+
+
+def test_errors_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight makes up for errors of its inputs, by least squares for each part of its columns."""
+    random = torch.Generator().manual_seed(3)
+    w, x, noise = (torch.randn(n, 256, generator=random) for n in (24, 4096, 4096))
+    x = x @ torch.randn(256, 256, generator=random)
+    y = x + 0.4 * noise @ torch.randn(256, 256, generator=random)
+    errors, w[3] = [], w[3].mul(4).round().clamp(-7, 7)  # on the grid of int4, as if trained
+    w[3, ::32] = -8
+    for drift in (None, (x - y).T[None] @ y):
+        inputs = compensation.Inputs((y.T @ y)[None], drift)
+        codes = compensation.calibrated(w, inputs, SCHEMES["int4"], "bf16", KERNELS)
+        found = dequantize_codes(*codes, torch.float32)
+        errors.append(float((y @ found.T - x @ w.T)[:, :3].square().sum()))
+        assert torch.equal(found[3], w[3])
+    assert errors[1] < 0.85 * errors[0]
+    assert torch.equal(replace(inputs, drift=torch.zeros(1, 256, 256)).corrected(w), w)
+    monkeypatch.setattr(compensation, "COLUMNS", 128)
+    monkeypatch.setattr(compensation, "CORRECTION_DAMPING", 0.0)
+    x, y = map(compensation.column_parts, (x, y))
+    halves = w.unflatten(1, (2, 128)).permute(1, 2, 0)
+    nearest = torch.linalg.lstsq(y, x @ halves).solution.permute(2, 0, 1).flatten(1)
+    in_parts = compensation.Inputs(y.mT @ y, (x - y).mT @ y)
+    torch.testing.assert_close(in_parts.corrected(w), nearest, rtol=1e-3, atol=1e-3)
+    better, nearest = (
+        in_parts.errors(t - nearest)[:3].sum()
+        for t in (
+            dequantize_codes(
+                *compensation.calibrated(w, in_parts, SCHEMES["int4"], "bf16"), torch.float32
+            ),
+            made(nearest, 32, None),
+        )
+    )
+    assert better < 0.9 * nearest
 
 
 @pytest.fixture(scope="module")
@@ -132,64 +147,88 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OPTIONS: dict[str, Any] = TABLES["calibrated engines"]
 
 
-def products_of(p: Any) -> InputProducts:
-    """What calibration sums of the inputs of all matrices."""
-    c = p.config
-    products = InputProducts(weights_of(c.spec))
-    stages = Stages(c.spec, c.dtype, p.source, p.calibration.windows(c.spec.tokens.bos))
-    for layer in range(len(stages.layers)):
-        stages.run(layer, products)
-    assert all(
-        not env.keys() - {"positions", "lengths", stages.head[0]["x"].name}
-        for env in stages.windows
-    )
-    return products
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[compensation.Inputs]]:
+    """By weight, what calibrations sum from now on."""
+    found: dict[str, list[compensation.Inputs]] = {}
+    sums = calibration.input_sums
+
+    def kept(m: Matmuls, *streams: Stages) -> list[compensation.Inputs]:
+        found.update(dict.fromkeys(m.weights, sums(m, *streams)))
+        return found[m.weights[0]]
+
+    monkeypatch.setattr(calibration, "input_sums", kept)
+    return found
+
+
+def input_rows(
+    model: Any, names: Iterable[str], windows: Sequence[Sequence[int]]
+) -> dict[str, list[torch.Tensor | None]]:
+    """Inputs f64 [T, K] of transformers' matmuls with these weights, for each expert if there are
+    more; None: no tokens."""
+    rows: dict[int, list[torch.Tensor]] = {}
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+
+        def kept(x: torch.Tensor, w: torch.Tensor, *bias: Any) -> None:
+            rows.setdefault(w.data_ptr(), []).append(x.double().flatten(0, -2))
+
+        spy(patch, torch.nn.functional, "linear", kept)
+        for ids in windows:
+            model(input_ids=torch.tensor([[2, *ids]]))
+    params = dict(model.get_decoder().named_parameters())
+    found = {n: params[checkpoint_name(n)] for n in names}
+    each = {
+        n: [rows.get(part.data_ptr()) for part in (w if w.ndim == 3 else [w])]
+        for n, w in found.items()
+    }
+    return {n: [r and torch.cat(r) for r in parts] for n, parts in each.items()}
 
 
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
-def test_products(files: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the inputs of every matrix of a layer, of each expert, on two windows of a text."""
-    given = {"checkpoint": files / name, "calibrate": files / "text.txt", **OPTIONS}
+def test_products(files: Path, name: str, inputs: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of the inputs of every matrix of a layer, of each expert, on two windows of a text: of the
+    model whose earlier matrices are quantised, and its differences from the unquantised one."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rules: [{tensors: [layers], form: int4, group: 16}]")
+    given = {
+        "checkpoint": files / name,
+        "calibrate": files / "text.txt",
+        **OPTIONS,
+        "quant": recipe,
+    }
     monkeypatch.setattr(calibration, "MAX_TOKENS", 40)
     monkeypatch.setattr(calibration, "MIN_TOKENS", 40)
     monkeypatch.setattr(calibration, "WINDOW", 25)
-    p = prepare(None, BuildOptions(**given))
-    text, found = p.calibration, products_of(p)
-    with g4ir.build(None, tmp_path / "e", **{**given, "quant": None, "calibrate": ()}) as engine:
-        model = hf_model(engine, find_origin(files / name))
-    if engine.spec.text.moe:
-        model.set_experts_implementation("eager")
-    sums: dict[int, torch.Tensor] = {}
-
-    def counted(x: torch.Tensor, w: torch.Tensor, *bias: Any) -> None:
-        rows = x.double().flatten(0, -2)
-        sums[w.data_ptr()] = sums.get(w.data_ptr(), 0) + rows.T @ rows
-
-    spy(monkeypatch, torch.nn.functional, "linear", counted)
-    with torch.no_grad():
-        for ids in (text.ids[:25], text.ids[25:]):
-            model(input_ids=torch.tensor([[2, *ids]]))
-    theirs = dict(model.named_parameters(remove_duplicate=False))
-    assert len(text.ids) == 40 and len(found.keys) > 8
-    for param in found.keys:
-        ours = [inputs.products[0] for inputs in found.of(param)]
-        (w,) = (t for n, t in theirs.items() if n.endswith(f".{checkpoint_name(param)}"))
-        each = list(w) if w.ndim == 3 else [w]
-        seen = [e for e, part in enumerate(each) if part.data_ptr() in sums]
-        wanted = [sums[each[e].data_ptr()] for e in seen]
-        if param.endswith("moe.gate_up"):  # one for all experts, as each token has as many of them
-            wanted, ours = [sum(wanted)], [engine.spec.text.moe.top_k_experts * ours[0]]
-            seen = [0]
-        for e, right in zip(seen, wanted, strict=True):
-            torch.testing.assert_close(ours[e].double(), right, rtol=1e-3, atol=1e-3)
+    models = []
+    for options in ({"quant": None, "calibrate": ()}, {}):
+        with g4ir.build(None, tmp_path / f"e{len(models)}", **{**given, **options}) as engine:
+            models.append(hf_model(engine, find_origin(files / name)))
+            params = dict(models[-1].get_decoder().named_parameters())
+            for param in inputs:
+                params[checkpoint_name(param)].data.copy_(engine.param(param))
+        if engine.spec.text.moe:
+            models[-1].set_experts_implementation("eager")
+    ids = prepare(None, BuildOptions(**given)).calibration.ids
+    rows = [input_rows(model, inputs, (ids[:25], ids[25:])) for model in models]
+    assert len(ids) == 40 and len(inputs) > 8
+    close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
+    for param, each in inputs.items():
+        x, y = (found[param] for found in rows)
+        right = [None if t is None else t.T @ t for t in y]
+        if param.endswith("moe.gate_up"):  # one for all experts: all tokens, as often
+            right = [sum(t for t in right if t is not None) / engine.spec.text.moe.top_k_experts]
+        for ours, wanted in zip(each, right, strict=True):
+            if wanted is not None:
+                close(ours.products[0].double(), wanted)
+        if len(x) == 1:
+            close(each[0].drift[0].double(), (x[0] - y[0]).T @ y[0])
 
 
-def test_a_calibrated_engine(files: Path, own_home: Path, tmp_path: Path) -> None:
+def test_a_calibrated_engine(files: Path, inputs: Any, own_home: Path, tmp_path: Path) -> None:
     """Its manifest names the texts; what it computes with errs less, on the text."""
     text = files / "text.txt"
     given = {"checkpoint": files / "tiny-ple", **OPTIONS, "quant": "int4-mixed"}
     p = prepare(None, BuildOptions(**given, calibrate=text))
-    products = products_of(p)
     names = ("L0.mlp.w_gate", "L1.attn.wo", "L2.mlp.w_down", "L0.attn.wv")
     errors = []
     for texts in ([text, "default"], ()):
@@ -200,7 +239,7 @@ def test_a_calibrated_engine(files: Path, own_home: Path, tmp_path: Path) -> Non
             notes = engine.manifest["notes"]["calibration"]
             told = command("inspect", out).out
             words = shlex.split(rebuild(out, engine.facts))
-        errors.append([products.of(n)[0].errors(e).sum() for e, n in zip(made, names)])
+        errors.append([inputs[n][0].errors(e).sum() for e, n in zip(made, names)])
         if texts:
             digest, count = sha256(text.read_bytes()).hexdigest(), len(p.calibration.ids)
             assert notes[0] == {"path": str(text), "sha256": digest, "tokens": count}
@@ -367,39 +406,29 @@ def test_an_engine_of_some_bits(
         assert torch.equal(engine.param("L1.mlp.w_up"), param)
 
 
-#: a build in a process of its own, which is killed at a measurement
-KILLED = """
-import os, signal, sys
-import g4ir
-from g4ir.builder import bits
-left, measure = int(sys.argv[4]), bits._divergences
-def killed(*args):
-    global left
-    left -= 1
-    return measure(*args) if left else os.kill(os.getpid(), signal.SIGKILL)
-bits._divergences = killed
-options = {"backend": "reference", "dtype": "float32", "max_seq": 64}
-given = {"checkpoint": sys.argv[1], "calibrate": sys.argv[2], "bits": 4.0}
-g4ir.build(None, sys.argv[3], **given, **options)
-"""
-
-
-def test_a_build_that_was_killed_goes_on(
+def test_an_interrupted_measurement_goes_on(
     model_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that were measured are not measured again, and the config is that of one run."""
-    text, out = tmp_path / "text.txt", tmp_path / "killed"
+    text, out = tmp_path / "text.txt", tmp_path / "interrupted"
     text.write_text(f"{LONG_TEXT}w9 w3")  # of no other test
     given = {"checkpoint": model_files / "dense", "calibrate": text, "bits": 4.0, "max_seq": 64}
     given |= {"backend": "reference", "dtype": "float32"}
-    calls, written = list[str](), set[Path]()
-    spy(monkeypatch, bits_module, "_divergences", lambda *_: calls.append("one"))
+    calls, written, last = list[str](), set[Path](), [0]
+
+    def counted(*_: Any) -> None:
+        calls.append("one")
+        if len(calls) == last[-1]:
+            raise KeyboardInterrupt
+
+    spy(monkeypatch, bits_module, "_divergences", counted)
     spy(monkeypatch, bits_module, "write_file", lambda file, *_: written.add(file))
     g4ir.build(None, tmp_path / "whole", **given).close()
     whole, (measured,) = len(calls), written
     measured.unlink()
-    words = [sys.executable, "-c", KILLED, model_files / "dense", text, out, str(3 * whole // 4)]
-    assert subprocess.run(words).returncode == -signal.SIGKILL and not out.exists()
+    last.append(whole + 3 * whole // 4)
+    with pytest.raises(KeyboardInterrupt):
+        g4ir.build(None, out, **given)
     done = len(json.loads(measured.read_bytes()))
     calls.clear()
     g4ir.build(None, out, **given).close()

@@ -705,12 +705,6 @@ def test_a_codec_that_nobody_knows(tmp_path: Path) -> None:
         read_video(path)
 
 
-def test_a_title_in_another_encoding(tmp_path: Path) -> None:
-    path = film(tmp_path / "a.avi", TENTHS[:1], title="TITLE")
-    path.write_bytes(path.read_bytes().replace(b"TITLE", "Größe".encode("latin-1")))
-    assert len(read_video(path).frames) == 1
-
-
 @pytest.mark.parametrize(("rate", "total", "options", "expected"), TABLES["media"]["by time"])
 def test_frames_by_time(rate: float, total: int, options: Any, expected: list[int]) -> None:
     """Those of `EmbeddingGemma2VideoProcessor.sample_frames` of transformers 5.24."""

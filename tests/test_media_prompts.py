@@ -28,7 +28,7 @@ from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
-from g4ir.model.media import KINDS, Media, check_budget, check_file, check_supported
+from g4ir.model.media import KINDS, Media, check_budget, check_supported
 from g4ir.spec.parts import Tokens
 from tests.cases import TABLES, read_table
 from tests.cli_tools import g4ir as command
@@ -354,15 +354,6 @@ def test_engines_that_take_less(tmp_path: Path, files: Path) -> None:
     text = made(tmp_path / "e", "tiny-dense")
     message = refused("run", text, "--tokens", "2,5", "--image", "a.png")
     assert "takes text, no image, and tiny-dense takes text alone" in message
-
-
-def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_file(path: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "is_file", is_file)
-    with pytest.raises(InputError, match=r"a.png: no permission to look it up"):
-        check_file("image", "a.png")
 
 
 def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_path: Path) -> None:

@@ -21,12 +21,11 @@ from g4ir.builder.build import prepare
 from g4ir.errors import MissingError
 from g4ir.model.tensors import numel, text_tensors
 from g4ir.ops.codecs import FORMATS
-from g4ir.ops.layouts import LAYOUTS, in_order, unpack_dense
+from g4ir.ops.layouts import LAYOUTS, unpack_dense
 from g4ir.ops.quant import quantize
 from g4ir.ops.types import ITEMSIZE
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.gguf.blocks import CODED, REQUANTISED
-from g4ir.weights.gguf.container import TYPES
 from g4ir.weights.pack import MadeParams
 from tests.configs import NAMES, few, spec_called
 from tests.engines import random_checkpoint
@@ -195,12 +194,6 @@ def test_blocks_come_back(name: str) -> None:
     assert torch.equal(layout.write(values, **shared), blocks)
 
 
-@pytest.mark.parametrize("kind", GGUF)
-def test_blocks_of_gguf_have_the_size_of_their_type(kind: str) -> None:
-    sizes = {t.name: (t.block, t.nbytes) for t in TYPES.values()}
-    assert sizes[kind] == (LAYOUTS[kind].values, LAYOUTS[kind].nbytes)
-
-
 @pytest.mark.parametrize("kind", [k for k in GGUF if k not in ("Q3_K", "MXFP4")])
 def test_conversion_keeps_values(kind: str) -> None:
     own, other = FORMATS[CODED[kind].scheme.form].layout, LAYOUTS[kind]
@@ -211,15 +204,6 @@ def test_conversion_keeps_values(kind: str) -> None:
     if "integers" in own.fields:
         shared = other.split(blocks)["integers"]
         assert torch.equal(own.split(made)["integers"].flatten(1), shared)
-
-
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_values_in_order(width: int) -> None:
-    data = random_bytes(5, 12)
-    numbers = [int.from_bytes(bytes(row), "little") for row in data.tolist()]
-    want = [[n >> at & (1 << width) - 1 for at in range(0, 96, width)] for n in numbers]
-    assert in_order(width).read(data).tolist() == want
-    assert torch.equal(in_order(width).write(in_order(width).read(data)), data)
 
 
 @pytest.mark.parametrize("width", range(1, 9))

@@ -57,7 +57,6 @@ from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.quant.recipe import (
     ENGINE,
-    MEASURED,
     QuantConfig,
     Rule,
     Scheme,
@@ -101,8 +100,6 @@ def test_defaults_of_rules_and_names_of_configs() -> None:
         assert Rule(("*",), form).first == Scheme(form, group, scale)
     assert Rule(("*",), "int4", group=64, scale="f32").first == Scheme("int4", 64, "f32")
     assert Rule(("*",), "int4", scale=ENGINE).first.scale is None
-    config = find_quant_config("int4")
-    assert config and not config.measured and replace(config, name=MEASURED).measured
 
 
 @pytest.mark.parametrize(("form", "largest"), [("int8", 127), ("fp8", 448)])
@@ -318,7 +315,7 @@ def test_refused_recipes(tmp_path: Path, says: str, text: str) -> None:
     with pytest.raises(G4Error) as refused:
         g4ir.build("tiny-ple", tmp_path / "e", backend="reference", random_weights=0, quant=file)
     assert says in str(refused.value)
-    assert "r.yaml" in str(refused.value) or "rows of" in str(refused.value)
+    assert "r.yaml" in str(refused.value) or " needs " in str(refused.value)
     assert not (tmp_path / "e").exists()
 
 

@@ -42,7 +42,7 @@ from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.backend import checked_settings
 from g4ir.plan.options import BuildConfig, flags_of
 from g4ir.plan.resolve import find_placement
-from g4ir.quant.recipe import QUANT_FILE
+from g4ir.quant.recipe import MEASURED, QUANT_FILE
 from g4ir.quant.rewrite import schemes_of
 from g4ir.spec import reader
 from g4ir.spec.reader import Line, OneOf, Range, Shaped, Where, fail
@@ -547,7 +547,7 @@ def rebuild(path: Path, m: Manifest) -> str:
         options["drafter"] = "DRAFTER" if seed is None else path / DRAFTER
     if c.quant and c.quant.from_checkpoint:
         options["quant"] = None
-    if c.quant and c.quant.measured:
+    if c.quant and c.quant.name == MEASURED:
         options["quant"] = path / QUANT_FILE
     words = ["g4ir", "build", "--spec", str(path / SPEC), *flags_of(options), "--out"]
     return f"build it again: {shlex.join(words)} NEW"

@@ -32,7 +32,15 @@ from g4ir.ui.paths import cache_root, private
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import Checkpoint
 
-from .calibration import FOLDER, CalibrationText, InputProducts, Stages, cache_key, quantised
+from .calibration import (
+    FOLDER,
+    CalibrationText,
+    Stages,
+    cache_key,
+    input_sums,
+    matrices_of,
+    quantised_weight,
+)
 
 #: range of --bits
 MIN_BITS, MAX_BITS = 2.5, 8.0
@@ -120,15 +128,17 @@ def measured_divergences(
         stages = Stages(c.spec, c.dtype, source, [window])
         squares.append(_squared_gradients(stages, matrices, seed=i))
     stages = Stages(c.spec, c.dtype, source, windows)
-    for layer in range(len(stages.layers)):
-        progress(f"bits: errors of layer {layer + 1} of {len(stages.layers)}")
+    for layer, end in enumerate(stages.ends):
+        progress(f"bits: errors of layer {layer + 1} of {len(stages.ends)}")
         pending = [n for n in matrices if layer_of(n) == layer and n not in done]
-        watched, products = _Watched(pending, len(squares)), InputProducts(pending)
-
-        stages.run(layer, watched, products)
+        watched, inputs = _Watched(pending, len(squares)), dict[str, list[Inputs]]()
+        for m in stages.matmuls(end, pending):
+            stages.run(m.node, watched)
+            inputs |= dict.fromkeys(m.weights, input_sums(m, stages))
+        stages.run(end, watched)
         for name, seen in watched.seen.items():
             w, information = stages.params.tensor(name), [window[name] for window in squares]
-            args = w, products.of(name), seen, information
+            args = w, inputs[name], seen, information
             done[name] = _divergences(*args, _candidates(matrices[name]), c.dtype)
         write_file(file, [json.dumps(done).encode()])
     return done
@@ -148,14 +158,9 @@ class _Watched:
         self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
-        for name in _weights(n, self.matrices):
+        for name in matrices_of(n, self.matrices):
             if len(seen := self.seen.setdefault(name, [])) < self.windows:
                 seen.append((_some(tensors[0]), _some(results[0])))
-
-
-def _weights(n: Node, matrices: Container[str]) -> list[str]:
-    operands = {"linear": ("w",), "experts": ("gate_up", "down")}.get(n.op, ())
-    return [n[operand].name for operand in operands if n[operand].name in matrices]
 
 
 def _some(t: Tensor) -> Tensor:
@@ -173,7 +178,7 @@ def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> d
         squares[name] = _some(g).square()
 
     def watch(n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
-        for name in _weights(n, matrices):
+        for name in matrices_of(n, matrices):
             if results[0].requires_grad:
                 results[0].register_hook(partial(keep, name))
 
@@ -183,8 +188,8 @@ def _squared_gradients(stages: Stages, matrices: Container[str], seed: int) -> d
         for name, t in env.items():
             if t.is_floating_point():
                 env[name] = t.clone().requires_grad_()
-        for layer in range(len(stages.layers)):
-            stages.run(layer, watch)
+        for end in stages.ends:
+            stages.run(end, watch)
         rows = torch.arange(0, size, max(1, size // DRAWN))
         log_p = stages.logits(env, rows).float().log_softmax(-1)
         random = torch.Generator().manual_seed(seed)
@@ -232,7 +237,7 @@ def _divergence(
     if w.ndim > 2:
         some = range(0, len(w), max(1, len(w) // SOME_EXPERTS))
         w, inputs = w[some], [inputs[min(e, len(inputs) - 1)] for e in some]
-    codes, scales = quantised(w, inputs, scheme, dtype)
+    codes, scales = quantised_weight(w, inputs, scheme, dtype)
     off = dequantize_codes(codes, scales, torch.float32) - w.float()
     if w.ndim > 2:
         error, size = (

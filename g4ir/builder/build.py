@@ -39,7 +39,7 @@ from g4ir.plan import resolve
 from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.footprint import Footprint
 from g4ir.plan.options import BuildConfig, BuildOptions, flags_of, options_text
-from g4ir.quant.recipe import QUANT_FILE, choose_config, find_quant_config
+from g4ir.quant.recipe import MEASURED, QUANT_FILE, choose_config, find_quant_config
 from g4ir.quant.rewrite import checkpoint_quant_config
 from g4ir.spec.reader import Line, to_line
 from g4ir.spec.record import Spec, load_spec
@@ -340,7 +340,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         seconds = time.perf_counter() - start
         texts = {**directory.graph_texts(p.packing), directory.SPEC: c.spec.to_yaml()}
         texts |= {directory.DRAFTER: c.drafter.to_yaml()} if c.drafter else {}
-        texts |= {QUANT_FILE: c.quant.to_yaml()} if c.quant and c.quant.measured else {}
+        texts |= {QUANT_FILE: c.quant.to_yaml()} if c.quant and c.quant.name == MEASURED else {}
         side = {**{name: text.encode() for name, text in texts.items()}, **side_files}
         for name, raw in side.items():
             write_file(folder / name, [raw])

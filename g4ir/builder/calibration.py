@@ -1,20 +1,22 @@
 """Weights quantised by the inputs of their matmuls on a calibration text (quant/compensation.py).
 
-The text graph of the unquantised model is interpreted layer by layer: all windows of the text run
-through a layer, the outer products of its matmuls' inputs are summed, and its matrices quantised.
-The quantised values and scales of a layer are written to a file of a cache folder, from which an
-interrupted build resumes.
+The text graph is interpreted twice, unquantised and with the matrices quantised so far, from matmul
+to matmul: all windows of the text run up to one, products of its inputs in both are summed, and its
+matrix is quantised. The quantised values and scales of a layer are written to a file of a cache
+folder, from which an interrupted build resumes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import lzma
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files as package_files
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,13 @@ from g4ir.ir.names import layer_of
 from g4ir.ir.rewrite import drop_dead
 from g4ir.model.names import CODES, SCALES
 from g4ir.model.text import build_graph
+from g4ir.ops.codecs import dequantize_codes
 from g4ir.ops.mlp import activate
-from g4ir.ops.types import zeros
+from g4ir.ops.types import torch_dtype, zeros
 from g4ir.quant import compensation
 from g4ir.quant.compensation import Codes, Inputs, column_parts, is_compensated
 from g4ir.quant.recipe import QuantConfig, Scheme
-from g4ir.quant.rewrite import schemes_of
+from g4ir.quant.rewrite import schemes_of, weights_of
 from g4ir.spec.reader import Line
 from g4ir.spec.record import Spec
 from g4ir.ui.paths import cache_root, private
@@ -47,8 +50,12 @@ from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import TOKENIZER, Checkpoint, sha256
 from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 
-#: maximum and minimum tokens of the texts; tokens of a window, without <bos>
-MAX_TOKENS, MIN_TOKENS, WINDOW = 32_768, 256, 512
+#: maximum and minimum tokens of the texts; tokens of a window, without <bos>; tokens that are read
+#: of a text for each that is used
+MAX_TOKENS, MIN_TOKENS, WINDOW, READ = 32_768, 256, 512, 4
+#: models with more weights in their layers take half of MAX_TOKENS, so that two cores calibrate
+#: Gemma 4 E2B in less than 20 minutes
+LARGE = 10**9
 #: name of the text that comes with the package, and its file
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
 #: folder in the cache of quantised layers, and of divergences measured for --bits
@@ -66,8 +73,7 @@ def read_default_text() -> str:
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """The first tokens of each calibration text, at most MAX_TOKENS in total, and the texts'
-    records for the manifest."""
+    """Tokens of calibration texts, as many of each, and the texts' records for the manifest."""
 
     records: tuple[Calibration, ...]
     ids: tuple[int, ...]
@@ -84,14 +90,16 @@ class CalibrationText:
             why = f"there is no {TOKENIZER}, which a text needs"
             raise InputError(f"calibration text {named}: {why}; give a --checkpoint with one")
         tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
-        ids_end, max_tokens = spec.text.readable_ids, MAX_TOKENS // len(paths)
+        size = sum(t.numel() for n, t in weights_of(spec).items() if layer_of(n) is not None)
+        max_tokens = (MAX_TOKENS // 2 if size > LARGE else MAX_TOKENS) // len(paths)
+        ids_end = spec.text.readable_ids
         records, ids = [], list[int]()
         for path in paths:
             default = str(path) == DEFAULT
             blocks = cut_blocks([read_default_text()] if default else read_text(Path(path)))
             encoded = (tokenizer.encode(b, add_special_tokens=False).ids for b in blocks)
             every = (i for block_ids in encoded for i in block_ids if i < ids_end)
-            tokens = [*islice(every, max_tokens)]
+            tokens = _spread([*islice(every, READ * max_tokens)], max_tokens)
             ids += tokens
             name = Line(DEFAULT if default else Path(path).resolve())
             digest = _digest(read_default_text()) if default else sha256(Path(path))
@@ -107,6 +115,13 @@ class CalibrationText:
         return [torch.cat([start, w])[None] for w in torch.tensor(self.ids).split(WINDOW)]
 
 
+def _spread(ids: Sequence[int], size: int) -> list[int]:
+    """Return at most `size` tokens of a text: windows at equal distances."""
+    windows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
+    count = min(-(-size // WINDOW), len(windows))
+    return [t for i in range(count) for t in windows[i * len(windows) // count]][:size]
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -114,12 +129,27 @@ def _digest(text: str) -> str:
 # --- the text through the model, layer by layer --------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Matmuls:
+    """Weights of a layer whose matmuls have the same input, and the first such node's index."""
+
+    node: int
+    weights: list[str]
+
+
+def matrices_of(n: Node, weights: Container[str]) -> list[str]:
+    """Return those of `weights` that a node multiplies."""
+    operands = {"linear": ("w",), "experts": ("gate_up", "down")}.get(n.op, ())
+    return [n[operand].name for operand in operands if n[operand].name in weights]
+
+
 class Stages:
-    """The text model of a checkpoint on windows of tokens, a layer at a time."""
+    """The text model of a checkpoint on windows of tokens, some nodes at a time."""
 
     def __init__(
         self, spec: Spec, dtype: str, source: Checkpoint, windows: Sequence[Tensor]
     ) -> None:
+        self.dtype = dtype
         graphs = {name: build_graph(spec, name, True, dtype) for name in ("embed", "prefill")}
         embed, text = graphs.values()
         plain = Packing(Program(graphs), Graph("prologue", (), (), (), (), ()))
@@ -132,6 +162,8 @@ class Stages:
         self.last_use = {v.name: i for i, n in enumerate(self.graph.nodes) for v in n.inputs}
         self.last_use[head["x"].name] = len(self.graph.nodes)
         self.windows = [self._feeds(embed, tables, tokens) for tokens in windows]
+        #: index of the next node; weights that replace params, by name
+        self.next, self.replaced = 0, dict[str, Tensor]()
 
     @staticmethod
     def _feeds(embed: Graph, tables: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
@@ -139,24 +171,35 @@ class Stages:
         positions = {"positions": torch.arange(size)[None], "lengths": torch.tensor([size])}
         return {**embed_rows(embed, tables, tokens), **positions}
 
-    @cached_property
-    def layers(self) -> list[list[int]]:
-        """Indices of the nodes of each layer, in order; the first layer also has the nodes before
-        it, the last those after it."""
-        layers: list[list[int]] = [[]]
-        for i, n in enumerate(self.graph.nodes):
-            layer = layer_of(n.outputs[0].name)
-            if layer is not None and layer >= len(layers):
-                layers.append([])
-            layers[-1].append(i)
-        return layers
+    def copy(self) -> Stages:
+        """Return stages at the same node of the same windows, which share the tensors."""
+        other = copy(self)
+        other.windows, other.replaced = [dict(env) for env in self.windows], {}
+        return other
 
-    def run(self, layer: int, *use: Callable[[Node, list[Any], tuple[Any, ...]], None]) -> None:
-        """Run all windows through a layer; each callback of `use` gets each node, its operands and
-        its results."""
+    @cached_property
+    def ends(self) -> list[int]:
+        """For each layer, the index of the node after it; the first layer also has the nodes before
+        it, the last those after it."""
+        layers = (layer_of(n.outputs[0].name) or 0 for n in self.graph.nodes)
+        return [*accumulate(Counter(accumulate(layers, max)).values())]
+
+    def matmuls(self, end: int, weights: Container[str]) -> list[Matmuls]:
+        """Return the matmuls with `weights` from the next node to node `end`, by input."""
+        found: dict[tuple[str, bool], Matmuls] = {}
+        for i in range(self.next, end):
+            n = self.graph.nodes[i]
+            for w in matrices_of(n, weights):
+                key = n["x"].name, n.op == "experts" and w == n["down"].name
+                found.setdefault(key, Matmuls(i, [])).weights.append(w)
+        return [*found.values()]
+
+    def run(self, end: int, *use: Callable[[Node, list[Any], tuple[Any, ...]], None]) -> None:
+        """Run all windows from the next node up to node `end`, which is the next one then; each
+        callback of `use` gets each node, its operands and its results."""
         params: dict[str, Any] = {}
         for env in self.windows:
-            for i in self.layers[layer]:
+            for i in range(self.next, end):
                 n = self.graph.nodes[i]
                 tensors = [self._operand(v, env, params) for v in n.inputs]
                 results = run_node(n, tensors)
@@ -166,6 +209,20 @@ class Stages:
                 for v in (*n.inputs, *n.outputs):
                     if self.last_use.get(v.name, 0) <= i:
                         env.pop(v.name, None)
+        self.next = end
+
+    def inputs(self, m: Matmuls, env: Mapping[str, Any], routed: Mapping[str, Any]) -> list[Tensor]:
+        """Return the inputs [T, K] of matmuls at the next node in a window; for down projections of
+        experts those of each expert, at the tokens that the router chose in the window `routed`."""
+        n = self.graph.nodes[m.node]
+        rows = env[n["x"].name].flatten(0, -2)
+        if n.op != "experts" or m.weights != [n["down"].name]:
+            return [rows]
+        index, hidden = routed[n["index"].name].flatten(0, -2), []
+        for e, w in enumerate(self._operand(n["gate_up"], env, {})):
+            gate, up = (rows[(index == e).any(-1)] @ w.mT).chunk(2, -1)
+            hidden.append(activate(gate, n.word("act")) * up)
+        return hidden
 
     def logits(self, env: Mapping[str, Any], rows: Tensor) -> Tensor:
         """Return the logits [len(rows), vocab] at positions `rows` of a window whose values `env`
@@ -179,8 +236,9 @@ class Stages:
         return values[self.head[-1].outputs[0].name][0]
 
     def _operand(self, v: Value, env: Mapping[str, Any], params: dict[str, Any]) -> Any:
-        if v.name in env:
-            return env[v.name]
+        for tensors in (env, self.replaced):
+            if v.name in tensors:
+                return tensors[v.name]
         if v in self.graph.param_set:
             if v.name not in params:
                 params[v.name] = self.params.load_input(v)
@@ -188,64 +246,28 @@ class Stages:
         return zeros(v.type.bind({"B": len(env["positions"]), "C": 1}))  # an empty cache
 
 
-class InputProducts:
-    """Sums of outer products of the inputs of matmuls; weights with the same input share a sum."""
-
-    def __init__(self, weights: Iterable[str]) -> None:
-        self.weights = frozenset(weights)
-        #: key -> upper triangles of the sums, f32 [parts of the columns, k, k]
-        self.sums: dict[str, Tensor] = {}
-        #: weight -> its keys in `sums`, one per expert if experts have different inputs; `_owner`:
-        #: first key -> the weight whose node updates the sums, which other weights may share
-        self.keys: dict[str, list[str]] = {}
-        self._owner: dict[str, str] = {}
-        self._inputs: dict[str, list[Inputs]] = {}
-
-    def __call__(self, n: Node, tensors: list[Any], results: tuple[Any, ...]) -> None:
-        if n.op == "linear" and n["w"].name in self.weights:
-            self._add(n["w"].name, [n["x"].name], lambda: [tensors[0].flatten(0, -2)])
-        elif n.op == "experts" and {n["gate_up"].name, n["down"].name} & self.weights:
-            x, _, index, gate_up, _ = tensors
-            rows, name = x.flatten(0, -2), n["down"].name
-            self._add(n["gate_up"].name, [n["x"].name], lambda: [rows])
-            each = [f"{name}.{e}" for e in range(len(gate_up))]
-            self._add(name, each, lambda: _hidden_rows(n, rows, index.flatten(0, -2), gate_up))
-
-    def _add(self, weight: str, keys: list[str], rows: Callable[[], list[Tensor]]) -> None:
-        self.keys[weight] = keys
-        if self._owner.setdefault(keys[0], weight) != weight:
-            return
-        for key, x in zip(keys, rows(), strict=True):
-            parts = column_parts(x)
-            if key not in self.sums:
-                self.sums[key] = torch.zeros(*parts.shape[::2], parts.shape[-1])
-            for total, columns in zip(self.sums[key], parts, strict=True):
+def input_sums(m: Matmuls, *streams: Stages) -> list[Inputs]:
+    """Return the sums over all windows for the inputs of matmuls at the next node, for each expert
+    if these differ: of the last of `streams`, compared with the first one if there are two.
+    CheckError if one is NaN or infinite. An expert without tokens gets the sum over all experts."""
+    sums: dict[int, list[Tensor]] = {}
+    for envs in zip(*(s.windows for s in streams), strict=True):
+        inputs = [s.inputs(m, env, envs[-1]) for s, env in zip(streams, envs, strict=True)]
+        for e, pair in enumerate(zip(inputs[0], inputs[-1], strict=True)):
+            x, y = map(column_parts, pair)
+            empty = [torch.zeros(*y.shape[::2], y.shape[-1]) for _ in streams]
+            products, *drifts = sums.setdefault(e, empty)
+            for total, columns in zip(products, y, strict=True):
                 KERNELS.products(total, columns)
-
-    def of(self, weight: str) -> list[Inputs]:
-        """Return the sums of a weight's inputs, per expert if these differ; CheckError if one is
-        NaN or infinite. An expert without tokens gets the sum over all experts."""
-        keys = self.keys[weight]
-        if keys[0] in self._inputs:
-            return self._inputs[keys[0]]
-        sums = [self.sums[key] for key in keys]
-        if not all(bool(t.isfinite().all()) for t in sums):
-            fix = "build with --dtype float32, or without --calibrate and --bits"
-            raise CheckError(f"calibration: inputs of {weight} are NaN or infinite; {fix}")
-        if unused := [i for i, t in enumerate(sums) if not bool(t.any())]:
-            total = torch.stack(sums).sum(0)
-            sums = [total if i in unused else t for i, t in enumerate(sums)]
-        self._inputs[keys[0]] = [Inputs(t.triu() + t.triu(1).mT) for t in sums]
-        return self._inputs[keys[0]]
-
-
-def _hidden_rows(n: Node, rows: Tensor, index: Tensor, gate_up: Tensor) -> list[Tensor]:
-    """Return the inputs [tokens of the expert, K] of each expert's down projection."""
-    hidden = []
-    for e, w in enumerate(gate_up):
-        gate, up = (rows[(index == e).any(-1)] @ w.mT).chunk(2, -1)
-        hidden.append(activate(gate, n.word("act")) * up)
-    return hidden
+            for drift in drifts:
+                drift.baddbmm_((x.float() - y.float()).mT, y.float())
+    if not all(bool(t.isfinite().all()) for each in sums.values() for t in each):
+        fix = "build with --dtype float32, or without --calibrate and --bits"
+        raise CheckError(f"calibration: inputs of {m.weights[0]} are NaN or infinite; {fix}")
+    if unused := [e for e, each in sums.items() if not bool(each[0].any())]:
+        total = [torch.stack(each).sum(0) for each in zip(*sums.values(), strict=True)]
+        sums |= dict.fromkeys(unused, total)
+    return [Inputs(t.triu() + t.triu(1).mT, *drift) for t, *drift in sums.values()]
 
 
 # --- quantised weights ----------------------------------------------------------------------------
@@ -269,30 +291,50 @@ def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
     c, schemes = p.config, calibrated_schemes(p.config.quant, p.config.spec)
     key = cache_key(c.spec, c.dtype, p.source, p.calibration, p.weights, sorted(schemes.items()))
     folder = private(cache_root() / FOLDER / key)
-    stages = Stages(c.spec, c.dtype, p.source, p.calibration.windows(c.spec.tokens.bos))
-    done = [folder / f"layer-{i:04d}.safetensors" for i in range(len(stages.layers))]
+    plain = Stages(c.spec, c.dtype, p.source, p.calibration.windows(c.spec.tokens.bos))
+    streams, dtype = (plain, plain.copy()), torch_dtype(c.dtype)
+    done = [folder / f"layer-{i:04d}.safetensors" for i in range(len(plain.ends))]
     last = max((i for i, file in enumerate(done) if not file.is_file()), default=-1)
     for layer, file in enumerate(done[: last + 1]):
         progress(f"calibration: layer {layer + 1} of {len(done)}")
-        pending = () if file.is_file() else schemes
-        products = InputProducts(pending)
-        stages.run(layer, products)
-        if pending:
-            tensors: dict[str, tensorfile.FileTensor] = {}
-            for name in products.keys:
-                w, inputs = stages.params.tensor(name), products.of(name)
-                codes = quantised(w, inputs, schemes[name], c.dtype)
-                for end, t in zip((CODES, SCALES), codes, strict=True):
-                    tensors[f"{name}{end}"] = tensorfile.FileTensor.of(t)
-            tensorfile.write_tensors(file, tensors)
-    stored = StoredParams.open(done)
+        if file.is_file():
+            codes = _stored_codes([file]).items()
+            streams[1].replaced = {w: dequantize_codes(*t, dtype) for w, t in codes}
+        else:
+            _quantise_layer(plain.ends[layer], streams, schemes, file)
+        for stages in streams:
+            stages.run(plain.ends[layer])
+    return _stored_codes(done), folder
+
+
+def _quantise_layer(
+    end: int, streams: tuple[Stages, Stages], schemes: Mapping[str, Scheme], file: Path
+) -> None:
+    """Write the codes and scales of a layer's weights to a file; `streams` are the model with its
+    weights and with quantised ones, at the start of the layer, of which `end` is the end."""
+    plain, quantised = streams
+    quantised.replaced, tensors = {}, dict[str, tensorfile.FileTensor]()
+    for m in plain.matmuls(end, schemes):
+        for stages in streams:
+            stages.run(m.node)
+        inputs = input_sums(m, *streams)
+        for name in m.weights:
+            w = plain.params.tensor(name)
+            codes = quantised_weight(w, inputs, schemes[name], plain.dtype)
+            quantised.replaced[name] = dequantize_codes(*codes, torch_dtype(plain.dtype))
+            for suffix, t in zip((CODES, SCALES), codes, strict=True):
+                tensors[f"{name}{suffix}"] = tensorfile.FileTensor.of(t)
+    tensorfile.write_tensors(file, tensors)
+
+
+def _stored_codes(files: list[Path]) -> dict[str, Codes]:
+    """Return weight -> (codes, scales) of the files of layers."""
+    stored = StoredParams.open(files)
     weights = [n.removesuffix(CODES) for n in stored.files.names if n.endswith(CODES)]
-    return {
-        w: (stored.tensor(f"{w}{CODES}"), stored.tensor(f"{w}{SCALES}")) for w in weights
-    }, folder
+    return {w: (stored.tensor(f"{w}{CODES}"), stored.tensor(f"{w}{SCALES}")) for w in weights}
 
 
-def quantised(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -> Codes:
+def quantised_weight(w: Tensor, inputs: Sequence[Inputs], scheme: Scheme, dtype: str) -> Codes:
     """Return codes and scales of a weight [.., N, K]; stacked experts share inputs or have one
     each."""
     if w.ndim == 2:

@@ -4,12 +4,9 @@ from a GGUF file, an engine directory, a checkpoint (also a quantised one), or a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,9 +21,8 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.resolve import find_dtype
 from g4ir.spec.record import Spec, load_spec, need_model, spec_names
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.origin import GgufFile, Origin, existing_origin, find_model
+from g4ir.weights.origin import existing_origin, find_model
 from g4ir.weights.random import random_weights as drawn_weights
-from g4ir.weights.write import write_checkpoint
 
 from .export import engine_weights
 from .load import open_for_weights
@@ -69,9 +65,6 @@ def module(
     finally:
         source.close()
     model_module.spec, model_module.config.use_cache = spec, False
-    for part in model_module.modules():
-        if isinstance(part, torch.nn.ModuleList):
-            vars(part).update({name: partial(_register_hook, part, name) for name in HOOKS})
     return model_module
 
 
@@ -107,26 +100,6 @@ def refusals_of_transformers(name: str) -> Iterator[None]:
         yield
     except kinds as e:
         raise InputError(f"transformers cannot load {name}: {' '.join(str(e).split())}") from e
-
-
-def load_published(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM") -> Any:
-    """Load a checkpoint directory with the transformers class `kind`; return the model in eval
-    mode. InputError if transformers refuses it."""
-    import transformers
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with refusals_of_transformers(str(folder)):
-            model = getattr(transformers, kind).from_pretrained(
-                folder, dtype=torch_dtype(dtype), attn_implementation="eager"
-            )
-        return model.eval()
-    finally:
-        logging.set_verbosity(level)
-        logging.enable_progress_bar()
 
 
 def text_model(
@@ -166,33 +139,6 @@ def text_model(
                 module.embed_scale = torch.tensor(module.scalar_embed_scale)
     (model.model if spec.embedding else model).tie_weights()
     return model.to(device)
-
-
-def encoder_with_towers(engine: Engine, origin: Origin | None, text: Any) -> Any:
-    """Return the transformers model of an encoder's engine with its towers, around a text model; on
-    weights of a checkpoint, or of the engine's seed. None for another engine, for one without
-    media, and for a GGUF file."""
-    if not (engine.spec.embedding and engine.media.kinds) or isinstance(origin, GgufFile):
-        return None
-    with TemporaryDirectory() as folder:
-        path = origin.path if origin else Path(folder, "random")
-        if not origin:
-            source = drawn_weights(engine.spec, engine.facts.seed or 0, torch_dtype(engine.dtype))
-            write_checkpoint(path, engine.spec, source, media=engine.media.kinds)
-        model = load_published(path, engine.dtype, "AutoModel")
-    model.language_model = text.model
-    return model
-
-
-#: methods that register a hook on the call of a module
-HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")
-
-
-def _register_hook(part: torch.nn.ModuleList, name: str, *args: Any, **options: Any) -> Any:
-    """Register a hook on a list of modules as torch does, with a warning."""
-    problem = "nothing calls a list of modules, so a hook on it never runs"
-    warnings.warn(f"{problem}; hook its modules, such as model.layers[0]", stacklevel=2)
-    return getattr(torch.nn.ModuleList, name)(part, *args, **options)
 
 
 #: kind of media -> keyword of transformers' model -> input of the tower

@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from g4ir.artefact.directory import LinkedWeights, MergedWeights
 from g4ir.builder.load import open_weights
-from g4ir.builder.module import load_published, text_model
+from g4ir.builder.module import refusals_of_transformers, text_model
 from g4ir.builder.sources import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
@@ -37,8 +38,9 @@ from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.quant.rewrite import schemes_of
 from g4ir.ui.progress import Progress
 from g4ir.weights.formats import is_coded
-from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
+from g4ir.weights.origin import CheckpointDirectory, GgufFile, Origin, find_origin, snapshot_of
 from g4ir.weights.random import random_weights
+from g4ir.weights.write import write_checkpoint
 
 from .reference import acting
 
@@ -131,6 +133,26 @@ def hf_model(
         source.close()
 
 
+def load_published(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM") -> Any:
+    """Load a checkpoint directory with the transformers class `kind`; return the model in eval
+    mode. InputError if transformers refuses it."""
+    import transformers
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with refusals_of_transformers(str(folder)):
+            model = getattr(transformers, kind).from_pretrained(
+                folder, dtype=torch_dtype(dtype), attn_implementation="eager"
+            )
+        return model.eval()
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
 def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Progress) -> Any:
     """Return the model that `verify` compares with: transformers loads the checkpoint itself if it
     can; weights that the engine quantised have its dequantised values."""
@@ -155,6 +177,22 @@ def verified_model(engine: Engine, checkpoint: str | Path | None, progress: Prog
         with torch.no_grad():
             for name in schemes_of(engine.config.quant, engine.spec):
                 params[checkpoint_name(name)].copy_(engine.param(name))
+    return model
+
+
+def encoder_with_towers(engine: Engine, origin: Origin | None, text: Any) -> Any:
+    """Return the transformers model of an encoder's engine with its towers, around a text model; on
+    weights of a checkpoint, or of the engine's seed. None for another engine, for one without
+    media, and for a GGUF file."""
+    if not (engine.spec.embedding and engine.media.kinds) or isinstance(origin, GgufFile):
+        return None
+    with TemporaryDirectory() as folder:
+        path = origin.path if origin else Path(folder, "random")
+        if not origin:
+            source = random_weights(engine.spec, engine.facts.seed or 0, torch_dtype(engine.dtype))
+            write_checkpoint(path, engine.spec, source, media=engine.media.kinds)
+        model = load_published(path, engine.dtype, "AutoModel")
+    model.language_model = text.model
     return model
 
 

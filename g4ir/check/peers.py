@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from g4ir.builder.module import encoder_with_towers, need_transformers
+from g4ir.builder.module import need_transformers
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
 from g4ir.ir.distance import Anchor, row_errors
@@ -21,6 +21,7 @@ from g4ir.ui.progress import Progress, no_progress
 from .hf import (
     HfSession,
     cache_argument,
+    encoder_with_towers,
     float64_model,
     hf_origin,
     other_attention,

@@ -3,6 +3,10 @@ compensated by the later columns, as far as the inputs of a calibration text cor
 Frantar et al., arXiv:2210.17323, with columns in descending order of their second moment). Then
 each column is rounded again to minimise the error given all others (coordinate descent).
 
+The inputs are those of the model with all earlier weights quantised. Before a weight is quantised,
+it is corrected for their differences from the unquantised model's inputs, by least squares
+(asymmetric calibration: Li et al., GPTAQ, arXiv:2504.02692).
+
 Scales are chosen first, in int4, nl4, nl3 and nl2 by squared errors weighted with the columns'
 second moments, and stay.
 """
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +27,8 @@ from .recipe import Scheme
 
 #: damping: added to the diagonal, relative to its mean; less would overfit the calibration text
 DAMPING = 0.1
+#: damping of corrections, relative in the same way: they overfit sooner
+CORRECTION_DAMPING = 0.5
 #: minimum second moment of a column, relative to the mean: other texts may use columns that the
 #: calibration text does not
 FLOOR = 1e-3
@@ -91,27 +97,46 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Sum of outer products of a matmul's inputs on a calibration text, f32 [P, K/P, K/P], one for
-    each of P parts of the columns (`column_parts`)."""
+    """Sums over a calibration text for a matmul, f32 [P, K/P, K/P], one for each of P parts of the
+    columns (`column_parts`): `products` y^T y of its inputs y, and `drift` (x - y)^T y, where x are
+    the unquantised model's inputs; None if y are these."""
 
     products: Tensor
+    drift: Tensor | None = None
 
     @cached_property
     def moments(self) -> Tensor:
         """Second moments of the columns relative to their mean, at least FLOOR: f32 [1, K]."""
         moments = self.products.diagonal(dim1=1, dim2=2).reshape(1, -1)
-        mean = moments.mean()
-        return (moments / mean.where(mean > 0, 1.0)).clamp(min=FLOOR)
+        return (moments / self._mean).clamp(min=FLOOR)
 
     @cached_property
     def damped(self) -> Tensor:
         """The products divided by the mean of their diagonal, with DAMPING added to the
         diagonal."""
-        diagonal = self.products.diagonal(dim1=1, dim2=2)
-        mean = diagonal.mean()
-        h = self.products / mean.where(mean > 0, 1.0)
-        h.diagonal(dim1=1, dim2=2).add_(DAMPING)
+        return self._damped(DAMPING)
+
+    def _damped(self, damping: float) -> Tensor:
+        h = self.products / self._mean
+        h.diagonal(dim1=1, dim2=2).add_(damping)
         return h
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        mean = self.products.diagonal(dim1=1, dim2=2).mean()
+        return mean.where(mean > 0, 1.0)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        return torch.linalg.cholesky(self._damped(CORRECTION_DAMPING))
+
+    def corrected(self, w: Tensor) -> Tensor:
+        """Return the weight f32 [N, K] whose products with the inputs y are nearest to those of w
+        with the inputs x, with damping."""
+        assert self.drift is not None
+        products = self._parts(w.float()) @ (self.drift / self._mean)
+        change = torch.cholesky_solve(products.mT, self._factor).mT
+        return w + change.transpose(0, 1).flatten(1)
 
     @cached_property
     def order(self) -> Tensor:
@@ -125,12 +150,13 @@ class Inputs:
         # columns of a symmetric matrix: rows of its transpose, which are faster to gather
         return tuple(_updates(h[i].T.contiguous()[i]) for h, i in zip(self.damped, self.order))
 
-    def errors(self, off: Tensor, by: Tensor | None = None) -> Tensor:
-        """Return off H by^T [N] for each pair of rows of `off` and `by` [N, K], with H the damped
-        products; `by` defaults to `off`, which gives squared errors."""
-        by = off if by is None else by
-        off, by = (e.unflatten(-1, self.products.shape[:2]).transpose(0, 1) for e in (off, by))
-        return ((off @ self.damped) * by).sum((0, 2))
+    def errors(self, off: Tensor) -> Tensor:
+        """Return the squared errors [N] of the products of rows of `off` [N, K], damped."""
+        off = self._parts(off)
+        return ((off @ self.damped) * off).sum((0, 2))
+
+    def _parts(self, w: Tensor) -> Tensor:
+        return w.unflatten(-1, self.products.shape[:2]).transpose(0, 1)
 
 
 def column_parts(x: Tensor) -> Tensor:
@@ -151,22 +177,20 @@ def calibrated(
     w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels = Kernels()
 ) -> Codes:
     """Return codes and scales of a weight [N, K] in an engine of this dtype, with a small error of
-    its product with the inputs. A row keeps the nearest values if these have less error."""
+    its product with the inputs. Rows on a grid of the format, as trained, keep their values."""
     parts = w.split(max(1, ELEMENTS // w.shape[1]))
-    packed, scales = zip(
-        *(_calibrated(x, inputs, scheme, dtype, kernels) for x in parts), strict=True
-    )
-    whole = torch.cat([p.view(torch.uint8) for p in packed])
-    return whole.view(packed[0].dtype), torch.cat(scales)
+    codes, scales = zip(*(_calibrated(x, inputs, scheme, dtype, kernels) for x in parts))
+    return torch.cat([c.view(torch.uint8) for c in codes]).view(codes[0].dtype), torch.cat(scales)
 
 
 def _calibrated(w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels) -> Codes:
-    codes, scales = kernels.quantize(w, **scheme.attrs(dtype), moments=inputs.moments)
-    better = with_values(codes, _compensate(w.float(), inputs, codes, scales, scheme.form, kernels))
-    off = [dequantize_codes(c, scales, torch.float32) - w.float() for c in (better, codes)]
-    improved = inputs.errors(off[0] - off[1], off[0] + off[1]) <= 0
-    chosen = torch.where(improved[:, None], better.view(torch.uint8), codes.view(torch.uint8))
-    return chosen.view(codes.dtype), scales
+    quantized = partial(kernels.quantize, **scheme.attrs(dtype), moments=inputs.moments)
+    w, (codes, scales) = w.float(), quantized(w)
+    if inputs.drift is not None:
+        lossless = (dequantize_codes(codes, scales, torch.float32) == w).all(-1, keepdim=True)
+        w = w.where(lossless, inputs.corrected(w))
+        codes, scales = quantized(w)
+    return with_values(codes, _compensate(w, inputs, codes, scales, scheme.form, kernels)), scales
 
 
 def _compensate(

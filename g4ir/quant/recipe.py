@@ -21,6 +21,7 @@ requantize=on.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -29,12 +30,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
+import yaml
+
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMATS
 from g4ir.ops.types import Type
-from g4ir.spec.reader import Index, Length, OneOf, Shaped, build, fail, parse_tree, read_tree
+from g4ir.spec.reader import Index, Length, OneOf, Shaped, build, fail, read_tree
 
 SUFFIXES = (".yaml", ".yml")
 NONE = "none"
@@ -123,18 +126,16 @@ class Rule:
     def scheme(self, name: str, t: Type) -> Scheme:
         """Return the scheme of a weight: the preferred one, or that of `otherwise` if the first
         does not fit its rows; InputError if neither fits."""
-        schemes = [self.first, *([SCHEMES[self.otherwise]] if self.otherwise else [])]
-        for scheme in schemes:
+        first, share = self.first, FORMATS[self.form].share
+        for scheme in (first, *([SCHEMES[self.otherwise]] if self.otherwise else [])):
             if scheme.fits(t):
                 return scheme
-        share, fix = FORMATS[self.form].share, "leave it out of the rule, or give `otherwise: int8`"
-        if self.first.group % share:
-            groups = f"rows of {t.shape[-1]} in groups of {self.first.group}"
-            why = f"{self.form} needs a multiple of {share} as group"
-            raise InputError(f"{name}: {groups}: {why}; correct it, or {fix}")
-        form = f"{self.form} in groups of {self.first.group}" if self.first.group else self.form
-        rows = f"rows of a multiple of {self.first.row_multiple}, found {t.shape[-1]}"
-        raise InputError(f"{name}: {form} needs {rows}; {fix}")
+        form = f"{self.form} in groups of {first.group}" if first.group else self.form
+        needs = f"rows of a multiple of {first.row_multiple}, found {t.shape[-1]}"
+        if first.group % share:
+            needs = f"groups of a multiple of {share}"
+        fix = "leave it out of the rule, or give `otherwise: int8`"
+        raise InputError(f"{name}: {form} needs {needs}; {fix}")
 
 
 @dataclass(frozen=True)
@@ -150,16 +151,12 @@ class QuantConfig:
         """Whether the config describes an already quantised checkpoint."""
         return self.name == FROM_CHECKPOINT
 
-    @property
-    def measured(self) -> bool:
-        """Whether the formats were chosen by --bits of this build."""
-        return self.name == MEASURED
-
     def to_yaml(self) -> str:
         """Return the config, which --bits chose, as YAML text."""
-        rules = [{k: v for k, v in asdict(r).items() if v is not None} for r in self.rules]
-        rows = [f"- tensors: [{', '.join(r.pop('tensors'))}]\n  {_flow(r)}" for r in rules]
-        return "\n".join(("# Formats that g4ir build --bits chose.", "rules:", *rows, ""))
+        given = [{k: v for k, v in asdict(r).items() if v is not None} for r in self.rules]
+        rules = {"rules": [{**r, "tensors": [*r["tensors"]]} for r in given]}
+        text = yaml.safe_dump(rules, sort_keys=False, width=100, default_flow_style=None)
+        return f"# Formats that g4ir build --bits chose.\n{text}"
 
     def schemes(self, weights: Mapping[str, Type], is_encoder: bool = False) -> dict[str, Scheme]:
         """Return weight -> scheme. InputError for a rule without weights, a weight with two rules,
@@ -190,14 +187,8 @@ def _groups(name: str, is_encoder: bool) -> set[str]:
     return {"others"} if is_encoder and name == TABLE else {"others", "projections"}
 
 
-def _flow(rule: Mapping[str, object]) -> str:
-    return "\n  ".join(f"{key}: {value}" for key, value in rule.items())
-
-
 def _weight_kinds(weights: Iterable[str]) -> str:
-    kinds = dict.fromkeys(
-        n.replace(n.split(".")[0], "L*", 1) if n[0] == "L" else n for n in weights
-    )
+    kinds = dict.fromkeys(re.sub(r"^L\d+", "L*", n) for n in weights)
     return f"weights are {', '.join(kinds)}"
 
 
@@ -226,13 +217,11 @@ def find_quant_config(name_or_path: str | Path | None) -> QuantConfig | None:
     if name_or_path is None or str(name_or_path) == NONE:
         return None
     name = str(name_or_path)
-    if name in built_in_names():
-        data = (files(__package__) / f"{name}.yaml").read_bytes()
-        return QuantConfig(build(QuantConfig, parse_tree(data, f"{name}.yaml")).rules, name)
-    if not name.endswith(SUFFIXES):
+    built_in = name in built_in_names()
+    if not built_in and not name.endswith(SUFFIXES):
         names = ", ".join((NONE, *built_in_names()))
         raise InputError(f"--quant {name}: expected {names}, or a .yaml or .yml file")
-    tree = read_tree(Path(name))
+    tree = read_tree(Path(__file__).with_name(f"{name}.yaml") if built_in else Path(name))
     if "name" in tree.entries:
         raise fail(tree.keys["name"], "name", "is taken from the file's name; leave it out")
     return QuantConfig(build(QuantConfig, tree).rules, Path(name).name)
