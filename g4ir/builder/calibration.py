@@ -53,8 +53,8 @@ from g4ir.weights.pack import MadeParams, Packing, StoredParams, open_table
 #: maximum and minimum tokens of the texts; tokens of a window, without <bos>; tokens that are read
 #: of a text for each that is used
 MAX_TOKENS, MIN_TOKENS, WINDOW, READ = 32_768, 256, 512, 4
-#: models with more weights in their layers take half of MAX_TOKENS, so that two cores calibrate
-#: Gemma 4 E2B in less than 20 minutes
+#: models with more weights in their layers take a quarter of MAX_TOKENS, so that two cores need
+#: less than 20 minutes for Gemma 4 E2B
 LARGE = 10**9
 #: name of the text that comes with the package, and its file
 DEFAULT, _DEFAULT_FILE = "default", "calibration.txt.xz"
@@ -91,7 +91,7 @@ class CalibrationText:
             raise InputError(f"calibration text {named}: {why}; give a --checkpoint with one")
         tokenizer = read_tokenizer(Path(TOKENIZER), side_files[TOKENIZER])
         size = sum(t.numel() for n, t in weights_of(spec).items() if layer_of(n) is not None)
-        max_tokens = (MAX_TOKENS // 2 if size > LARGE else MAX_TOKENS) // len(paths)
+        max_tokens = (MAX_TOKENS // 4 if size > LARGE else MAX_TOKENS) // len(paths)
         ids_end = spec.text.readable_ids
         records, ids = [], list[int]()
         for path in paths:
@@ -255,8 +255,9 @@ def input_sums(m: Matmuls, *streams: Stages) -> list[Inputs]:
         inputs = [s.inputs(m, env, envs[-1]) for s, env in zip(streams, envs, strict=True)]
         for e, pair in enumerate(zip(inputs[0], inputs[-1], strict=True)):
             x, y = map(column_parts, pair)
-            empty = [torch.zeros(*y.shape[::2], y.shape[-1]) for _ in streams]
-            products, *drifts = sums.setdefault(e, empty)
+            if e not in sums:
+                sums[e] = [torch.zeros(*y.shape[::2], y.shape[-1]) for _ in streams]
+            products, *drifts = sums[e]
             for total, columns in zip(products, y, strict=True):
                 KERNELS.products(total, columns)
             for drift in drifts:
