@@ -103,12 +103,12 @@ def test_errors_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     w, x, noise = (torch.randn(n, 256, generator=random) for n in (24, 4096, 4096))
     x = x @ torch.randn(256, 256, generator=random)
     y = x + 0.4 * noise @ torch.randn(256, 256, generator=random)
-    errors, w[3] = [], w[3].mul(4).round().clamp(-7, 7)  # on the grid of int4, as if trained
-    w[3, ::32] = -8
+    w[3] = w[3].mul(9).round().clamp(-8, 7) * 0.30078125  # on the grid of int4, as if trained
+    errors, w = [], w.bfloat16().float()
     for drift in (None, (x - y).T[None] @ y):
         inputs = compensation.Inputs((y.T @ y)[None], drift)
-        codes = compensation.calibrated(w, inputs, SCHEMES["int4"], "bf16", KERNELS)
-        found = dequantize_codes(*codes, torch.float32)
+        codes = compensation.calibrated(w.bfloat16(), inputs, SCHEMES["int4"], "bf16", KERNELS)
+        found = dequantize_codes(*codes, torch.bfloat16).float()
         errors.append(float((y @ found.T - x @ w.T)[:, :3].square().sum()))
         assert torch.equal(found[3], w[3])
     assert errors[1] < 0.85 * errors[0]

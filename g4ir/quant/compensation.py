@@ -185,10 +185,10 @@ def calibrated(
 
 def _calibrated(w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels) -> Codes:
     quantized = partial(kernels.quantize, **scheme.attrs(dtype), moments=inputs.moments)
-    w, (codes, scales) = w.float(), quantized(w)
+    codes, scales = quantized(w)
     if inputs.drift is not None:
-        lossless = (dequantize_codes(codes, scales, torch.float32) == w).all(-1, keepdim=True)
-        w = w.where(lossless, inputs.corrected(w))
+        lossless = (dequantize_codes(codes, scales, w.dtype) == w).all(-1, keepdim=True)
+        w = w.float().where(lossless, inputs.corrected(w))
         codes, scales = quantized(w)
     return with_values(codes, _compensate(w, inputs, codes, scales, scheme.form, kernels)), scales
 
@@ -198,7 +198,7 @@ def _compensate(
 ) -> Tensor:
     """Return values [N, K] of a format for w; steps and shifts are those of the codes."""
     step, shift = (t.T.contiguous() for t in steps_of(codes, scales))
-    columns, values = w.T.contiguous(), torch.empty_like(w.T)
+    columns, values = w.float().T.contiguous(), torch.empty(w.T.shape)
     size, group = len(columns) // len(inputs.order), len(columns) // len(step)
     for part, (order, updates) in enumerate(zip(inputs.order, inputs.updates, strict=True)):
         chosen = order + part * size
