@@ -299,8 +299,8 @@ def calibrate(p: Prepared, progress: Progress) -> tuple[dict[str, Codes], Path]:
     for layer, file in enumerate(done[: last + 1]):
         progress(f"calibration: layer {layer + 1} of {len(done)}")
         if file.is_file():
-            codes = _stored_codes([file]).items()
-            streams[1].replaced = {w: dequantize_codes(*t, dtype) for w, t in codes}
+            stored = _stored_codes([file]).items()
+            streams[1].replaced = {w: dequantize_codes(*t, dtype) for w, t in stored}
         else:
             _quantise_layer(plain.ends[layer], streams, schemes, file)
         for stages in streams:

@@ -179,8 +179,8 @@ def calibrated(
     """Return codes and scales of a weight [N, K] in an engine of this dtype, with a small error of
     its product with the inputs. Rows on a grid of the format, as trained, keep their values."""
     parts = w.split(max(1, ELEMENTS // w.shape[1]))
-    codes, scales = zip(*(_calibrated(x, inputs, scheme, dtype, kernels) for x in parts))
-    return torch.cat([c.view(torch.uint8) for c in codes]).view(codes[0].dtype), torch.cat(scales)
+    packed, scales = zip(*(_calibrated(x, inputs, scheme, dtype, kernels) for x in parts))
+    return torch.cat([p.view(torch.uint8) for p in packed]).view(packed[0].dtype), torch.cat(scales)
 
 
 def _calibrated(w: Tensor, inputs: Inputs, scheme: Scheme, dtype: str, kernels: Kernels) -> Codes:
