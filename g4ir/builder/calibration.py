@@ -162,8 +162,8 @@ class Stages:
         self.last_use = {v.name: i for i, n in enumerate(self.graph.nodes) for v in n.inputs}
         self.last_use[head["x"].name] = len(self.graph.nodes)
         self.windows = [self._feeds(embed, tables, tokens) for tokens in windows]
-        #: index of the next node; weights that replace params, by name
-        self.next, self.replaced = 0, dict[str, Tensor]()
+        #: index of the next node; by name: weights that replace params, params of the next nodes
+        self.next, self.replaced, self.loaded = 0, dict[str, Tensor](), dict[str, Any]()
 
     @staticmethod
     def _feeds(embed: Graph, tables: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Stages:
     def copy(self) -> Stages:
         """Return stages at the same node of the same windows, which share the tensors."""
         other = copy(self)
-        other.windows, other.replaced = [dict(env) for env in self.windows], {}
+        other.windows, other.replaced, other.loaded = [{**env} for env in self.windows], {}, {}
         return other
 
     @cached_property
@@ -197,11 +197,10 @@ class Stages:
     def run(self, end: int, *use: Callable[[Node, list[Any], tuple[Any, ...]], None]) -> None:
         """Run all windows from the next node up to node `end`, which is the next one then; each
         callback of `use` gets each node, its operands and its results."""
-        params: dict[str, Any] = {}
         for env in self.windows:
             for i in range(self.next, end):
                 n = self.graph.nodes[i]
-                tensors = [self._operand(v, env, params) for v in n.inputs]
+                tensors = [self._operand(v, env) for v in n.inputs]
                 results = run_node(n, tensors)
                 for f in use:
                     f(n, tensors, results)
@@ -210,6 +209,7 @@ class Stages:
                     if self.last_use.get(v.name, 0) <= i:
                         env.pop(v.name, None)
         self.next = end
+        self.loaded.clear()
 
     def inputs(self, m: Matmuls, env: Mapping[str, Any], routed: Mapping[str, Any]) -> list[Tensor]:
         """Return the inputs [T, K] of matmuls at the next node in a window; for down projections of
@@ -219,7 +219,7 @@ class Stages:
         if n.op != "experts" or m.weights != [n["down"].name]:
             return [rows]
         index, hidden = routed[n["index"].name].flatten(0, -2), []
-        for e, w in enumerate(self._operand(n["gate_up"], env, {})):
+        for e, w in enumerate(self._operand(n["gate_up"], env)):
             gate, up = (rows[(index == e).any(-1)] @ w.mT).chunk(2, -1)
             hidden.append(activate(gate, n.word("act")) * up)
         return hidden
@@ -235,14 +235,14 @@ class Stages:
             values |= zip((v.name for v in n.outputs), run_node(n, tensors), strict=True)
         return values[self.head[-1].outputs[0].name][0]
 
-    def _operand(self, v: Value, env: Mapping[str, Any], params: dict[str, Any]) -> Any:
+    def _operand(self, v: Value, env: Mapping[str, Any]) -> Any:
         for tensors in (env, self.replaced):
             if v.name in tensors:
                 return tensors[v.name]
         if v in self.graph.param_set:
-            if v.name not in params:
-                params[v.name] = self.params.load_input(v)
-            return params[v.name]
+            if v.name not in self.loaded:
+                self.loaded[v.name] = self.params.load_input(v)
+            return self.loaded[v.name]
         return zeros(v.type.bind({"B": len(env["positions"]), "C": 1}))  # an empty cache
 
 
