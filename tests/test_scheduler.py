@@ -284,8 +284,7 @@ def test_short_prompts_are_one_chunk(engine: Engine, monkeypatch: pytest.MonkeyP
         assert scheduler.num_running == 3 + stream and scheduler.totals.chunks == 1 + stream
         assert chunks == [4, 4] and len(scheduler.batch.slots) == (8 if stream else 4)
         finished(scheduler)
-        texts = [t.answers[0].tokens for t in handles]
-        assert texts == [want[0], want[1], want[2][:1], want[3]]
+        assert [t.answers[0].tokens for t in handles] == [*want[:2], want[2][:1], want[3]]
         assert scheduler.totals.computed == 7 + 9 * stream
         assert not stream or running.answers[0].tokens == alone(engine, running.request)
         chunks.clear()
@@ -315,15 +314,18 @@ def test_prompts_that_are_computed_by_themselves(engine: Engine) -> None:
 
 
 def test_a_joint_chunk_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt is computed by itself, and the running sequence goes on."""
-    jobs = [Request(prompt(4, i), 5, FREE) for i in range(4)]
+    """Its prompts are queued again, each is computed by itself, the running sequence goes on."""
+    jobs = [Request(prompt(9, 9), 30, FREE), *(Request(prompt(4, i), 5, FREE) for i in range(4))]
     want = [alone(engine, job) for job in jobs]
     scheduler = Scheduler(engine)
-    running = scheduler.submit(Request(prompt(9, 9), 30, FREE))
+    handles = [scheduler.submit(jobs[0])]
     scheduler.step()
     monkeypatch.setattr(Session, "prefill_steps", Mock(side_effect=MemoryError("no memory")))
-    assert texts(scheduler, jobs) == want and running.state == FINISHED
-    assert running.answers[0].tokens == alone(engine, running.request)
+    handles += map(scheduler.submit, jobs[1:])
+    scheduler.step()
+    assert not any(handle.started or handle.counts.queued_s for handle in handles[1:])
+    finished(scheduler)
+    assert [t.answers[0].tokens for t in handles] == want
 
 
 def test_sizes_of_buckets() -> None:

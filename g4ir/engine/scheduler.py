@@ -44,6 +44,7 @@ from .requests import (
     FINISHED,
     LENGTH,
     PREFILLING,
+    QUEUED,
     STOP,
     Event,
     Request,
@@ -500,7 +501,7 @@ class Scheduler:
             if len(handles) != len(self.batch.slots):
                 self.batch.sessions.pop(len(handles), None)
             for handle in handles:
-                handle.batchable = False
+                handle.batchable, handle.state, handle.counts.queued_s = False, QUEUED, None
             return
         for handle, cached in zip(handles, num_cached, strict=True):
             self.waiting.remove(handle)
