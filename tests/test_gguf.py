@@ -25,6 +25,7 @@ from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import FINAL_NORM, HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.codecs import FORMATS, dequantize_codes
+from g4ir.quant.recipe import Scheme
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf import blocks as block_forms
 from g4ir.weights.gguf.blocks import CODED, REQUANTISED, relative_error
@@ -81,10 +82,8 @@ def test_blocks_to_the_bit(kind: str) -> None:
     want = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[kind]))
     data, want = (x.reshape(600 // form.together, -1) for x in (torch.from_numpy(raw), want))
     codes, scales = form.codes(data), form.scales(data)
-    assert (
-        form.together * block // scales.shape[-1] * FORMATS[form.scheme.form].scales
-        == form.scheme.group
-    )
+    group = form.together * block // scales.shape[-1] * FORMATS[form.scheme.form].scales
+    assert group == (form.scheme.group or block)
     assert torch.equal(dequantize_codes(codes, scales, torch.float32), want)
     assert torch.equal(form.dequantize(data), want)
 
@@ -486,7 +485,7 @@ def test_nvfp4_with_scales_of_their_own(tmp_path: Path) -> None:
         want = quants.dequantize(raw, GGMLQuantizationType["NVFP4"]).reshape(*raw.shape[:-2], -1)
         want = torch.from_numpy(want) * torch.from_numpy(factor).view(-1, *[1] * (want.ndim - 1))
         torch.testing.assert_close(checkpoint.tensor(weight).float(), want, rtol=2e-7, atol=0)
-        assert checkpoint.forms[weight].form == "fp4", name
+        assert checkpoint.forms[weight] == Scheme("fp4", 0, "f32"), name
 
     def zeroed(name: str, t: Any) -> dict[str, Any]:
         return {name: (t.data * (name != "blk.0.ffn_up.scale"), t.tensor_type)}

@@ -27,7 +27,8 @@ PIECE = 1 << 18
 @dataclass(frozen=True)
 class BlockFormat:
     """A GGUF type as codes and scales of a format (ops/codecs.py), which the two functions compute
-    from blocks u8[n, bytes]: codes [n, elements], scales [n, groups] (with minima [n, 2 groups]).
+    from blocks u8[n, bytes]: codes [n, elements], scales [n, groups] (with minima [n, 2 groups];
+    equal in a row's blocks if the scheme has one scale per row).
     `dense`: dequantises blocks, if codes and scales only approximate them; None: they are exact.
     `together`: number of GGUF blocks in a block of codes."""
 
@@ -136,7 +137,7 @@ CODED = {
         partial(_mxfp4, codes=False),
         together=2,
     ),
-    "NVFP4": BlockFormat(Scheme("fp4", 64, "f32"), _nvfp4, _nvfp4_scales),
+    "NVFP4": BlockFormat(Scheme("fp4", 0, "f32"), _nvfp4, _nvfp4_scales),
     "IQ4_XS": BlockFormat(
         Scheme("iq4", 32, "f32"), _coded("IQ4_XS", "iq4", 32).codes, _iq4_xs_scales
     ),

@@ -255,6 +255,8 @@ class Blocks:
             raise broken(t.header.path, f"{msg}{_REFUSED.get(t.stored.name, '')}", fix)
         each = raw.shape[-1] // nbytes
         values = values.reshape(*raw.shape[:-1], each * values.shape[-1])
+        if convert is CODED[t.stored.name].scales and not CODED[t.stored.name].scheme.group:
+            values = values[..., :1].contiguous()
         if floats and t.factor:
             ref = t.factor.header, t.factor.entry
             values = values * checked_scales(ref, self.files.rows(ref))[:, None, None].squeeze(0)
