@@ -705,20 +705,19 @@ LARGEST(f32, uint32_t, int32_t, order_f32, 0x7f800000)
 
 /* logits [B, vocab], suppressed ids, tokens [B], flaws [B]: whether a logit is NaN or infinite. Argmax; the lowest
  * id of equal logits wins; finite logits of suppressed ids are overwritten with the lowest value. Threads reduce by
- * atomic max over keys: the logit in the upper 32 bits, the complement of the id in the lower. */
+ * atomic max over keys: the logit in the upper 32 bits, the complement of the piece in the lower. */
 static int greedy_pieces(void *context, units *left) {
     const running *a = context;
     const operand *x = a->of;
     int64_t *keys = (int64_t *)a->of[2].at, *flaws = (int64_t *)a->of[3].at;
     int64_t each = (x->width + PIECE - 1) / PIECE;
     for (int64_t unit; (unit = take_unit(left)) >= 0;) {
-        int64_t n = piece_size(x, unit), r = unit / each, value, at;
+        int64_t n = piece_size(x, unit), r = unit / each, value;
         const char *p = piece(x, unit);
-        int flaw, single = x->dtype == F32;
-        value = single ? largest_f32((const uint32_t *)p, n, &flaw)
-                       : largest_bf16((const bf16 *)p, n, &flaw);
-        at = single ? first_f32((const uint32_t *)p, n, value) : first_bf16((const bf16 *)p, n, value);
-        int64_t id = unit % each * PIECE + at, key = value << 32 | (0xffffffff - id);
+        int flaw;
+        value = x->dtype == F32 ? largest_f32((const uint32_t *)p, n, &flaw)
+                                : largest_bf16((const bf16 *)p, n, &flaw);
+        int64_t key = value << 32 | (0xffffffff - unit % each);
         if (flaw) __atomic_store_n(flaws + r, 1, __ATOMIC_RELAXED);
         int64_t now = __atomic_load_n(keys + r, __ATOMIC_RELAXED);
         while (key > now && !__atomic_compare_exchange_n(keys + r, &now, key, 0, __ATOMIC_RELAXED,
@@ -738,9 +737,15 @@ static int greedy(const running *a) {
                 x->dtype == F32 ? (void)(*(float *)one = -FLT_MAX) : (void)(*(bf16 *)one = 0xff7f);
         }
     }
-    int failed = by_pieces(a, x, greedy_pieces);
-    for (int64_t r = 0; r < rows_of(x); r++) tokens[r] = 0xffffffff - (tokens[r] & 0xffffffff);
-    return failed;
+    if (by_pieces(a, x, greedy_pieces)) return 1;
+    for (int64_t r = 0; r < rows_of(x); r++) {
+        int64_t i = 0xffffffff - (tokens[r] & 0xffffffff), value = tokens[r] >> 32;
+        int64_t unit = r * ((x->width + PIECE - 1) / PIECE) + i, n = piece_size(x, unit);
+        const char *p = piece(x, unit);
+        tokens[r] = i * PIECE + (x->dtype == F32 ? first_f32((const uint32_t *)p, n, value)
+                                                 : first_bf16((const bf16 *)p, n, value));
+    }
+    return 0;
 }
 
 /* Indices of `pace`: steps requested, steps done, and the step count that a sleeping thread waits for. */
