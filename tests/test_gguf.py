@@ -550,29 +550,27 @@ def test_scores_that_are_integers(tmp_path: Path) -> None:
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
 
 
-def test_powers_that_are_far_apart(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (
+            "attn_q",
+            r"or infinite, or more than 2\^17 times a neighbouring block's.*, or take a file",
+        ),
+        ("ffn_down", "rows of MXFP4 must be multiples of 64, found 96; fix: take a file in BF16"),
+    ],
+)
+def test_pairs_of_mxfp4(model: Path, tmp_path: Path, tensor: str, says: str) -> None:
+    """Whose powers are too far apart; rows without."""
+
     def edit(name: str, t: Any) -> dict[str, Any]:
-        if name != "blk.2.attn_q.weight":
-            return as_it_is(name, t)
-        raw = np.zeros((int(t.shape[1]), int(t.shape[0]) // 64, 34), np.uint8)
-        raw[..., [0, 1, 17]] = 1, 1, 100
-        return {name: (raw.reshape(len(raw), -1), GGMLQuantizationType["MXFP4"])}
-
-    file = rewritten(model, tmp_path / "a.gguf", edit)
-    says = r"or infinite, or more than 2\^17 times a neighbouring block's.*, or take a file in BF16"
-    with pytest.raises(WeightsError, match=says):
-        g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
-
-
-def test_blocks_without_pairs(model: Path, tmp_path: Path) -> None:
-    def edit(name: str, t: Any) -> dict[str, Any]:
-        if name != "blk.2.ffn_down.weight":
+        if name != f"blk.2.{tensor}.weight":
             return as_it_is(name, t)
         raw = np.zeros((int(t.shape[1]), int(t.shape[0]) // 32 * 17), np.uint8)
+        raw[:, [0, 1, 17]] = 1, 1, 100
         return {name: (raw, GGMLQuantizationType["MXFP4"])}
 
     file = rewritten(model, tmp_path / "a.gguf", edit)
-    says = "rows of MXFP4 must be multiples of 64, found 96; fix: take a file in BF16"
     with pytest.raises(WeightsError, match=says):
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from g4ir.backends.cpu import isa, pyops, tiles
 from g4ir.backends.cpu.arena import Arena
 from g4ir.backends.cpu.isa import multiplies_integers
-from g4ir.backends.cpu.step_program import record_step
+from g4ir.backends.cpu.step_program import Recorder, record_step
 from g4ir.backends.cuda.lowerings import grouped_experts
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
@@ -31,14 +31,13 @@ from g4ir.ops.codecs import (
     dequantize_codes,
     fake_quantize_values,
     from_tiles,
-    pack_codes,
     rows_from_tiles,
     to_tiles,
 )
 from g4ir.ops.kv_quant import dequantize_rows, quantize_rows
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, dtype_name, torch_dtype
-from g4ir.ui.processor import ISA, SETS, InstructionSet
+from g4ir.ui.processor import ISA, SETS, InstructionSet, instruction_set
 from tests.cases import TABLES
 from tests.coded_products import (
     BUDGET,
@@ -125,21 +124,12 @@ def test_panels_of_dense_weights(shape: tuple[int, int], rows: int, dtype: torch
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("form", CODED)
 def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None:
-    """Bit for bit, for every code there is."""
-    if form == "int4":
-        codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
-    elif FORMATS[form].block_values > 2 and form != "int6":  # all bytes are codes
-        size = FORMATS[form].elements_for(2048) * ITEMSIZE[FORMATS[form].codes]
-        raw = torch.randint(0, 256, (16, size), dtype=torch.uint8)
-        if form == "fp4":  # without scales that are no number
-            raw.unflatten(1, (-1, 36))[..., 32:] &= 0xFE
-        codes = raw.view(torch_dtype(FORMATS[form].codes))
-    elif form == "int6":  # every number with every integer
-        numbers = torch.arange(-32, 32).repeat(256).view(16, 1024)
-        integers = torch.arange(-128, 128, dtype=torch.int8).repeat_interleave(4).view(16, 64)
-        codes = pack_codes(numbers, form, integers.view(torch.uint8))
-    else:
-        codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(2, 128)
+    """Bit for bit, of random bytes."""
+    size = FORMATS[form].elements_for(2048) * ITEMSIZE[FORMATS[form].codes]
+    raw = torch.randint(0, 256, (16, size), dtype=torch.uint8)
+    if form == "fp4":  # without scales that are no number
+        raw.unflatten(1, (-1, 36))[..., 32:] &= 0xFE
+    codes = raw.view(torch_dtype(FORMATS[form].codes))
     if form == "fp8":  # without the two that are no number
         codes = codes.view(torch.float8_e4m3fn)
         codes = torch.where(codes.float().isnan(), torch.zeros(()), codes.float()).to(codes.dtype)
@@ -232,7 +222,7 @@ def test_experts_of_codes(form: str, tokens: int, first: int) -> None:
 
 def test_special_values() -> None:
     """Infinities and NaN survive the rounding to bf16; ties go to even."""
-    x, w = torch.tensor([[float("nan"), 1.0] + [0.0] * 30]).bfloat16(), torch.eye(4, 32).bfloat16()
+    x, w = torch.tensor([[torch.nan, 1.0] + [0.0] * 30]).bfloat16(), torch.eye(4, 32).bfloat16()
     assert linear(x, w).isnan().any()
     exact = torch.tensor([[1.0, 2**-8] + [0.0] * 30]).bfloat16()  # 1 + 2^-8 lies between two
     ones = torch.ones(1, 32, dtype=torch.bfloat16)
@@ -302,6 +292,32 @@ def test_a_row_is_the_same_beside_any_others(form: str, product: Any) -> None:
 
 
 @pytest.mark.parametrize("form", CODED)
+def test_the_argmax_of_rounded_rows(form: str) -> None:
+    """Is that of exact logits: of equal ones, without ids that are never chosen, of zeros and NaN;
+    where that is faster, logits of other ids are those of int8."""
+    x, *weight, dense = with_outliers(9, 1040, 1024, (form, CODED[form][0], "f16"), torch.bfloat16)
+    x[0], logits = dense[100], torch.zeros(2, 9, 1, 1040, dtype=torch.bfloat16)
+    for t in (part.view(torch.uint8) for part in weight):
+        t[1000:1002] = t[100]
+    weight = [*map(to_tiles, weight)]
+
+    def chosen(exact: int, cap: float) -> tuple[torch.Tensor, ...]:
+        r, never = Recorder(Arena("cpu")), torch.tensor([100, 7])
+        n = pyops.FORMAT_IDS[weight[0].dtype], True, False, False
+        y = r.emit("linear_coded", x[:, None], *weight, logits[exact], n=n)
+        y = r.emit("softcap", y, y.clone(), f=cap) if cap else y
+        r.screen_logits(never, torch.tensor([exact]))
+        results = r.greedy(y, never)
+        r.code(()).run()
+        return results
+
+    halves = form != "fp8" and instruction_set().name in ("avx512_vnni", "avx512_bf16")
+    for x[3], cap in itertools.product((0.0, torch.nan), (0.0, 30.0, 0.05)):
+        assert all(map(torch.equal, chosen(0, cap), chosen(1, cap)))
+        assert not halves or not torch.equal(*logits)
+
+
+@pytest.mark.parametrize("form", CODED)
 def test_what_isa_says_the_kernels_do(form: str) -> None:
     codes, scales = QUANTIZE(torch.randn(48, 1024), form=form, group=CODED[form][0], scale="f16")
     shape = 1, pyops.DTYPES[torch.bfloat16], 1, 1024, scales.shape[-1]
@@ -313,6 +329,7 @@ def test_what_isa_says_the_kernels_do(form: str) -> None:
 def test_tiles_on_other_cpus(other_cpu: str, form: str) -> None:
     """Equal bit for bit where integers are summed, but for fp8 and SSE (v2), which has no FMA."""
     test_what_isa_says_the_kernels_do(form)
+    test_the_argmax_of_rounded_rows(form)
     g = torch.Generator().manual_seed(len(form))
     x, w = torch.randn(8, 1024, generator=g).bfloat16(), torch.randn(48, 1024, generator=g)
     # the largest digits and codes: AVX2 adds some products in 16 bits

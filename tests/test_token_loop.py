@@ -119,13 +119,11 @@ def test_steps_of_a_loop_are_timed(
     """The cost of drafts is relative to them. The first one includes the loop's start; if the host
     is late, the time between two reads is its own. Of steps that run alone it does not count."""
     in_a_loop(engine, monkeypatch)
-    monkeypatch.setattr(
-        TokenSteps, "watches", property(lambda _: watches, lambda *_: None), raising=False
-    )
+    watching = property(lambda _: watches, lambda *_: None)
+    monkeypatch.setattr(TokenSteps, "watches", watching, raising=False)
     timed, clock = list[tuple[int, ...]](), Counter[str]()
     monkeypatch.setattr(StepCosts, "add", lambda _, *entry: timed.append(entry))
-    seconds = SimpleNamespace(perf_counter=clock.total)
-    monkeypatch.setattr(device_loop, "time", seconds)
+    monkeypatch.setattr(device_loop, "time", SimpleNamespace(perf_counter=clock.total))
     spy(monkeypatch, TokenLoop, "read", lambda *_: clock.update({"step": 3}))
     engine.generate(PROMPTS[0], 8, stop_ids=(), on_token=lambda _: clock.update({"host": late}))
     assert timed == want
@@ -278,19 +276,12 @@ FP32 = {("experts", 1)}
 #: weights that stay codes until a product takes them, and bounds, which are read when recorded
 WEIGHTS = {"dequantize", "dequantize_tiles", "dense", "fake_quantize", "clip"}
 #: fused ops that are recorded by their parts, and views
-EXPANDED = {
-    *("norm_rope", "norm_residual", "linear_glu", "glu_packed"),
-    *("qkv_write", "moe_mlp", "heads", "merge_heads", "split", "unstack_layers"),
-}
+EXPANDED = {"norm_rope", "norm_residual", "linear_glu", "glu_packed", "qkv_write", "moe_mlp"}
+EXPANDED |= {"heads", "merge_heads", "split", "unstack_layers"}
 ATTENTIONS = ("attention", "attention_latent")
 #: samples that torch's ops compute: attention with a softcap, tensors that are no rows
-BY_TORCH = {
-    ("attention", 2),
-    ("attention_latent", 2),
-    ("concat", 0),
-    ("encoder_attention", 0),
-    ("encoder_attention", 1),
-}
+BY_TORCH = {("attention", 2), ("attention_latent", 2), ("concat", 0)}
+BY_TORCH |= {("encoder_attention", 0), ("encoder_attention", 1)}
 RECORDED = [c for c in CASES if c[0] in (LOWERINGS.keys() | EXPANDED) - WEIGHTS]
 
 

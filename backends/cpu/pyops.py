@@ -37,6 +37,8 @@ _TYPES: dict[str, Any] = {
 #: `wait_steps`, which returns nothing
 _ARGUMENTS = {
     "add_products": "ppisssi",
+    "decode": "piipipisssi",
+    "screened_rows": "i",
     "run_instructions": "ppspi",
     "run_steps": "ppsppi",
     "request_steps": "ps",

@@ -49,7 +49,7 @@ class LoopProgram:
     steps requested, steps done, the step count that a sleeping reader waits for (0: none). For
     sequences that are not greedy, the host samples from `logits` [B, 1, vocab] into `chosen`
     i64 [B] before it runs the last instruction, at index `end`. Ids in `suppress` are never
-    sampled."""
+    sampled. While `exact` i64[1] is 0, only logits are exact that may be the maximum."""
 
     code: Code
     end: int
@@ -62,6 +62,7 @@ class LoopProgram:
     logits: Tensor
     chosen: Tensor
     suppress: Tensor
+    exact: Tensor
 
 
 def record_loop(
@@ -93,7 +94,8 @@ def record_loop(
         outputs = r.record(g, {**feeds, **params, **state})
         feeds = outputs | {"positions": positions, "lengths": active, **fixed}
     logits = feeds["logits"]
-    never = torch.tensor(suppress, dtype=torch.int64)
+    never, exact = torch.tensor(suppress, dtype=torch.int64), zeros(1)
+    r.screen_logits(never, exact)
     chosen, flaws = r.greedy(logits, never)
     if r.torch_ops:
         raise NoInstruction("an op that torch runs")
@@ -101,7 +103,7 @@ def record_loop(
     r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, history, pace)
     code = r.code(())  # owns weights and tables: steps may outlive their engine
     rows = tokens, lengths, active, stops
-    return LoopProgram(code, end, *rows, history, pace, logits, chosen, never)
+    return LoopProgram(code, end, *rows, history, pace, logits, chosen, never, exact)
 
 
 class StepThread:
@@ -186,6 +188,7 @@ class StepLoop:
         greedy = sampling.METHODS.index(sampling.GREEDY)
         drawn = active & (draws[:, sampling.METHOD] != greedy)
         self._drawn = tuple(drawn.nonzero()[:, 0].tolist())
+        p.exact.fill_(bool(self._drawn))
         self._read, self._read_at = 0, time.perf_counter()
 
     def advance(self, count: int, uniforms: Tensor | None) -> None:

@@ -49,7 +49,7 @@ KINDS = (
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
     *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
     *("attend_chunk", "last_row", "last_seen", "cluster_head", "pick_id", "attend_texts"),
-    *("mean_texts", "unit_norm", "lora"),
+    *("mean_texts", "unit_norm", "lora", "best_logits"),
 )
 #: instructions that need no fp32 scratch rows (`scratch` of kernels/step.c)
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
@@ -66,6 +66,11 @@ CHUNKS = ("prefill", BLOCKS, ENCODE)
 #: codes of a quantised weight without a C kernel -> the dense weight
 _DENSE: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 _DENSE_LOCK = Lock()
+#: GROUP: rows of a weight in a group of BEST_LOGITS (kernels/step.c). SCREENED_FROM: min rows of x
+#: for which it is used: for fewer, products take the time in which the weight is read
+GROUP, SCREENED_FROM = 256, 8
+#: codes of a head -> norms of its groups (`_group_norms`)
+_NORMS: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 #: ops that return views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
@@ -311,6 +316,29 @@ class Recorder:
         self.emit("greedy", logits, never, tokens, flaws)
         return tokens, flaws
 
+    def screen_logits(self, never: Tensor, exact: Tensor) -> None:
+        """Let the head, if it is quantised to tiles, compute only those logits exactly that may be
+        the maximum of a row without ids `never`, while `exact` i64[1] is 0."""
+        index = len(self.instructions) - 1
+        (kind, first, n, f), cap = self.instructions[index], 0.0
+        if KINDS[kind] == "softcap":
+            index, cap = index - 1, f
+            kind, first, n, _ = self.instructions[index]
+        if KINDS[kind] != "linear_coded" or n[1:] != (True, False, False):  # tiles, exact, no chunk
+            return
+        operands = self.operands[first : first + 4]
+        (_, x), (at, _), scales, _ = operands
+        rows, bf16 = x[0] * x[2], x[-2] == pyops.DTYPES[torch.bfloat16]
+        if not bf16 or not SCREENED_FROM <= rows <= pyops.kernel("screened_rows")(n[0]):
+            return
+        codes = next(t for t in self.tensors if t.data_ptr() == at)
+        if codes not in _NORMS:
+            _NORMS[codes] = _group_norms(n[0], codes, scales, x[-3])
+        more = (never, _NORMS[codes], exact)
+        self.instructions[index] = KINDS.index("best_logits"), len(self.operands), n, cap
+        self.operands += (*operands, *((t.data_ptr(), _rows(t)) for t in more))
+        self.tensors += more
+
     def code(self, weights: Iterable[Tensor]) -> Code:
         """Return the recorded program, which does not own the memory of `weights`."""
         loaded = {storage_of(t) for t in weights}
@@ -332,6 +360,20 @@ class Recorder:
         self._copies.append(self.like(x))
         self.copy(x, self._copies[-1])
         return self._copies[-1]
+
+
+def _group_norms(form: int, codes: Tensor, scales: tuple[int, tuple[int, ...]], k: int) -> Tensor:
+    """Return the largest norm of the rows of each GROUP of a tiled weight [n, k], and of all: f32;
+    `scales`: its operand."""
+    (at, sizes), norms = scales, list[Tensor]()
+    for piece in codes.split(GROUP):
+        rows = torch.empty(len(piece), k)
+        how = (sizes[-2], rows.data_ptr(), pyops.DTYPES[rows.dtype], len(rows), k, sizes[-3])
+        if pyops.kernel("decode")(piece.data_ptr(), form, 1, at, *how, torch.get_num_threads()):
+            raise MemoryError(f"out of memory: {rows.nbytes} bytes")
+        at += len(rows) * sizes[-3] * sizes[-1]
+        norms.append(rows.norm(dim=-1).amax())
+    return torch.stack([*norms, torch.stack(norms).amax()]) * (1 + 1e-5)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -100,8 +100,17 @@ static int decode(const void *codes, int form, int tiles, const void *scales, in
     return run_region(decode_units, &d, (n + TILE - 1) / TILE, threads);
 }
 
+/* With AMX, the digits of many rows are multiplied faster; without dot products, int8 may be multiplied as int16. */
+static int screened_rows(void) {
+#ifdef INTEGERS
+    if (CODED_ROWS > CODED_FLOAT_ROWS && HAS_INTEGERS && stored_as(FORM, 1, CODED_ROWS) != PAIRS) return CODED_ROWS;
+#endif
+    return 0;
+}
+
 __attribute__((constructor)) static void add_form(void) {
-    static const form_kernels own = {takes_codes, linear_coded, takes_gemm, gemm_integers, decode};
+    static form_kernels own = {takes_codes, linear_coded, takes_gemm, gemm_integers, decode};
+    own.screened_rows = screened_rows();
     g4ir_forms[FORM] = &own;
     if (EXACT_INTEGERS(FORM) && !bf16_pays()) g4ir_panels[BF16].gemm[FORM] = gemm_integers;
 }

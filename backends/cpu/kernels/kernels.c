@@ -68,6 +68,8 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                                        n, k, groups, threads);
 }
 
+int g4ir_screened_rows(int form) { return of_form(form) ? of_form(form)->screened_rows : 0; }
+
 int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups) {
     return of_form(form) && of_form(form)->takes_gemm(form, rounded, dtype, rows, n, k, groups);
 }

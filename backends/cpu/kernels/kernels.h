@@ -34,6 +34,9 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
 
+/* Returns the maximum rows of bf16 x for which products with `rounded` take two thirds of the time; 0: none. */
+int g4ir_screened_rows(int form);
+
 /* The same for more rows of x and a tiled weight; if x is bf16, the weight may be rounded to bf16, or x be converted to
  * 15-bit integers (digits.h). g4ir_takes_gemm returns whether these sizes are supported. */
 int g4ir_takes_gemm(int form, int rounded, int dtype, int64_t rows, int64_t n, int64_t k, int64_t groups);
@@ -51,6 +54,7 @@ typedef struct {
     __typeof__(g4ir_takes_gemm) *takes_gemm;
     __typeof__(g4ir_gemm) *gemm_integers;
     __typeof__(g4ir_decode) *decode;
+    int screened_rows;
 } form_kernels;
 extern const form_kernels *g4ir_forms[FORMS];
 

@@ -33,7 +33,7 @@ enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
     LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW, MUL_INTEGERS, MASK_IDS,
     EMBED_ROWS, GREEDY, END_STEP, ATTEND_CHUNK, LAST_ROW, LAST_SEEN, CLUSTER_HEAD, PICK_ID, ATTEND_TEXTS,
-    MEAN_TEXTS, UNIT_NORM, LORA
+    MEAN_TEXTS, UNIT_NORM, LORA, BEST_LOGITS, KINDS
 };
 
 typedef struct {
@@ -253,6 +253,12 @@ static inline int64_t piece_size(const operand *o, int64_t unit) {
     return o->width - from < PIECE ? o->width - from : PIECE;
 }
 
+static inline void cap_numbers(float *x, int64_t count, float cap, int64_t dtype) {
+    for (int64_t j = 0; j < count; j++) x[j] = rounded(x[j] / cap, dtype);
+    for (int64_t j = 0; j < count; j++) x[j] = tangent(x[j]);
+    for (int64_t j = 0; j < count; j++) x[j] = rounded(x[j], dtype) * cap;
+}
+
 /* x, y; f: cap */
 static int softcap_pieces(void *context, units *left) {
     const running *a = context;
@@ -261,9 +267,7 @@ static int softcap_pieces(void *context, units *left) {
     for (int64_t unit; (unit = take_unit(left)) >= 0;) {
         int64_t n = piece_size(y, unit);
         read_numbers(piece(x, unit), x->dtype, h, n);
-        for (int64_t j = 0; j < n; j++) h[j] = rounded(h[j] / cap, x->dtype);
-        for (int64_t j = 0; j < n; j++) h[j] = tangent(h[j]);
-        for (int64_t j = 0; j < n; j++) h[j] = rounded(h[j], x->dtype) * cap;
+        cap_numbers(h, n, cap, x->dtype);
         write_numbers(piece(y, unit), y->dtype, h, n);
     }
     return 0;
@@ -553,14 +557,19 @@ static int multiply_coded(const coded_product *p, int threads) {
     return failed;
 }
 
-/* x, codes, scales, y; n: format, tiles, rounded, whether x is a prefill chunk */
-static int linear_coded(const running *a) {
+static coded_product arguments_of(const running *a) {
     const operand *x = a->of, *codes = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     const int64_t *n = a->i->n;
-    coded_product p = {.codes = codes->at, .scales = scales->at, .x = x->at, .y = y->at, .form = n[0],
-                       .tiles = n[1], .rounded = n[2], .chunk = n[3], .scales_dtype = scales->dtype,
-                       .dtype = x->dtype, .rows = rows_of(x), .n = y->width, .k = x->width,
-                       .groups = scales->width};
+    return (coded_product){.codes = codes->at, .scales = scales->at, .x = x->at, .y = y->at, .form = n[0],
+                           .tiles = n[1], .rounded = n[2], .chunk = n[3], .scales_dtype = scales->dtype,
+                           .dtype = x->dtype, .rows = rows_of(x), .n = y->width, .k = x->width,
+                           .groups = scales->width};
+}
+
+/* x, codes, scales, y; n: format, tiles, rounded, whether x is a prefill chunk */
+static int linear_coded(const running *a) {
+    const operand *x = a->of;
+    coded_product p = arguments_of(a);
     if (!p.rounded || !p.chunk && p.rows <= ROWS_TOGETHER || p.tiles && takes_gemm(&p))
         return multiply_coded(&p, a->threads);
     operand both[2] = {*x, *x};
@@ -669,39 +678,38 @@ static int embed_rows(const running *a) {
     return 0;
 }
 
-/* Maps a float's bits to an integer with the same order; 0 for both zeros. */
-static inline int16_t order_bf16(bf16 u) {
-    int16_t s = u;
-    s ^= s >> 15 & 0x7fff;
-    return s + (s == -1);
-}
-static inline int32_t order_f32(uint32_t u) {
-    int32_t s = u;
-    s ^= s >> 31 & 0x7fffffff;
-    return s + (s == -1);
-}
-
-/* largest_*: the maximum of `count` logits, as an integer of ORDER; sets `flaw` if one is NaN or infinite. first_*: the
- * index of the first logit of this value. */
-#define LARGEST(NAME, WORD, ORDERED, ORDER, EXPONENT)                                           \
+/* order_*: maps the bits of a float to an integer with the same order; both zeros to 0. largest_*: the maximum of `count`
+ * logits as such an integer; sets `flaw` if one is NaN or infinite. */
+#define LARGEST(NAME, WORD, ORDERED, MOST, EXPONENT)                                            \
+    static inline ORDERED order_##NAME(WORD u) {                                                \
+        ORDERED s = u;                                                                          \
+        s ^= s >> (8 * sizeof s - 1) & MOST;                                                    \
+        return s + (s == -1);                                                                   \
+    }                                                                                           \
     static int64_t largest_##NAME(const WORD *x, int64_t count, int *flaw) {                    \
-        ORDERED most = ORDER(x[0]);                                                             \
+        ORDERED most = order_##NAME(x[0]);                                                      \
         WORD odd = 0;                                                                           \
         for (int64_t j = 0; j < count; j++) {                                                   \
-            ORDERED one = ORDER(x[j]);                                                          \
+            ORDERED one = order_##NAME(x[j]);                                                   \
             most = one > most ? one : most;                                                     \
             odd |= (x[j] & EXPONENT) == EXPONENT;                                               \
         }                                                                                       \
         *flaw = odd;                                                                            \
         return most;                                                                            \
-    }                                                                                           \
-    static int64_t first_##NAME(const WORD *x, int64_t count, int64_t value) {                  \
-        int64_t j = 0;                                                                          \
-        while (j < count && ORDER(x[j]) != value) j++;                                          \
-        return j;                                                                               \
     }
-LARGEST(bf16, bf16, int16_t, order_bf16, 0x7f80)
-LARGEST(f32, uint32_t, int32_t, order_f32, 0x7f800000)
+LARGEST(bf16, bf16, int16_t, 0x7fff, 0x7f80)
+LARGEST(f32, uint32_t, int32_t, 0x7fffffff, 0x7f800000)
+
+/* Overwrites the finite logits of suppressed ids with the lowest value. */
+static void suppress(char *logits, int64_t dtype, const operand *never) {
+    for (int64_t i = 0; i < never->width; i++) {
+        int64_t id = ((const int64_t *)never->at)[i];
+        float *single = (float *)logits + id;
+        bf16 *half = (bf16 *)logits + id;
+        if (dtype == F32 ? isfinite(*single) : (*half & 0x7f80) != 0x7f80)
+            dtype == F32 ? (void)(*single = -FLT_MAX) : (void)(*half = 0xff7f);
+    }
+}
 
 /* logits [B, vocab], suppressed ids, tokens [B], flaws [B]: whether a logit is NaN or infinite. Argmax; the lowest
  * id of equal logits wins; finite logits of suppressed ids are overwritten with the lowest value. Threads reduce by
@@ -712,11 +720,10 @@ static int greedy_pieces(void *context, units *left) {
     int64_t *keys = (int64_t *)a->of[2].at, *flaws = (int64_t *)a->of[3].at;
     int64_t each = (x->width + PIECE - 1) / PIECE;
     for (int64_t unit; (unit = take_unit(left)) >= 0;) {
-        int64_t n = piece_size(x, unit), r = unit / each, value;
-        const char *p = piece(x, unit);
         int flaw;
-        value = x->dtype == F32 ? largest_f32((const uint32_t *)p, n, &flaw)
-                                : largest_bf16((const bf16 *)p, n, &flaw);
+        int64_t n = piece_size(x, unit), r = unit / each;
+        const void *p = piece(x, unit);
+        int64_t value = x->dtype == F32 ? largest_f32(p, n, &flaw) : largest_bf16(p, n, &flaw);
         int64_t key = value << 32 | (0xffffffff - unit % each);
         if (flaw) __atomic_store_n(flaws + r, 1, __ATOMIC_RELAXED);
         int64_t now = __atomic_load_n(keys + r, __ATOMIC_RELAXED);
@@ -731,21 +738,115 @@ static int greedy(const running *a) {
     int64_t *tokens = (int64_t *)a->of[2].at, *flaws = (int64_t *)a->of[3].at;
     for (int64_t r = 0; r < rows_of(x); r++) {
         tokens[r] = INT64_MIN, flaws[r] = 0;
-        for (int64_t i = 0; i < never->width; i++) {
-            char *one = row(x, r) + ((const int64_t *)never->at)[i] * x->bytes;
-            if (x->dtype == F32 ? isfinite(*(float *)one) : (*(bf16 *)one & 0x7f80) != 0x7f80)
-                x->dtype == F32 ? (void)(*(float *)one = -FLT_MAX) : (void)(*(bf16 *)one = 0xff7f);
-        }
+        suppress(row(x, r), x->dtype, never);
     }
     if (by_pieces(a, x, greedy_pieces)) return 1;
     for (int64_t r = 0; r < rows_of(x); r++) {
-        int64_t i = 0xffffffff - (tokens[r] & 0xffffffff), value = tokens[r] >> 32;
-        int64_t unit = r * ((x->width + PIECE - 1) / PIECE) + i, n = piece_size(x, unit);
-        const char *p = piece(x, unit);
-        tokens[r] = i * PIECE + (x->dtype == F32 ? first_f32((const uint32_t *)p, n, value)
-                                                 : first_bf16((const bf16 *)p, n, value));
+        int64_t at = (0xffffffff - (tokens[r] & 0xffffffff)) * PIECE, value = tokens[r] >> 32;
+        const void *p = row(x, r);
+        while ((x->dtype == F32 ? order_f32(((uint32_t *)p)[at]) : order_bf16(((bf16 *)p)[at])) != value) at++;
+        tokens[r] = at;
     }
     return 0;
+}
+
+/* ---- logits for an argmax: with x as int8, and again as 15-bit integers where the maximum may be ---- */
+
+/* Rows of the weight in a group, which are computed again together; if more than GROUPS_AGAIN of a row of x are, all
+ * logits are. */
+#define GROUP (16 * TILE)
+#define GROUPS_AGAIN 64
+/* Relative bounds: of rounding to bf16, and of sums in fp32. */
+#define ROUNDING (1.0f / 256)
+#define SUMMING 1e-5f
+
+typedef struct {
+    const running *a;
+    coded_product p;
+    int64_t groups;
+    int all; /* set if all logits have to be computed again */
+} best_of;
+
+/* Returns the product of row r of x with group i. */
+static coded_product group_of(const best_of *m, int64_t r, int64_t i) {
+    const operand *of = m->a->of;
+    coded_product p = m->p;
+    p.codes += i * GROUP * of[1].width * of[1].bytes, p.scales += i * GROUP * of[2].width * of[2].bytes;
+    p.n = p.n - i * GROUP < GROUP ? p.n - i * GROUP : GROUP;
+    p.rows = 1, p.x = row(of, r), p.y = row(of + 3, r) + i * GROUP * sizeof(bf16);
+    return p;
+}
+
+/* Returns the norm of a row of x, and a bound of its difference from int8, which has a scale for each block. */
+static float norm_of(const bf16 *x, int64_t count, float *difference) {
+    float all = 0, tops = 0;
+    for (int64_t b = 0; b < count; b += BLOCK) {
+        float top = 0;
+        for (int64_t j = b; j < b + BLOCK; j++) {
+            float one = fabsf(widen(x[j]));
+            top = one > top ? one : top, all += one * one;
+        }
+        tops += top * top;
+    }
+    *difference = sqrtf(tops * BLOCK) * (0.51f / 127) + sqrtf(all) * SUMMING; /* 0.01 for the 15 bits */
+    return sqrtf(all);
+}
+
+static float capped(float logit, float cap) {
+    if (cap > 0) cap_numbers(&logit, 1, cap, BF16);
+    return rounded(logit, BF16);
+}
+
+static float top_of_group(const best_of *m, int64_t r, int64_t i) {
+    coded_product p = group_of(m, r, i);
+    int flaw;
+    int64_t top = largest_bf16(p.y, p.n, &flaw);
+    return widen(top < 0 ? top ^ 0x7fff : top);
+}
+
+static int best_units(void *context, units *left) {
+    best_of *m = context;
+    const operand *x = m->a->of, *y = m->a->of + 3, *never = m->a->of + 4;
+    const float *norms = (const float *)m->a->of[5].at, cap = m->a->i->f;
+    float *tops = malloc(m->groups * sizeof *tops);
+    int failed = !tops;
+    for (int64_t r; !failed && (r = take_unit(left)) >= 0;) {
+        float error, lowest, size = norm_of((const bf16 *)row(x, r), x->width, &error);
+        int64_t top = 0, again = 0;
+        int all = !(size * norms[m->groups] < FLT_MAX / 4); /* a logit may be NaN or infinite */
+        suppress(row(y, r), BF16, never);
+        for (int64_t i = 0; i < m->groups; i++)
+            tops[i] = top_of_group(m, r, i), top = tops[i] > tops[top] ? i : top;
+        /* the first group in the order of the loop is that of the maximum, which sets `lowest` for the others: no logit
+         * up to it is equal to the maximum after rounding and softcap */
+        for (int64_t j = -1; j < m->groups && !all && !failed; j++) {
+            int64_t i = j < 0 ? top : j;
+            if (j >= 0 && (i == top || tops[i] + fabsf(tops[i]) * ROUNDING + norms[i] * error < lowest)) continue;
+            coded_product p = group_of(m, r, i);
+            if (++again > GROUPS_AGAIN) all = 1;
+            failed = multiply_coded(&p, 1);
+            suppress(row(y, r), BF16, never);
+            if (j >= 0) continue;
+            float best = lowest = top_of_group(m, r, i);
+            while (capped(lowest, cap) == capped(best, cap)) lowest -= fabsf(lowest) / 256 + FLT_MIN;
+        }
+        if (all) __atomic_store_n(&m->all, 1, __ATOMIC_RELAXED);
+    }
+    free(tops);
+    return failed;
+}
+
+/* x, codes, scales, y, suppressed ids, the largest norms of the rows of each group and of all, `exact` [1]; n: as of
+ * LINEAR_CODED; f: cap of the softcap that follows, or 0. Unless `exact`, only logits that may be the maximum of a row
+ * are exact; others are less. */
+static int best_logits(const running *a) {
+    best_of m = {a, arguments_of(a), a->of[5].width - 1};
+    if (*(const int64_t *)a->of[6].at) return multiply_coded(&m.p, a->threads);
+    m.p.rounded = 1;
+    if (multiply_coded(&m.p, a->threads)) return 1;
+    m.p.rounded = 0;
+    if (run_region(best_units, &m, m.p.rows, a->threads)) return 1;
+    return m.all && multiply_coded(&m.p, a->threads);
 }
 
 /* Indices of `pace`: steps requested, steps done, and the step count that a sleeping thread waits for. */
@@ -991,7 +1092,7 @@ static int lora(const running *a) {
 static const struct {
     row_body *body;
     int y, scratch;
-} ROWWISE[LORA + 1] = {[COPY] = {copy, 1, 0},  [RMS_NORM] = {rms_norm, 2, 2}, [ADD] = {add, 2, 2},
+} ROWWISE[KINDS] = {[COPY] = {copy, 1, 0},      [RMS_NORM] = {rms_norm, 2, 2}, [ADD] = {add, 2, 2},
                        [MUL] = {mul, 2, 2},    [SCALE] = {scale, 1, 1},       [ROPE] = {rope, 3, 3},
                        [UNIT_NORM] = {unit_norm, 1, 1}};
 
@@ -1073,11 +1174,14 @@ static int run_one(const running *a) {
     case ATTEND_TEXTS: return attend_texts(a);
     case MEAN_TEXTS: return by_rows(a, a->of + 2, mean_texts, 2 * a->of->width);
     case LORA: return lora(a);
+    case BEST_LOGITS: return best_logits(a);
     }
     return 2;
 }
 
-static int is_product(const instruction *i) { return i->kind == LINEAR || i->kind == LINEAR_CODED; }
+static int is_product(const instruction *i) {
+    return i->kind == LINEAR || i->kind == LINEAR_CODED || i->kind == BEST_LOGITS;
+}
 
 /* Lets idle threads prefetch the start of the next matmul's weight, for its first two units of work. */
 static void read_ahead(const instruction *i, const instruction *end, const operand *operands,
@@ -1086,7 +1190,7 @@ static void read_ahead(const instruction *i, const instruction *end, const opera
     while (i < end && !is_product(i)) i++;
     if (i == end) return;
     const operand *x = operands + i->first, *w = x + 1;
-    int runs = i->kind == LINEAR_CODED ? strips_of(i->n[0], 2, rows_of(x)) : 1;
+    int runs = i->kind != LINEAR ? strips_of(i->n[0], 2, rows_of(x)) : 1;
     int64_t part = tiles_of_part(rows_of(w) / TILE, threads, runs) * TILE * w->width * w->bytes;
     int64_t size = (part < READ_AHEAD ? part : READ_AHEAD) / runs;
     read_next(w->at, part / runs, 2 * runs, size);
