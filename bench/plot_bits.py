@@ -5,7 +5,7 @@ import sys
 from g4ir.ui.plots import figure
 
 with open(sys.argv[1]) as lines, figure(sys.argv[2], 6, 3.6) as axes:
-    for bits, kl, *_, who, name in (line.split() for line in lines if line[:1].isdigit()):
+    for bits, kl, *_, who, name in (r for r in map(str.split, lines) if len(r) == 7):
         color = f"C{('g4ir', 'ik_llama.cpp', 'llama.cpp').index(who)}"
         axes.plot(float(bits), float(kl), "o", color=color)
         axes.annotate(f"  {name}", (float(bits), float(kl)), fontsize=7, color=color)
