@@ -293,18 +293,17 @@ def test_a_row_is_the_same_beside_any_others(form: str, product: Any) -> None:
 
 @pytest.mark.parametrize("form", CODED)
 def test_the_argmax_of_rounded_rows(form: str) -> None:
-    """Is that of exact logits: of equal ones, without ids that are never chosen, of zeros and NaN;
-    where that is faster, logits of other ids are those of int8."""
-    x, *weight, dense = with_outliers(9, 1040, 1024, (form, CODED[form][0], "f16"), torch.bfloat16)
-    x[0], logits = dense[100], torch.zeros(2, 9, 1, 1040, dtype=torch.bfloat16)
-    for t in (part.view(torch.uint8) for part in weight):
-        t[1000:1002] = t[100]
-    weight = [*map(to_tiles, weight)]
+    """Is that of exact logits: of equal ones, all at the softcap, without ids that are never
+    chosen, of zeros and NaN; where that is faster, logits of other ids are those of int8."""
+    w, x = torch.rand(1040, 1024) - 0.01, torch.randn(9, 1024)
+    w[1000:1002], x[0], x[1], x[2, 5] = w[100], w[100], -1, 300
+    logits, group = torch.zeros(2, 9, 1, 1040, dtype=torch.bfloat16), CODED[form][0]
+    weight = [*map(to_tiles, QUANTIZE(w, form=form, group=group, scale="f16"))]
 
     def chosen(exact: int, cap: float) -> tuple[torch.Tensor, ...]:
         r, never = Recorder(Arena("cpu")), torch.tensor([100, 7])
         n = pyops.FORMAT_IDS[weight[0].dtype], True, False, False
-        y = r.emit("linear_coded", x[:, None], *weight, logits[exact], n=n)
+        y = r.emit("linear_coded", x[:, None].bfloat16(), *weight, logits[exact], n=n)
         y = r.emit("softcap", y, y.clone(), f=cap) if cap else y
         r.screen_logits(never, torch.tensor([exact]))
         results = r.greedy(y, never)

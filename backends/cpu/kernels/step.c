@@ -557,6 +557,7 @@ static int multiply_coded(const coded_product *p, int threads) {
     return failed;
 }
 
+/* The arguments of LINEAR_CODED. */
 static coded_product arguments_of(const running *a) {
     const operand *x = a->of, *codes = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
     const int64_t *n = a->i->n;
@@ -758,7 +759,7 @@ static int greedy(const running *a) {
 #define GROUPS_AGAIN 64
 /* Relative bounds: of rounding to bf16, and of sums in fp32. */
 #define ROUNDING (1.0f / 256)
-#define SUMMING 1e-5f
+#define SUMMING 1e-4f
 
 typedef struct {
     const running *a;
@@ -788,7 +789,7 @@ static float norm_of(const bf16 *x, int64_t count, float *difference) {
         }
         tops += top * top;
     }
-    *difference = sqrtf(tops * BLOCK) * (0.51f / 127) + sqrtf(all) * SUMMING; /* 0.01 for the 15 bits */
+    *difference = sqrtf(tops * BLOCK) * (0.51f / 127) + sqrtf(all) * SUMMING; /* of 0.51, 0.01 are for the 15 bits */
     return sqrtf(all);
 }
 
@@ -828,7 +829,7 @@ static int best_units(void *context, units *left) {
             suppress(row(y, r), BF16, never);
             if (j >= 0) continue;
             float best = lowest = top_of_group(m, r, i);
-            while (capped(lowest, cap) == capped(best, cap)) lowest -= fabsf(lowest) / 256 + FLT_MIN;
+            while (isfinite(lowest) && capped(lowest, cap) == capped(best, cap)) lowest -= fabsf(lowest) / 256 + FLT_MIN;
         }
         if (all) __atomic_store_n(&m->all, 1, __ATOMIC_RELAXED);
     }
