@@ -725,7 +725,7 @@ static int greedy_pieces(void *context, units *left) {
         int64_t n = piece_size(x, unit), r = unit / each;
         const void *p = piece(x, unit);
         int64_t value = x->dtype == F32 ? largest_f32(p, n, &flaw) : largest_bf16(p, n, &flaw);
-        int64_t key = value << 32 | (0xffffffff - unit % each);
+        int64_t key = value * ((int64_t)1 << 32) | (0xffffffff - unit % each);
         if (flaw) __atomic_store_n(flaws + r, 1, __ATOMIC_RELAXED);
         int64_t now = __atomic_load_n(keys + r, __ATOMIC_RELAXED);
         while (key > now && !__atomic_compare_exchange_n(keys + r, &now, key, 0, __ATOMIC_RELAXED,
