@@ -149,13 +149,14 @@ def on_the_host(engine: Engine, patch: pytest.MonkeyPatch, *asked: Any, **settin
 def test_rows_rest_within_a_program(
     engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is computed behind a stop token, though the host looks later."""
+    """Nothing is computed behind a stop token, though the host looks later; the logits of a drawn
+    sequence are exact."""
     want = on_the_host(engine, monkeypatch, PROMPTS[0], 40)
-    stop = next(t for t in want[10:] if want.index(t) >= 10)
-    held = want.index(stop)
-    assert engine.generate(PROMPTS[0], 40, stop_ids=(stop,)) == want[: held + 1]
-    assert programs[0].lengths.tolist() == [len(PROMPTS[0]) + held]
-    assert programs[0].active.tolist() == [0]
+    held = next(i for i, t in enumerate(want) if i >= 10 and want.index(t) == i)
+    assert engine.generate(PROMPTS[0], 40, stop_ids=(want[held],)) == want[: held + 1]
+    p = programs[0]
+    assert (int(p.lengths), int(p.active), int(p.exact)) == (len(PROMPTS[0]) + held, 0, 0)
+    assert engine.generate(PROMPTS[0], 4, temperature=1.0, seed=1) and int(programs[-1].exact) == 1
 
 
 def test_steps_without_drafts_are_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
